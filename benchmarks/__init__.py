@@ -1,1 +1,1 @@
-"""Measurements, each a command that writes its own table."""
+"""Benchmarks of this project, each a command that writes its own page."""

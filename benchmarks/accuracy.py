@@ -1,15 +1,16 @@
-"""Cost of failures in accuracy, by strategy; writes accuracy.md and accuracy.png.
+"""Benchmark of what failures cost in accuracy, by strategy. It writes accuracy.md and accuracy.png.
 
     python -m benchmarks.accuracy --text ../shared/data/wikitext-2/test.txt ../shared/data/wikitext-2/valid.txt \\
         --folder runs/accuracy        (an hour and a half on two cores; goes on from what is in the folder)
 
-The laptop preset's model on one rank, trained on WikiText-2 byte by byte. State is lost as often as wanted
-(``--moevement-wipe-at``: model and optimizer are overwritten with NaN, and restored from the rank's own snapshots as the
-strategy does it), two runs at a time.
+The benchmark trains the laptop preset's model on one rank, on WikiText-2 byte by byte. ``--moevement-wipe-at``
+overwrites model and optimizer with NaN. The rank restores them from its own snapshots, as the strategy does after a
+failure. Two trainings run at a time.
 
-1. Four failures in a run (MoEvement, figure 12 and table 5): each strategy, several seeds.
-2. One failure half way (MoC-System, figure 7): experts saved and intervals, for shares of lost tokens from 0 up.
-3. Tokens that routers drop all the time (MoEtion, table 1).
+1. Four failures per training (MoEvement, figure 12 and table 5): each strategy, several seeds.
+2. One failure at the middle (MoC-System, figure 7): several numbers of saved experts and intervals, for lost shares of
+   tokens from 0 up.
+3. Routers that drop tokens all the time (MoEtion, table 1).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ FREE = "failure-free"
 SEEDS = (1, 2, 3)
 AT_ONCE = 2
 VOCABULARY = 257
-"""Bytes, and the end of a document."""
+"""Number of tokens: the bytes, and the end of a document."""
 OTHERS = ("--moevement-window", "auto")
 LOSSY = (*OTHERS, "--moevement-plt-limit", "1")
 STRATEGIES: dict[str, tuple[str, ...]] = {
@@ -57,7 +58,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "moetion, S = 4": ("--moevement-strategy", "moetion", *OTHERS, "--moevement-snapshot-experts", "4"),
 }  # fmt: skip
 HALF_WAY = tuple((experts, interval) for interval in (5, 20) for experts in (4, 2, 1))
-"""K and the interval."""
+"""Pairs of K, the experts in a snapshot, and the interval in iterations."""
 DROPPED = (0.01, 0.03, 0.1, 0.2)
 
 
@@ -70,12 +71,12 @@ class Run:
     flags: tuple[str, ...] = ()
     wiped_at: tuple[int, ...] = ()
     dropped: float = 0.0
-    """Share of routed tokens that no expert gets."""
+    """Share of routed tokens that the routers drop."""
 
     @property
     def id(self) -> str:
         """Name of the training's folder."""
-        words = "".join(one if one.isalnum() else "_" for one in self.name)
+        words = "".join(letter if letter.isalnum() else "_" for letter in self.name)
         return f"{words}_{len(self.wiped_at)}_{1000 * self.dropped:.0f}_{self.seed}"
 
 
@@ -84,13 +85,13 @@ class Outcome:
     """Result of one training."""
 
     loss: float
-    """Loss on the validation set, in the end."""
+    """Loss on the validation set at the end."""
     test_loss: float
     lost: float
-    """PLT, of the tokens of the whole training."""
+    """Share of all routed tokens whose updates were lost (PLT)."""
     digest: str
     losses: list[tuple[int, float]]
-    """Losses on the validation set, along the way."""
+    """Losses on the validation set, by iteration."""
 
 
 def main() -> None:
@@ -99,20 +100,20 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="WikiText-2, as text")
     parser.add_argument("--folder", type=Path, required=True, help="where runs stay")
     parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each (default: 200)")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    data = given.folder / "wikitext"
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    data = arguments.folder / "wikitext"
     if not data.with_suffix(".bin").exists():
-        words = ["data", "build", "--documents", "line", "--output", str(data), *map(str, given.text)]
+        words = ["data", "build", "--documents", "line", "--output", str(data), *map(str, arguments.text)]
         subprocess.run([sys.executable, "-m", "moevement_cli.main", *words], check=True)
-    wanted = list(_runs(given.iterations))
-    outcomes = dict(_outcomes(wanted, given.folder, data, given.iterations))
-    _plot(outcomes, given.iterations)
-    OUTPUT.write_text(report(outcomes, given.iterations), encoding="utf-8")
+    wanted = list(_runs(arguments.iterations))
+    outcomes = dict(_outcomes(wanted, arguments.folder, data, arguments.iterations))
+    _plot(outcomes, arguments.iterations)
+    OUTPUT.write_text(report(outcomes, arguments.iterations), encoding="utf-8")
 
 
 def _runs(iterations: int) -> Iterator[Run]:
-    fifths = tuple(iterations * one // 5 for one in (1, 2, 3, 4))
+    fifths = tuple(iterations * fifth // 5 for fifth in (1, 2, 3, 4))
     for seed in SEEDS:
         yield Run(FREE, seed)
         for name, flags in STRATEGIES.items():
@@ -138,11 +139,11 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 
 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
-    """Return the result in the folder of a training, which is run if it is not there."""
+    """Return the result of a training. The function trains only if the folder has no result of the same settings."""
     run_dir, words = folder / run.id, _words(run, data, iterations)
     kept, made_of = run_dir.with_suffix(".json"), _made_of([*words, str(run.dropped)], folder)
-    if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
-        return Outcome(**found)
+    if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
+        return Outcome(**saved)
     shutil.rmtree(run_dir, ignore_errors=True)
     script = dropping.__file__ if run.dropped else str(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", dropping.SHARE_ENV: str(run.dropped)}
@@ -152,9 +153,13 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
         subprocess.run(command, check=True, stdout=console, stderr=console, env=environment)
     record = RunRecord(run_dir)
     events, summary = list(record.events()), record.summary()
-    recoveries = [one for one in events if one["event"] == "recovery"]
-    # Two that went back to the same snapshot lost the same tokens.
-    lost = sum({one["until"] - one["replayed"]: sum(one["lost_tokens"].values()) for one in recoveries}.values())
+    recoveries = [event for event in events if event["event"] == "recovery"]
+    # Recoveries from the same snapshot lost the same tokens, so the sum counts them once.
+    lost = sum(
+        {
+            recovery["until"] - recovery["replayed"]: sum(recovery["lost_tokens"].values()) for recovery in recoveries
+        }.values()
+    )
     routed = sum(1 for _ in record.metrics()) * 16 * 128 * 2 * 4  # samples, positions, experts of a token, layers
     losses = [(e["iteration"], e["loss"]) for e in events if e["event"] == "evaluation" and e["set"] == "validation"]
     outcome = Outcome(
@@ -171,13 +176,13 @@ def _words(run: Run, data: Path, iterations: int) -> list[str]:
     words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
     if run.wiped_at:
         words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
-    if run.dropped:  # room for all tokens; and the dispatcher counts on no number of them
+    if run.dropped:  # space for all tokens, because the dispatcher expects a fixed number of them
         words += ["--moe-expert-capacity-factor", "8"]
     return words
 
 
 def _made_of(words: Sequence[str], folder: Path) -> str:
-    """A name of a training, wherever the folder and the project are."""
+    """Return a digest of a training's settings that does not depend on the paths of the folder and the project."""
     return hashlib.sha256(" ".join(words).replace(str(folder), "").replace(str(CONFIG.parent), "").encode()).hexdigest()
 
 
@@ -187,17 +192,20 @@ Outcomes = dict[Run, Outcome]
 def _plot(outcomes: Outcomes, iterations: int) -> None:
     with figure(PLOT, 3, (18, 5)) as (over_time, of_lost, of_dropped):
         for name in (FREE, *STRATEGIES):
-            its = [one for run, one in outcomes.items() if run.name == name]
-            means = [statistics.fmean(loss for _, loss in at) for at in zip(*(one.losses for one in its), strict=True)]
-            over_time.plot([at for at, _ in its[0].losses], means, label=name)
+            own = [outcome for run, outcome in outcomes.items() if run.name == name]
+            means = [
+                statistics.fmean(loss for _, loss in at)
+                for at in zip(*(outcome.losses for outcome in own), strict=True)
+            ]
+            over_time.plot([at for at, _ in own[0].losses], means, label=name)
         for fifth in (1, 2, 3, 4):
             over_time.axvline(iterations * fifth // 5, color="red", lw=0.5)
         over_time.set(xlabel="iteration", ylabel="validation loss, mean of seeds", title="four failures")
-        for axes, those, shares in (
-            (of_lost, _half_way(outcomes), [one.lost for _, one in _half_way(outcomes)]),
+        for axes, pairs, shares in (
+            (of_lost, _half_way(outcomes), [outcome.lost for _, outcome in _half_way(outcomes)]),
             (of_dropped, _dropped(outcomes), [run.dropped for run, _ in _dropped(outcomes)]),
         ):
-            axes.scatter([100 * one for one in shares], [_more(outcomes, run, one) for run, one in those])
+            axes.scatter([100 * share for share in shares], [_more(outcomes, run, outcome) for run, outcome in pairs])
             axes.axhline(0.0, color="black", lw=0.5)
             axes.axhspan(-_noise(outcomes), _noise(outcomes), alpha=0.15, label="between seeds without failures")
             axes.set(ylabel="validation loss over that of the seed without failures")
@@ -209,34 +217,35 @@ def _plot(outcomes: Outcomes, iterations: int) -> None:
 
 
 def _half_way(outcomes: Outcomes) -> list[tuple[Run, Outcome]]:
-    return [(run, one) for run, one in outcomes.items() if len(run.wiped_at) == 1]
+    return [(run, outcome) for run, outcome in outcomes.items() if len(run.wiped_at) == 1]
 
 
 def _dropped(outcomes: Outcomes) -> list[tuple[Run, Outcome]]:
-    return [(run, one) for run, one in outcomes.items() if run.dropped]
+    return [(run, outcome) for run, outcome in outcomes.items() if run.dropped]
 
 
 def _free(outcomes: Outcomes, seed: int) -> Outcome:
-    return next(one for run, one in outcomes.items() if (run.name, run.seed) == (FREE, seed))
+    return next(outcome for run, outcome in outcomes.items() if (run.name, run.seed) == (FREE, seed))
 
 
 def _more(outcomes: Outcomes, run: Run, outcome: Outcome) -> float:
-    """Validation loss over that of the same seed without failures."""
+    """Return the validation loss minus that of the same seed without failures."""
     return outcome.loss - _free(outcomes, run.seed).loss
 
 
 def _noise(outcomes: Outcomes) -> float:
-    """Standard deviation between seeds without failures."""
+    """Return the standard deviation of the validation loss between seeds without failures."""
     return statistics.stdev(_free(outcomes, seed).loss for seed in SEEDS)
 
 
-def _row(outcomes: Outcomes, those: Sequence[tuple[Run, Outcome]]) -> list[str]:
-    more = [_more(outcomes, run, one) for run, one in those]
-    equal = sum(one.digest == _free(outcomes, run.seed).digest for run, one in those)
+def _row(outcomes: Outcomes, pairs: Sequence[tuple[Run, Outcome]]) -> list[str]:
+    more = [_more(outcomes, run, outcome) for run, outcome in pairs]
+    equal = sum(outcome.digest == _free(outcomes, run.seed).digest for run, outcome in pairs)
     return [
-        f"{statistics.fmean(one.lost for _, one in those):.2%}", f"{statistics.fmean(one.loss for _, one in those):.4f}",
-        f"{statistics.fmean(more):+.4f} ± {half_interval(more):.4f}", " ".join(f"{one:+.4f}" for one in more),
-        f"{statistics.fmean(one.test_loss for _, one in those):.4f}", f"{equal} of {len(those)}",
+        f"{statistics.fmean(outcome.lost for _, outcome in pairs):.2%}",
+        f"{statistics.fmean(outcome.loss for _, outcome in pairs):.4f}",
+        f"{statistics.fmean(more):+.4f} ± {half_interval(more):.4f}", " ".join(f"{value:+.4f}" for value in more),
+        f"{statistics.fmean(outcome.test_loss for _, outcome in pairs):.4f}", f"{equal} of {len(pairs)}",
     ]  # fmt: skip
 
 
@@ -245,7 +254,8 @@ HEADER = ("tokens lost", "validation loss", "over failure-free", "by seed", "tes
 
 def _named(outcomes: Outcomes, names: Sequence[str]) -> list[list[str]]:
     return [
-        [name, *_row(outcomes, [(run, one) for run, one in outcomes.items() if run.name == name])] for name in names
+        [name, *_row(outcomes, [(run, outcome) for run, outcome in outcomes.items() if run.name == name])]
+        for name in names
     ]
 
 

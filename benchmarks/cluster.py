@@ -1,11 +1,12 @@
-"""Nodes that are lost one after the other under Slurm: seconds to the next iteration, and equal bits in the end.
+"""Benchmark of nodes lost one after the other under Slurm: seconds to the next iteration, and equal bits at the end.
 
     python -m benchmarks.cluster --losses 50 --seed 1 --layout PP2xEP2 --spare-nodes 3     # half of the soak
     python -m benchmarks.cluster --losses 50 --seed 2 --layout PP4 --spare-nodes 3         # the other half
 
-Four ranks on two nodes, two spares on each of the others, a task for each node, the batch script as shipped. In turn the
-node that has ranks 2 and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again,
-before Slurm has missed it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
+The job has four ranks on two nodes, two spares on each other node, one task per node, and the batch script as shipped.
+The benchmark takes the node with ranks 2 and 3 away again and again. In turn it kills the node (its kernel resets
+connections), or cuts its power (silence). It then boots the node before Slurm misses it, and the node rejoins with
+spares. The benchmark needs root, and Debian's slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PARTS = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "re
 
 
 def main() -> int:
-    """Lose nodes; prints a table, and exits with 1 if the bits are not those of a failure-free run."""
+    """Lose nodes and print a table. The exit code is 1 if the bits differ from a failure-free run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=6, help="default: 6")
     parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
@@ -49,7 +50,7 @@ def main() -> int:
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
-    folder = Path(tempfile.mkdtemp(prefix="moevement-losses-"))  # it stays where something goes wrong
+    folder = Path(tempfile.mkdtemp(prefix="moevement-losses-"))  # kept if the benchmark fails
     with Cluster(nodes=2 + arguments.spare_nodes) as cluster:
         code = _run(cluster, folder, arguments)
     shutil.rmtree(folder)
@@ -98,12 +99,12 @@ def _print(
     print("| | losses | next iteration | longest | " + " | ".join(PARTS) + " |")
     print("|---|---|---|---|" + "---|" * len(PARTS))
     for how in ("killed", "power lost"):
-        its = [(seconds, parts) for each, seconds, parts in losses if each == how]
-        if not its:
+        losses_of_kind = [(seconds, parts) for kind, seconds, parts in losses if kind == how]
+        if not losses_of_kind:
             continue
-        seconds = [each for each, _ in its]
-        parts = [f"{statistics.median(parts[name] for _, parts in its):.2f}" for name in PARTS]
-        row = [how, str(len(its)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}", *parts]
+        seconds = [loss_s for loss_s, _ in losses_of_kind]
+        parts = [f"{statistics.median(parts[name] for _, parts in losses_of_kind):.2f}" for name in PARTS]
+        row = [how, str(len(losses_of_kind)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}", *parts]
         print("| " + " | ".join(row) + " |")
 
 

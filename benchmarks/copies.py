@@ -1,4 +1,4 @@
-"""Processor time of a byte on its way to a peer: copied, digested, sent, received, digested; writes copies.md.
+"""Benchmark of the processor time of a byte on its way to a peer, from copy to digest. It writes copies.md.
 
 python -m benchmarks.copies        (a minute on two cores)
 """
@@ -22,14 +22,14 @@ from moevement_core.snapshot.snapshot import digest_of
 OUTPUT = Path(__file__).with_suffix(".md")
 NBYTES = 64 << 20
 CHUNKS = (64 << 10, 1 << 20, 8 << 20)
-"""Bytes that a sender hands to the kernel at a time: over a slow link, and over quick ones."""
+"""Bytes per call of the kernel, as a sender uses them for slow and for fast links."""
 GB = 1e9
 SLOW_LINK_S = 80.0
-"""Seconds of a link of 100 Mbit/s for a GB."""
+"""Seconds that a link of 100 Mbit/s needs for a GB."""
 
 
 def main() -> None:
-    """Measure what the command line asks for, and write the page."""
+    """Measure with the options of the command line, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=16, help="of 64 MiB each (default: 16)")
     rounds = parser.parse_args().rounds
@@ -37,18 +37,18 @@ def main() -> None:
 
 
 def processor_seconds(rounds: int) -> dict[str, float]:
-    """Return seconds of a processor for each GB, by what is done with it."""
+    """Return seconds of a processor per GB, by step."""
     data, target = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
-    found = {
+    seconds = {
         "copy into snapshot memory": _of_this_thread(lambda: target.copy_(data), rounds),
         "digest, by who captures": _of_this_thread(lambda: digest_of(data), rounds),
     }
     for chunk in CHUNKS:
         send, receive = _sent_and_received(data, target, chunk, rounds)
-        found[f"send, {chunk >> 10} KiB at a time"] = send
-        found[f"receive it, {chunk >> 10} KiB at a time"] = receive
-    found["digest, by who receives"] = _of_this_thread(lambda: digest_of(target), rounds)
-    return found
+        seconds[f"send, {chunk >> 10} KiB at a time"] = send
+        seconds[f"receive it, {chunk >> 10} KiB at a time"] = receive
+    seconds["digest, by who receives"] = _of_this_thread(lambda: digest_of(target), rounds)
+    return seconds
 
 
 def _of_this_thread(work: Callable[[], object], rounds: int) -> float:
@@ -62,11 +62,14 @@ def _of_this_thread(work: Callable[[], object], rounds: int) -> float:
 
 
 def _sent_and_received(data: torch.Tensor, target: torch.Tensor, chunk: int, rounds: int) -> tuple[float, float]:
-    """Return the processor time of sender and receiver; both copy between memory and socket in the kernel alone."""
+    """Return the processor seconds per GB of sender and receiver.
+
+    The kernel copies the bytes directly between memory and socket at both ends.
+    """
     ends = Connections("127.0.0.1"), Connections("127.0.0.1")
-    for rank, one in enumerate(ends):
-        one.open(rank, [other.address for other in ends])
-    source, peer = (one.channel("snapshots") for one in ends)
+    for rank, end in enumerate(ends):
+        end.open(rank, [other.address for other in ends])
+    source, peer = (end.channel("snapshots") for end in ends)
     seconds: dict[str, float] = {}
 
     def send() -> None:
@@ -87,13 +90,13 @@ def _sent_and_received(data: torch.Tensor, target: torch.Tensor, chunk: int, rou
         thread.start()
     for thread in threads:
         thread.join()
-    for one in ends:
-        one.close()
+    for end in ends:
+        end.close()
     return tuple(seconds[name] / (rounds * NBYTES / GB) for name in ("send", "receive"))  # type: ignore[return-value]
 
 
 def report(found: dict[str, float], rounds: int) -> str:
-    """Return the whole file."""
+    """Return the text of the page."""
     rows = [[name, f"{seconds:.3f} s"] for name, seconds in found.items()]
     small = found[f"send, {CHUNKS[0] >> 10} KiB at a time"] / SLOW_LINK_S
     return f"""# Processor time of copies

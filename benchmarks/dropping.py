@@ -1,4 +1,4 @@
-"""The training script, with routers that drop a share of the routed tokens; for benchmarks/accuracy.py."""
+"""Training script whose routers drop a share of the routed tokens, for benchmarks/accuracy.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Lazarus's allocation, placement and migration on recorded routing; writes benchmarks/elastic.md.
+"""Benchmark of Lazarus's allocation, placement and migration on recorded routing. It writes benchmarks/elastic.md.
 
     python -m benchmarks.elastic ROUTING.npz TRACE.csv
 
-The first file holds ``tokens_per_expert``, int [records, layers, experts], and ``iteration``, int [records]: tokens routed
-to each expert at those iterations. Between records the last one is taken to hold. The second has nodes that came and
-went: milliseconds, ``add`` or ``remove``, node.
+The first file holds ``tokens_per_expert``, int [records, layers, experts], and ``iteration``, int [records]: the tokens
+routed to each expert at these iterations. A record stands for all iterations until the next one. The second file lists
+changes of nodes: milliseconds, ``add`` or ``remove``, node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moevement_core.simulator.availability import Change, changes, nodes_over_ti
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
 
 NODES, SLOTS, FLOOR = 10, 6, 2
-"""Nodes, slots and least replicas of the paper's testbed and its setting (section 6.1)."""
+"""Nodes, slots per node, and least replicas of an expert in the paper's testbed (section 6.1)."""
 MODELS = {"GPT-S": 8, "GPT-L": 16}
 SEGMENT_S = 4800.0
 _SMALL = ElasticJob(experts=8, slots=6, floor=2, iteration_s=0.45, nodes=10, expert_bytes=63e6, checkpoint_s=5.0)
@@ -41,72 +41,80 @@ JOBS = {
     for model, job in (("GPT-S", _SMALL), ("GPT-L", _LARGE))
 }
 STEPS = (201, 4001)
-"""Near the steps that the paper's figure 8 looks at; every tenth was recorded."""
+"""Steps near those of the paper's figure 8. The record has every tenth step."""
 Tokens = npt.NDArray[np.int64]
 
 
 class Rebalanced(NamedTuple):
-    """A policy over the whole record, all layers."""
+    """Result of a policy over the whole record, as means over layers."""
 
     share: float
-    """Tokens of the slowest replica over those of an even one, mean over records and layers."""
+    """Tokens of the slowest replica divided by those of an even one. Mean over records and layers."""
     times: float
-    """Allocations anew of a layer, mean."""
+    """Number of new allocations of a layer."""
     moved: float
-    """Experts that nodes fetched in all, mean of a layer."""
+    """Number of experts that nodes fetched for a layer."""
 
 
 def main() -> None:
-    """Compute, and write the page."""
+    """Compute all tables, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("routing", type=Path, metavar="ROUTING.npz")
     parser.add_argument("trace", type=Path, metavar="TRACE.csv")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
-    given = parser.parse_args()
-    record = np.load(given.routing)
+    arguments = parser.parse_args()
+    record = np.load(arguments.routing)
     tokens, iterations = record["tokens_per_expert"].astype(np.int64), record["iteration"]
     survived = [
         row for model, experts in MODELS.items() for step in STEPS
         for row in survival_rows(model, step, loads_at(tokens, iterations, step, experts))
     ]  # fmt: skip
     followed = [rebalance_row(model, tokens, iterations, experts) for model, experts in MODELS.items()]
-    spot = [row for model in MODELS for row in spot_rows(model, tokens, iterations, changes(given.trace))]
-    page = report(survived, [row for rows in followed for row in rows], spot, given.trace.stem)
-    given.output.write_text(page, encoding="utf-8")
+    spot = [row for model in MODELS for row in spot_rows(model, tokens, iterations, changes(arguments.trace))]
+    page = report(survived, [row for rows in followed for row in rows], spot, arguments.trace.stem)
+    arguments.output.write_text(page, encoding="utf-8")
 
 
 def loads_at(tokens: Tokens, iterations: npt.NDArray[np.int64], step: int, experts: int) -> Tokens:
-    """Return the loads of the most loaded experts of every layer at a step, as the paper cuts the record to its models:
-    [layers, E].
+    """Return the loads of the most loaded experts of every layer at a step, [layers, E].
+
+    The paper cuts the record to the size of its models in the same way.
     """
     at = int(np.searchsorted(iterations, step))
     return -np.sort(-tokens[at], axis=-1)[:, :experts]
 
 
 def survival_rows(model: str, step: int, loads: Tokens) -> list[list[str]]:
-    """Figure 8: by placement and nodes lost at once, the probability that every expert has a replica; mean of layers."""
+    """Return rows of figure 8: the probability that every expert keeps a replica, by placement and lost nodes.
+
+    Probabilities are means over layers.
+    """
     rows = []
     replicas = [allocate(layer, NODES * SLOTS, FLOOR) for layer in loads]
     ways: dict[str, Callable[[Replicas, int, int], Placement]] = {"spread": spread, "compact": compact}
     closed = [
-        statistics.mean(float(survival(one, NODES, SLOTS, lost)) for one in replicas) for lost in range(1, NODES - 3)
+        statistics.mean(float(survival(layer_replicas, NODES, SLOTS, lost)) for layer_replicas in replicas)
+        for lost in range(1, NODES - 3)
     ]
     rows.append([f"{model}, step {step}", "maximum rank overlap", *(f"{value:.2f}" for value in closed)])
     for name, way in ways.items():
-        placements = [way(one, NODES, SLOTS) for one in replicas]
-        found = [statistics.mean(float(_counted(one, lost)) for one in placements) for lost in range(1, NODES - 3)]
-        rows.append([f"{model}, step {step}", name, *(f"{value:.2f}" for value in found)])
+        placements = [way(allocation, NODES, SLOTS) for allocation in replicas]
+        probabilities = [
+            statistics.mean(float(_counted(placement, lost)) for placement in placements)
+            for lost in range(1, NODES - 3)
+        ]
+        rows.append([f"{model}, step {step}", name, *(f"{value:.2f}" for value in probabilities)])
     return rows
 
 
 def _counted(placement: Placement, lost: int) -> Fraction:
     sets = list(combinations(range(len(placement)), lost))
-    return Fraction(sum(not experts_lost(placement, one) for one in sets), len(sets))
+    return Fraction(sum(not experts_lost(placement, nodes) for nodes in sets), len(sets))
 
 
 def rebalance_row(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64], experts: int) -> list[list[str]]:
-    """The same replicas of each expert all the time, and allocations that follow the load."""
-    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, :experts]  # a layer's experts are the same ones all the time
+    """Return rows for constant replicas, and for allocations that follow the load."""
+    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, :experts]  # a layer keeps its experts over the whole record
     loads = np.take_along_axis(tokens, chosen[None], axis=-1)
     every = int(iterations[1] - iterations[0])
     equal = allocate(np.ones(experts, dtype=np.int64), NODES * SLOTS, FLOOR)
@@ -125,7 +133,7 @@ def rebalance_row(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64],
 
 
 def _follow(loads: Tokens, replicas: Replicas, hysteresis: Hysteresis | None) -> Rebalanced:
-    """Follow one layer, record by record; a check comes after the record that it checks."""
+    """Follow one layer, record by record. The policy decides on a new allocation after each record."""
     monitor = LoadMonitor(loads.shape[1], hysteresis or Hysteresis())
     held = dict(enumerate(place(replicas, NODES, SLOTS, FLOOR)))
     shares, times, moved = [], 0, 0
@@ -141,31 +149,32 @@ def _follow(loads: Tokens, replicas: Replicas, hysteresis: Hysteresis | None) ->
 
 
 def spot_rows(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64], trace: list[Change]) -> list[list[str]]:
-    """Three systems on the segments of a trace: iterations, and where time went, means over segments."""
+    """Return rows for three systems on the segments of a trace: iterations and lost time, as means over segments."""
     experts = MODELS[model]
     chosen = np.argsort(-tokens.sum(0), axis=-1)[:, :experts]
-    loads = np.take_along_axis(tokens, chosen[None], axis=-1)[:, ::2]  # every other layer: the models have 12
+    loads = np.take_along_axis(tokens, chosen[None], axis=-1)[:, ::2]  # every other layer, because the models have 12
     every = int(iterations[1] - iterations[0])
     length = trace[-1].at_s
     begins = [begin for begin in np.arange(1800.0, length - SEGMENT_S, SEGMENT_S)]
     rows: list[list[str]] = []
-    found: dict[System, list[Trained]] = {}
+    results: dict[System, list[Trained]] = {}
     nodes = []
     for system in System:
         for begin_s in begins:
             first, rest = segment(trace, begin_s, begin_s + SEGMENT_S, NODES)
             training = ElasticTraining(JOBS[model][system], system, loads, every, first)
-            found.setdefault(system, []).append(training.run(rest, SEGMENT_S))
+            results.setdefault(system, []).append(training.run(rest, SEGMENT_S))
             stretches = nodes_over_time(first, rest, SEGMENT_S)
             nodes.append(sum((end - start) * count for start, end, count in stretches) / SEGMENT_S)
-    base = statistics.mean(one.iterations for one in found[System.RESTART])
-    for system, its in found.items():
-        made = statistics.mean(one.iterations for one in its)
+    base = statistics.mean(result.iterations for result in results[System.RESTART])
+    for system, trained in results.items():
+        trained_iterations = statistics.mean(result.iterations for result in trained)
         rows.append(
-            [model, str(system), f"{made:,.0f}", f"{made / base:.1f}x",
-             *(f"{statistics.mean(getattr(one, name) for one in its):.1f}" for name in ("changes", "fallbacks", "moved")),
-             *(f"{statistics.mean(one.lost_s[name] for one in its):.0f}" for name in ("regroup", "migrate", "restart",
-                                                                                     "checkpoint")),
+            [model, str(system), f"{trained_iterations:,.0f}", f"{trained_iterations / base:.1f}x",
+             *(f"{statistics.mean(getattr(result, name) for result in trained):.1f}"
+               for name in ("changes", "fallbacks", "moved")),
+             *(f"{statistics.mean(result.lost_s[name] for result in trained):.0f}"
+               for name in ("regroup", "migrate", "restart", "checkpoint")),
              f"{statistics.mean(nodes):.1f}"]
         )  # fmt: skip
     return rows

@@ -1,11 +1,11 @@
-"""A recorded trace of nodes that come and go, live: who trains how much in the same time; writes elastic_nodes.md.
+"""Live benchmark of changing nodes, which replays a recorded trace under several systems. It writes elastic_nodes.md.
 
     python -m benchmarks.elastic_nodes TRACE.csv                 (half an hour)
 
-A segment of the trace is played on six nodes in namespaces, a rank on each, faster than it was recorded. The first node
-has the coordinator and stays. A node of the trace that goes is killed, and its replacement in the trace is the same node,
-booted again: until its processes have joined the job has fewer nodes, as where a preempted instance is replaced. Needs
-root, slurm-wlm, munge and iproute2.
+The benchmark plays a segment of the trace faster than recorded, on six nodes in namespaces with one rank each. The
+first node has the coordinator and stays. The benchmark kills a node that the trace removes, and boots it again as the
+replacement that the trace adds. The job has fewer nodes until the processes of the booted node have joined, as with a
+preempted instance. The benchmark needs root, slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -58,56 +58,59 @@ WHAT = {
 
 @dataclass
 class Played:
-    """Result of one system."""
+    """Result of the segment under one system."""
 
     iterations: int = 0
-    """Committed when the segment was over; those of a dense checkpoint that a restart went back to, once."""
+    """Iterations committed at the end of the segment. Iterations that a restart repeats count once."""
     again: int = 0
-    """Iterations lost to restarts and run again; counted for ``restart`` only."""
+    """Iterations that restarts lost and repeated, for ``restart`` only."""
     down_s: list[float] = field(default_factory=list)
-    """Seconds from each loss or join until training resumed, as the ``resized`` events have it; none for ``restart``."""
+    """Seconds from each loss or join to resumed training, from the ``resized`` events. Empty for ``restart``."""
     sizes: list[int] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the segment began, and the newest iteration."""
+    """Newest iteration, by seconds since the beginning of the segment."""
     is_unequal: bool = False
-    """True if any migration ended without equal digests."""
+    """True if a migration ended with unequal digests."""
 
 
 def main() -> int:
-    """Plays the trace under each system and writes the report and the plot; returns the exit code."""
+    """Play the trace under each system, write the page and the plot, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds, add or remove, node")
     parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="of the segment (default: 28800)")
     parser.add_argument("--length", type=float, default=4800.0, metavar="S", help="of the segment (default: 4800)")
     parser.add_argument("--speedup", type=float, default=40.0, metavar="X", help="default: 40")
     parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(WHAT), help="default: all")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         print(f"no cluster here: {reason}", file=sys.stderr)
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
-    first, recorded = segment(changes(given.trace), given.begin, given.begin + given.length, NODES - 1)
-    events = list(node_events(first, recorded, given.speedup))
-    length_s = given.length / given.speedup
+    first, recorded = segment(changes(arguments.trace), arguments.begin, arguments.begin + arguments.length, NODES - 1)
+    events = list(node_events(first, recorded, arguments.speedup))
+    length_s = arguments.length / arguments.speedup
     played: dict[str, Played] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for system in given.systems:
+        for system in arguments.systems:
             print(f"{system}: {length_s:.0f} s, {len(events)} changes", file=sys.stderr, flush=True)
             with Cluster(nodes=NODES) as cluster:
                 play = _restarting if system == "restart" else _elastic
-                its = () if system == "static" else events
-                played[system] = play(cluster, Path(folder, system), FLAGS.get(system, FLAGS["lazarus"]), its, length_s)
+                losses = () if system == "static" else events
+                played[system] = play(
+                    cluster, Path(folder, system), FLAGS.get(system, FLAGS["lazarus"]), losses, length_s
+                )
             print(f"{system}: {played[system].iterations} iterations", file=sys.stderr, flush=True)
-    OUTPUT.write_text(report(played, events, given), encoding="utf-8")
+    OUTPUT.write_text(report(played, events, arguments), encoding="utf-8")
     draw(played, events, PLOT)
     return 0
 
 
 def node_events(first: Sequence[str], recorded: Sequence[Change], speedup: float) -> Iterator[tuple[float, list[str]]]:
-    """Yield when which of the cluster's nodes are lost, in seconds; a replacement of a node in the trace is the same
-    node here.
+    """Yield the time of each loss in seconds, with the cluster's nodes that are lost.
+
+    A node of the cluster also stands for the replacement that the trace adds for it.
     """
     here = dict(zip(first, [f"n{number}" for number in range(2, NODES + 1)], strict=True))
     for change in recorded:
@@ -158,7 +161,7 @@ def _watch(training: Training, played: Played, began_at: float, until: float) ->
 def _restarting(
     cluster: Cluster, folder: Path, flags: dict[str, Any], events: Sequence[tuple[float, list[str]]], length_s: float
 ) -> Played:
-    """Cancels the job at each change, and starts it again on all nodes when they are booted."""
+    """Play the segment for ``restart``: cancel the job at each change, and start it again on the booted nodes."""
     saved = folder / "saved"
     played = Played()
     run = 0
@@ -208,15 +211,20 @@ def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]],
     """Return the text of the page."""
     static = played.get("static")
     rows = []
-    for system, its in played.items():
-        rate = f"{its.iterations / static.iterations:.2f}" if static is not None else ""
-        shared = set(its.losses) & set(static.losses) if static is not None else set()
-        apart = max((abs(its.losses[one] / static.losses[one] - 1) for one in shared), default=None) if static else None
+    for system, result in played.items():
+        rate = f"{result.iterations / static.iterations:.2f}" if static is not None else ""
+        shared = set(result.losses) & set(static.losses) if static is not None else set()
+        apart = (
+            max((abs(result.losses[iteration] / static.losses[iteration] - 1) for iteration in shared), default=None)
+            if static
+            else None
+        )
         rows.append(
             [
-                system, f"{its.iterations}", rate, " ".join(map(str, its.sizes)) or "6", f"{its.again}",
-                f"{statistics.median(its.down_s):.1f}" if its.down_s else "",
-                f"{max(its.down_s):.1f}" if its.down_s else "", f"{apart:.1e}" if system != "static" and apart is not None else "",
+                system, f"{result.iterations}", rate, " ".join(map(str, result.sizes)) or "6", f"{result.again}",
+                f"{statistics.median(result.down_s):.1f}" if result.down_s else "",
+                f"{max(result.down_s):.1f}" if result.down_s else "",
+                f"{apart:.1e}" if system != "static" and apart is not None else "",
             ]
         )  # fmt: skip
     header = [
@@ -226,7 +234,7 @@ def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]],
     when = ", ".join(f"{at_s:.0f} s ({len(nodes)})" for at_s, nodes in events)
     what = "\n".join(f"- **{system}**: {WHAT[system]}" for system in played)
     length_s = given.length / given.speedup
-    unequal = [system for system, its in played.items() if its.is_unequal]
+    unequal = [system for system, result in played.items() if result.is_unequal]
     equal = "in all of them" if not unequal else f"in all but those of {', '.join(unequal)}"
     return f"""# Nodes that come and go, live
 
@@ -256,17 +264,19 @@ What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).
 
 
 def draw(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], path: Path) -> None:
-    """Draw iterations over time."""
+    """Draw committed iterations over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for system, its in played.items():
-        if its.progress:
-            first = its.progress[0][1]
-            axes.plot([at for at, _ in its.progress], [newest - first for _, newest in its.progress], label=system)
+    for system, result in played.items():
+        if result.progress:
+            first = result.progress[0][1]
+            axes.plot(
+                [at for at, _ in result.progress], [newest - first for _, newest in result.progress], label=system
+            )
     for at_s, _ in events:
         axes.axvline(at_s, color="0.8", linewidth=1, zorder=0)
     axes.set_xlabel("seconds; nodes are lost at the grey lines")

@@ -1,9 +1,10 @@
-"""Experts in slots that follow their loads, live: what it is worth and what it costs; writes elastic_rebalance.md.
+"""Live benchmark of experts in slots that follow their loads: their gain and cost. It writes elastic_rebalance.md.
 
     python -m benchmarks.elastic_rebalance                 (eight minutes)
 
-The laptop preset on four data-parallel ranks, four slots of eight experts each, without an auxiliary loss that would
-even the loads out. Once experts stay where equal loads placed them, and then they are looked at every so many iterations.
+The benchmark trains the laptop preset on four data-parallel ranks, with four slots for eight experts each, without an
+auxiliary loss that would even out the loads. In the first training experts stay where equal loads placed them. In the
+others the job checks their loads at a fixed interval of iterations.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ NEVER = 1_000_000
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure each interval, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=160, metavar="N", help="default: 160")
     parser.add_argument("--every", type=int, nargs="+", default=[NEVER, 40, 20], metavar="N", help="looks at loads")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for every in given.every:
-            record = _train(Path(folder, str(every)), every, given.iterations)
+        for every in arguments.every:
+            record = _train(Path(folder, str(every)), every, arguments.iterations)
             rows.append(_row(record, every))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    OUTPUT.write_text(report(rows, given.iterations), encoding="utf-8")
+    OUTPUT.write_text(report(rows, arguments.iterations), encoding="utf-8")
 
 
 def _train(run_dir: Path, every: int, iterations: int) -> RunRecord:

@@ -1,4 +1,4 @@
-"""Description of the machine that a number was measured on; stands beside every table."""
+"""Description of the machine and versions behind a number, for the end of a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 
 def measured_on(*packages: str) -> str:
-    """Date, processor, memory and versions, in one line."""
+    """Return the date, processor, cores, memory and versions in one line."""
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {os.cpu_count()} cores, "

@@ -79,7 +79,7 @@ class Measuring:
             [self._job(rate, name, schedule) for rate in self.rates for name in self.strategies]
             for schedule in range(1, self.repeats + 1)
         ] or [[]]
-        return [*kill_free, *first, *halved, *(one for those in others for one in those)]
+        return [*kill_free, *first, *halved, *(job for jobs in others for job in jobs)]
 
     def _job(self, rate: float, name: str, schedule: int = 0, *, is_halved: bool = False) -> Planned:
         iterations = HALVED_TIMES * self.iterations if is_halved else self.iterations
@@ -103,11 +103,13 @@ def main() -> None:
         "--minutes", type=float, default=float("inf"), metavar="M",
         help="start no job after so long; 0 writes the page from what is there (default: no limit)",
     )  # fmt: skip
-    given = parser.parse_args()
-    measuring = Measuring(given.iterations, given.mtbf, given.repeats, given.links, given.strategies)
-    results, until = Results.read(FILE), time.monotonic() + 60 * given.minutes
-    missing = [one for one in measuring.planned() if one not in results.found]
-    if missing and given.minutes:
+    arguments = parser.parse_args()
+    measuring = Measuring(
+        arguments.iterations, arguments.mtbf, arguments.repeats, arguments.links, arguments.strategies
+    )
+    results, until = Results.read(FILE), time.monotonic() + 60 * arguments.minutes
+    missing = [job for job in measuring.planned() if job not in results.found]
+    if missing and arguments.minutes:
         _prepare()
         with tempfile.TemporaryDirectory() as folder:
             runs = Runs(Path(folder), measuring)
@@ -122,20 +124,20 @@ def main() -> None:
 def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted: Path = PLOT) -> None:
     """Write the page and its plot from what there is."""
     planned = measuring.planned()
-    of_rates = {rate: [one for one in planned if one.rate == rate] for rate in measuring.rates}
+    of_rates = {rate: [job for job in planned if job.rate == rate] for rate in measuring.rates}
     samples = {
         rate: list(_predicted(rate, list(results.samples(those))))
         for rate, those in of_rates.items()
-        if any(one in results.found for one in those)
+        if any(job in results.found for job in those)
     }
     jobs = Jobs(
         measuring.iterations, measuring.mtbf_s, measuring.repeats, samples,
         {rate: list(results.halved(of_rates[rate])) for rate in samples},
-        [_words(one) for one in planned if one not in results.found],
+        [_words(job) for job in planned if job not in results.found],
     )  # fmt: skip
     if NO_LIMIT in samples:
         plot(samples[NO_LIMIT], plotted)
-    measured = list(dict.fromkeys(results.measured[one] for one in planned if one in results.measured))
+    measured = list(dict.fromkeys(results.measured[job] for job in planned if job in results.measured))
     output.write_text(page(jobs, "; ".join(measured)), encoding="utf-8")
 
 
@@ -206,9 +208,9 @@ class Runs:
             return look
 
         lines = [
-            (line["iteration"], line["window"], found)
+            (line["iteration"], line["window"], overhead)
             for line in self._run(planned, planned.strategy, seen=seen).record.metrics()
-            if (found := recorded_overhead(line)) is not None
+            if (overhead := recorded_overhead(line)) is not None
         ]
         earlier = [line for line in lines if line[0] < HALVED_AT]
         if not earlier or lines[-1][0] < HALVED_AT:
@@ -275,7 +277,7 @@ def _job(
         **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
     }  # fmt: skip
     words = [*training(CONFIG, iterations, name, run_dir.parent / "windows"), *OTHERS]
-    its = cluster.submit(
+    submitted = cluster.submit(
         SBATCH,
         words,
         environment,
@@ -290,14 +292,14 @@ def _job(
     def is_over() -> bool:
         nonlocal looks
         looks += 1  # Slurm is asked now and then: each time is a process more on cores that are busy
-        return job.record.summary_path.exists() or (looks % 100 == 0 and not its.is_there())
+        return job.record.summary_path.exists() or (looks % 100 == 0 and not submitted.is_there())
 
     def kill(process: dict[str, Any]) -> None:
         cluster.kill_process(process["host"], process["pid"])
 
     watch(job, is_over, kill, failures, seen)
     if not job.record.summary_path.exists():
-        sys.exit(f"{name}: the job did not come to its end\n{its.text()[-4000:]}")
+        sys.exit(f"{name}: the job did not come to its end\n{submitted.text()[-4000:]}")
     return job
 
 

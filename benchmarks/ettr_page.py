@@ -139,34 +139,34 @@ def _name(rate: float) -> str:
 def _overheads(jobs: Jobs) -> Iterator[Sequence[str]]:
     columns = [HEADER.index(name) for name in ("strategy", "interval", "an iteration", "overhead")]
     for rate, samples in jobs.samples.items():
-        for row in rows_of([one for one in samples if one.mtbf_s is None]):
+        for row in rows_of([sample for sample in samples if sample.mtbf_s is None]):
             yield _name(rate), *(row[column] for column in columns)
 
 
 def _within_cap(jobs: Jobs) -> str:
     """Return in a sentence which of MoEvement's jobs cost more than :data:`CAP`."""
-    ours = [
-        (rate, one)
+    own = [
+        (rate, sample)
         for rate, samples in jobs.samples.items()
-        for one in samples
-        if one.mtbf_s is None and one.strategy.startswith(OURS) and one.overhead is not None
+        for sample in samples
+        if sample.mtbf_s is None and sample.strategy.startswith(OURS) and sample.overhead is not None
     ]
-    if not ours:
+    if not own:
         return "None of MoEvement's jobs measured its overhead."
-    above = [(rate, one) for rate, one in ours if (one.overhead or 0.0) > CAP]
+    above = [(rate, sample) for rate, sample in own if (sample.overhead or 0.0) > CAP]
     if not above:
-        return f"Each of MoEvement's {len(ours)} jobs costs at most {CAP:.0%}."
-    names = ", ".join(f"{one.strategy} at {_name(rate)} ({one.overhead:.1%})" for rate, one in above)
-    return f"Of MoEvement's {len(ours)} jobs these cost more than {CAP:.0%}: {names}."
+        return f"Each of MoEvement's {len(own)} jobs costs at most {CAP:.0%}."
+    names = ", ".join(f"{sample.strategy} at {_name(rate)} ({sample.overhead:.1%})" for rate, sample in above)
+    return f"Of MoEvement's {len(own)} jobs these cost more than {CAP:.0%}: {names}."
 
 
 def _halved(jobs: Jobs) -> Iterator[Sequence[str]]:
     for rate, those in jobs.halved.items():
-        for one in those:
+        for job in those:
             yield (
-                f"{_name(rate)}, then {_name(rate / 2)}", one.strategy, str(one.interval),
-                _share(one.overhead, one.low, one.high), str(one.interval_after),
-                _share(one.overhead_after, one.low_after, one.high_after),
+                f"{_name(rate)}, then {_name(rate / 2)}", job.strategy, str(job.interval),
+                _share(job.overhead, job.low, job.high), str(job.interval_after),
+                _share(job.overhead_after, job.low_after, job.high_after),
             )  # fmt: skip
 
 
@@ -177,17 +177,17 @@ def _share(share: float, low: float | None, high: float | None) -> str:
 def _orders(jobs: Jobs) -> Iterator[Sequence[str]]:
     """Yield for each link MoEvement's best ETTR beside that of each other system that loses no update."""
     for rate, samples in jobs.samples.items():
-        costs, found = saving_costs(samples), dict[str, Ettr]()
-        for name in dict.fromkeys(one.strategy for one in samples if one.strategy != FREE):
-            killed = [one for one in samples if one.strategy == name and one.mtbf_s is not None]
+        costs, by_name = saving_costs(samples), dict[str, Ettr]()
+        for name in dict.fromkeys(sample.strategy for sample in samples if sample.strategy != FREE):
+            killed = [sample for sample in samples if sample.strategy == name and sample.mtbf_s is not None]
             if killed and name in costs:
-                found[name] = ettr_of(killed, costs[name])
-        ours = {name: its for name, its in found.items() if name.startswith(OURS)}
-        if not ours:
+                by_name[name] = ettr_of(killed, costs[name])
+        own = {name: ettr for name, ettr in by_name.items() if name.startswith(OURS)}
+        if not own:
             continue
-        best = max(ours, key=lambda name: ours[name].mean)
+        best = max(own, key=lambda name: own[name].mean)
         for name in EXACT:
-            if name in found:
-                ahead, both = ours[best].mean - found[name].mean, ours[best].half + found[name].half
+            if name in by_name:
+                ahead, both = own[best].mean - by_name[name].mean, own[best].half + by_name[name].half
                 surely = "yes" if abs(ahead) > both else "no"
-                yield _name(rate), best, str(ours[best]), name, str(found[name]), f"{ahead:+.3f}", surely
+                yield _name(rate), best, str(own[best]), name, str(by_name[name]), f"{ahead:+.3f}", surely

@@ -1,11 +1,12 @@
-"""Host memory of snapshots in a live job, beside what was planned; writes benchmarks/host_memory.md.
+"""Benchmark of the host memory of snapshots in a live job, compared with the plan. It writes benchmarks/host_memory.md.
 
 python -m benchmarks.host_memory        (about ten minutes on two cores)
 
-Each job runs without checkpoints and with each protection. Of every rank the anonymous resident memory is read until the
-end; what the job with snapshots has more is compared with what it said at its start and with what `moevement plan` says.
-malloc gives back at once what is freed (MALLOC_MMAP_THRESHOLD_): what it keeps by default changes with the order of
-allocations, and was 0.3 to 0.4 GB of a rank's 1.1 GB here, more than what is to be measured.
+Each job runs without checkpoints and with each protection. The benchmark reads the anonymous resident memory of every
+rank until the end. It compares the increase by snapshots with the job's own estimate at its start and with
+`moevement plan`. MALLOC_MMAP_THRESHOLD_ makes malloc return freed memory at once. By default malloc keeps an amount
+    that
+changes with the order of allocations. It was 0.3 to 0.4 GB of a rank's 1.1 GB here, more than the quantity to measure.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZES = ("--hidden-size", "384", "--ffn-hidden-size", "768", "--moe-ffn-hidden-s
 
 @dataclass(frozen=True)
 class Job:
-    """Job of the laptop preset, with other sizes."""
+    """Job of the laptop preset with other sizes."""
 
     name: str
     ranks: int
@@ -46,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Guard:
-    """Protection of snapshots against losses."""
+    """Protection of snapshots, as flags of a job and of ``moevement plan``."""
 
     name: str
     live: tuple[str, ...]
@@ -67,32 +68,32 @@ _ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB", re.MULTILINE)
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure each job, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_memory", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="of each job with each protection (default: 1)")
-    given = parser.parse_args()
-    rows = [row for job in JOBS for row in rows_of(job, given.rounds)]
-    OUTPUT.write_text(report(rows, given.rounds), encoding="utf-8")
+    arguments = parser.parse_args()
+    rows = [row for job in JOBS for row in rows_of(job, arguments.rounds)]
+    OUTPUT.write_text(report(rows, arguments.rounds), encoding="utf-8")
 
 
 def rows_of(job: Job, rounds: int) -> Iterator[list[str]]:
-    """Planned, said at the start and measured, megabytes of a rank."""
+    """Yield a row for each protection: megabytes of a rank as planned, as reported at the start, and as measured."""
     without = [run(job, ("--moevement-strategy", "none"))[0] for _ in range(rounds)]
     for guard in GUARDS:
-        more, said = [], 0.0
-        for its in without:
-            having, said = run(job, guard.live)
-            more.append(statistics.fmean(having) - statistics.fmean(its))
-            print(f"{job.name}, {guard.name}: {more[-1] / 1e6:.0f} MB more, {said * 1e3:.0f} MB said", flush=True)
+        more, reported = [], 0.0
+        for base_bytes in without:
+            live_bytes, reported = run(job, guard.live)
+            more.append(statistics.fmean(live_bytes) - statistics.fmean(base_bytes))
+            print(f"{job.name}, {guard.name}: {more[-1] / 1e6:.0f} MB more, {reported * 1e3:.0f} MB said", flush=True)
         planned, measured = plan(job, guard), statistics.median(more)
         yield [
-            job.name, guard.name, f"{planned / 1e6:.0f}", f"{1e3 * said:.0f}", f"{measured / 1e6:.0f}",
+            job.name, guard.name, f"{planned / 1e6:.0f}", f"{1e3 * reported:.0f}", f"{measured / 1e6:.0f}",
             f"{measured / planned - 1:+.1%}",
         ]  # fmt: skip
 
 
 def run(job: Job, words: tuple[str, ...]) -> tuple[list[int], float]:
-    """The most anonymous resident memory of each rank, bytes; and what the job said it needs, gigabytes."""
+    """Return the peak anonymous resident memory of each rank in bytes, and the need that the job reports in GB."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         console = (Path(folder) / "console").open("w+")
@@ -110,36 +111,36 @@ def run(job: Job, words: tuple[str, ...]) -> tuple[list[int], float]:
         console.seek(0)
         text = console.read()
         assert process.returncode == 0, text[-3000:]
-        said = re.search(r"host memory: rank \d+ needs ([\d.]+) GB", text)
-        return most, float(said[1]) if said else 0.0
+        reported = re.search(r"host memory: rank \d+ needs ([\d.]+) GB", text)
+        return most, float(reported[1]) if reported else 0.0
 
 
 def _pids(run_dir: Path) -> Iterator[tuple[int, int]]:
     try:
-        for one in json.loads((run_dir / "ranks.json").read_text()):
-            yield one["rank"], one["pid"]
+        for member in json.loads((run_dir / "ranks.json").read_text()):
+            yield member["rank"], member["pid"]
     except (OSError, ValueError, KeyError):
         return
 
 
 def _anonymous(pid: int) -> int:
     try:
-        found = _ANONYMOUS.search(Path(f"/proc/{pid}/status").read_text())
+        match = _ANONYMOUS.search(Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def plan(job: Job, guard: Guard) -> int:
-    """Host memory of the heaviest rank, bytes, as `moevement plan` has it."""
+    """Return the host memory of the heaviest rank in bytes, according to `moevement plan`."""
     out = subprocess.run(
         [sys.executable, "-m", "moevement_cli.main", "plan", str(LAPTOP), "--ranks", str(job.ranks),
          "--iteration-time", "1", "--d2h-bandwidth", "10", "--network-bandwidth", "10", "--gpus-per-node", "1",
          "--window", "3", "--json", *guard.planned, *job.words],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    made = json.loads(out.splitlines()[-1])
-    memory = (made["redo"] if "redo" in guard.name else made)["host_memory_bytes"]
+    planned = json.loads(out.splitlines()[-1])
+    memory = (planned["redo"] if "redo" in guard.name else planned)["host_memory_bytes"]
     return int(memory["snapshots"] + memory["replicas"] + memory["logs"])
 
 

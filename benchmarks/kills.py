@@ -1,10 +1,10 @@
-"""A rank of the laptop preset is killed again and again, at random moments; writes benchmarks/kills.md.
+"""Benchmark that kills a rank of the laptop preset many times at random moments. It writes benchmarks/kills.md.
 
     python -m benchmarks.kills
 
-From outside, by SIGKILL, so that a kill finds the job anywhere in an iteration. The same moments by replay, by redo, and by
-a job without spares that ends and is started again from its windows on disk; all runs are compared with a failure-free
-one, bit for bit.
+Kills come from outside by SIGKILL, so they can hit any moment of an iteration. The same moments are used for recovery
+by replay, for redo, and for a job without spares that ends and restarts from its windows on disk. All runs are compared
+with a failure-free one, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from moevement_core.run_record import RunRecord
 OUTPUT = Path(__file__).with_suffix(".md")
 PRETRAIN = EXAMPLES / "pretrain_moe"
 EVERY = 7
-"""Iterations from one kill to the next."""
+"""Iterations between two kills."""
 
 
 RESTARTS = 3
-"""Kills of the job that is started again each time."""
+"""Number of kills of the job that restarts after each one."""
 WAYS = ("replay", "redo", "restart")
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure each way to recover, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of who is killed, and when")
@@ -77,9 +77,9 @@ class Kill:
     """Kill of one rank."""
 
     after: int
-    """The iteration that was committed last."""
+    """Last iteration committed before the kill."""
     delay_s: float
-    """Seconds from when that was seen."""
+    """Seconds from the moment at which the benchmark saw that commit."""
     rank: int
 
 
@@ -98,7 +98,10 @@ def _start(run_dir: Path, iterations: int, spares: int, words: list[str]) -> sub
 
 
 def _train(run_dir: Path, iterations: int, spares: int, words: list[str], kills: list[Kill]) -> list[tuple[float, int]]:
-    """Train to the end, starting the job again when it ends early; returns when each kill was, and after what."""
+    """Train to the end, and return the time of each kill and the newest iteration then.
+
+    The function starts the job again whenever it ends early.
+    """
     record, done = RunRecord(run_dir), list[tuple[float, int]]()
     job, started = _start(run_dir, iterations, spares, words), 1
     while True:
@@ -113,7 +116,7 @@ def _train(run_dir: Path, iterations: int, spares: int, words: list[str], kills:
         if len(done) < len(kills) and newest >= kills[len(done)].after:
             kill = kills[len(done)]
             time.sleep(kill.delay_s)
-            pids = {one["rank"]: one["pid"] for one in json.loads(record.ranks_path.read_text())}
+            pids = {member["rank"]: member["pid"] for member in json.loads(record.ranks_path.read_text())}
             os.kill(pids[kill.rank], signal.SIGKILL)
             done.append((time.time(), (record.newest_metric() or {"iteration": 0})["iteration"]))
 
@@ -134,13 +137,13 @@ def _memory(record: RunRecord) -> str:
 def _row(record: RunRecord) -> list[str]:
     at = {line["iteration"]: line["time"] for line in record.metrics()}
     failures = [event for event in record.events() if event["event"] == "failure" and event["recovery"]]
-    to_next = [at[one["recovery"]["until"] + 1] - one["failed_at"] for one in failures]
-    parts = [_median(one["parts"][name] for one in failures) for name in failures[0]["parts"]]
+    to_next = [at[failure["recovery"]["until"] + 1] - failure["failed_at"] for failure in failures]
+    parts = [_median(failure["parts"][name] for failure in failures) for name in failures[0]["parts"]]
     return [
-        *parts, _median(one["total_s"] for one in failures), _median(to_next),
+        *parts, _median(failure["total_s"] for failure in failures), _median(to_next),
         _median([_of_metrics(record, "iteration_s")]),
-        f"{sum(one['recovery']['replayed'] == 0 for one in failures)} of {len(failures)}",
-        f"{sum(one['recovery']['replayed'] for one in failures)}", _memory(record),
+        f"{sum(failure['recovery']['replayed'] == 0 for failure in failures)} of {len(failures)}",
+        f"{sum(failure['recovery']['replayed'] for failure in failures)}", _memory(record),
     ]  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def _row_of_restarts(record: RunRecord, kills: list[tuple[float, int]]) -> list[
     return [
         *[""] * 7, _median(at[newest + 1] - when for when, newest in kills),
         _median([_of_metrics(record, "iteration_s")]),
-        f"{sum(not one for one in lost)} of {len(kills)}", f"{sum(lost)}", _memory(record),
+        f"{sum(not iterations for iterations in lost)} of {len(kills)}", f"{sum(lost)}", _memory(record),
     ]  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Startup to first iteration, iteration time and memory of the laptop preset; writes benchmarks/laptop.md.
+"""Benchmark of the laptop preset: startup time, iteration time and memory. It writes benchmarks/laptop.md.
 
     make bench
 
-Repeats the demo's run a few times, forked and fresh ranks interleaved, because a laptop's clock is not steady.
+The benchmark repeats the demo's run a few times. Forked and fresh ranks alternate, because a laptop's clock is not
+steady.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class Measured:
     first_iteration_s: float
     """Seconds from the command to the end of iteration 1."""
     iteration_s: float
-    """Median over all iterations but the first five."""
+    """Median seconds of an iteration, without the first five."""
     tokens_per_s: float
     peak_gib: float
-    """Largest sum of the proportional set sizes of all processes."""
+    """Largest sum of the proportional set sizes of all processes, in GiB."""
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Measure forked and fresh ranks, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=40)
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def measure(options: list[str], iterations: int) -> Measured:
-    """Train ``iterations`` iterations of the laptop preset on four ranks."""
+    """Train ``iterations`` iterations of the laptop preset on four ranks, and return the measurements."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [
@@ -80,7 +81,7 @@ def measure(options: list[str], iterations: int) -> Measured:
 
 
 class _PeakMemory:
-    """Samples the proportional set size of a process tree: a page that forked ranks share counts once."""
+    """Sampler of the proportional set size of a process tree, in which a page that forked ranks share counts once."""
 
     def __init__(self, pid: int) -> None:
         self._peak = 0
@@ -100,20 +101,20 @@ class _PeakMemory:
             self._peak = max(self._peak, total)
 
     def stop(self) -> int:
-        """Stop, and return the highest number of bytes."""
+        """Stop the sampler, and return the largest number of bytes."""
         self._done.set()
         self._thread.join()
         return self._peak
 
 
 def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -> str:
-    """The table, with all that is needed to make it again."""
+    """Return the text of the page: the table, and how to make it again."""
 
     def median(mode: str, name: str) -> float:
-        return statistics.median(getattr(one, name) for one in measured[mode])
+        return statistics.median(getattr(sample, name) for sample in measured[mode])
 
     def spread(mode: str, name: str) -> str:
-        values = [getattr(one, name) for one in measured[mode]]
+        values = [getattr(sample, name) for sample in measured[mode]]
         return f"{median(mode, name):.2f} ({min(values):.2f} to {max(values):.2f})"
 
     rows = [

@@ -1,10 +1,10 @@
-"""Growth of one job of hours, with kills and losses of nodes in between; writes benchmarks/long_run.md.
+"""Benchmark that looks for growth in a job of hours with kills and losses of nodes. It writes benchmarks/long_run.md.
 
     python -m benchmarks.long_run --hours 2 --kills 200
 
-Small iterations on four ranks, nodes of two, with reorders, evaluations, dense saves and windows on disk. Once in a few
-seconds memory, threads, descriptors, sockets, files and bytes are counted, of each process and of all. A line is fitted to
-each; the exit code is 0 if the job came to its end and none of them grows.
+The job trains small iterations on four ranks, two per node, with reorders, evaluations, dense saves and windows on
+disk. Every few seconds the benchmark counts memory, threads, descriptors, sockets, files and bytes of each process and
+of all of them. It fits a line to each figure. The exit code is 0 if the job came to its end and no figure grows.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from moevement_core.run_record import RunRecord
 OUTPUT, PLOT = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".png")
 PER_NODE = 2
 WARM_UP = 0.3
-"""Share of the run in which caches fill, arenas reach their size, and logs of ended processes their bound."""
+"""Share of the run for caches to fill, arenas to reach their size, and logs of ended processes to reach their bound."""
 GROWN_UP_S = 120
-"""Age from which on a rank is looked at: building and the first windows are behind it."""
+"""Age in seconds from which a rank is sampled. It has then built its model and passed its first windows."""
 ROLE_CHANGE = 2.0
-"""Times the threads that a process had: it is a rank now, and was a spare."""
+"""Factor by which the threads of a process grow when a spare becomes a rank."""
 BLOCKS = 20
-"""Means of as many parts of the run are what a line is fitted to: single samples depend on those before them."""
+"""Number of parts of the run. The line is fitted to their means, because consecutive samples depend on each other."""
 GROWS_PER_HOUR = 0.02
-"""Growing: by more of its mean in an hour, and by more than four standard errors of the slope."""
+"""Share of its mean by which a growing figure increases per hour, also by more than :data:`ERRORS` standard errors."""
 ERRORS = 4.0
 BOUNDED = ("bytes, logs",)
-"""Figures that the launcher bounds at more than a run of hours writes."""
+"""Figures that the launcher bounds at more than a run of a few hours writes."""
 UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
@@ -65,12 +65,12 @@ Earlier runs ended early, and what ended them is mended and tested:
   the *processes* that grow). Mended after it, in `launching/supervisor.py`.
 """
 MOST_PER_SECOND = 12
-"""Iterations: the data set has to have samples for all of them."""
+"""Iterations per second for which the data set must have samples."""
 Sample = dict[str, Any]
 
 
 def main() -> int:
-    """Run, sample, fit, write."""
+    """Run the job, sample it, fit lines, write the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0, metavar="H")
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="times that ranks or a node are killed")
@@ -78,15 +78,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep samples and the run directory here")
     parser.add_argument("--no-report", action="store_true", help="print the table, and write no page")
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job is ended, too
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a signal must end the job, too
     with tempfile.TemporaryDirectory() as scratch:
-        out = (given.out or Path(scratch)).absolute()
+        out = (arguments.out or Path(scratch)).absolute()
         out.mkdir(parents=True, exist_ok=True)
-        run = play(given, out)
-        text = report(given, run)
+        run = play(arguments, out)
+        text = report(arguments, run)
         print(text)
-        if not given.no_report:
+        if not arguments.no_report:
             OUTPUT.write_text(text, encoding="utf-8")
             draw(run.samples, PLOT)
     return 0 if run.code == 0 and run.is_whole and not any(line.grows for line in lines_of(run.samples)) else 1
@@ -94,7 +94,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """Result of the job."""
+    """Result of the long job."""
 
     samples: list[Sample]
     kills: int
@@ -102,15 +102,15 @@ class Run:
     code: int
     iterations: int
     is_whole: bool
-    """True if each iteration has exactly one line."""
+    """True if each iteration has exactly one line in the metrics."""
     events: Counter[str]
     schedules: int
-    """Number of schedules; a reorder makes a new one."""
+    """Number of schedules. A reorder makes a new one."""
     record_bytes: int
 
 
 def play(given: argparse.Namespace, out: Path) -> Run:
-    """The job, from its start to its end."""
+    """Run the job from its start to its end, kill its processes at random moments, and return the result."""
     record = RunRecord(out / "run")
     length_s, draw = 3600 * given.hours, random.Random(given.seed)
     command = [
@@ -139,7 +139,7 @@ def play(given: argparse.Namespace, out: Path) -> Run:
                 killed += 1
                 nodes += strike(record, draw)
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)  # ends at the next boundary between iterations
+        process.send_signal(signal.SIGTERM)  # the job ends at the next boundary between iterations
         code = process.wait(300)
     finally:
         if process.poll() is None:
@@ -156,41 +156,39 @@ def play(given: argparse.Namespace, out: Path) -> Run:
 
 
 def strike(record: RunRecord, draw: random.Random) -> bool:
-    """Kill a rank, or every process of a node; whether it was a node."""
-    everyone = json.loads(record.ranks_path.read_text())
-    active = [one for one in everyone if one["role"] == "active"]
-    if not active:  # all are dead, and nobody has taken over a rank yet
+    """Kill a rank, or every process of a node, and return True if it was a node."""
+    members = json.loads(record.ranks_path.read_text())
+    active = [member for member in members if member["role"] == "active"]
+    if not active:  # all ranks are dead, and no spare has taken one over yet
         return False
-    one = draw.choice(active)
+    chosen = draw.choice(active)
     is_node = draw.random() < 0.3
-    for each in everyone if is_node else [one]:
-        if each["node"] == one["node"]:
+    for member in members if is_node else [chosen]:
+        if member["node"] == chosen["node"]:
             with suppress(ProcessLookupError):
-                os.kill(each["pid"], signal.SIGKILL)
+                os.kill(member["pid"], signal.SIGKILL)
     return is_node
 
 
-# What it holds
-
-
 def sample(launcher: int, out: Path) -> Sample:
-    """Return all counts at this moment."""
+    """Return all counts of the job at this moment."""
     processes = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(launcher)
-        for one in (root, *root.children(recursive=True)):
+        for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                processes[f"{one.pid}@{one.create_time():.2f}"] = {
-                    "is_launcher": one.pid == launcher, "age_s": time.time() - one.create_time(), **_of_process(one),
+                processes[f"{process.pid}@{process.create_time():.2f}"] = {
+                    "is_launcher": process.pid == launcher, "age_s": time.time() - process.create_time(),
+                    **_of_process(process),
                 }  # fmt: skip
     return {"processes": processes, "folders": {name: _of_folder(path) for name, path in _folders(out)}}
 
 
-def _of_process(one: psutil.Process) -> dict[str, float]:
-    with one.oneshot():
+def _of_process(process: psutil.Process) -> dict[str, float]:
+    with process.oneshot():
         return {
-            "memory": one.memory_info().rss, "threads": one.num_threads(), "descriptors": one.num_fds(),
-            "sockets": len(one.net_connections("all")),
+            "memory": process.memory_info().rss, "threads": process.num_threads(), "descriptors": process.num_fds(),
+            "sockets": len(process.net_connections("all")),
         }  # fmt: skip
 
 
@@ -210,22 +208,19 @@ def _of_folder(folder: Path) -> dict[str, float]:
     return {"files": len(sizes), "bytes": sum(sizes)}
 
 
-# Whether it grows
-
-
 @dataclass(frozen=True)
 class Line:
-    """Line of one figure over the run, without the first part of it."""
+    """Line fitted to one figure over the run, without the warm-up."""
 
     name: str
     mean: float
     per_hour: float
     error: float
-    """Standard error of that."""
+    """Standard error of the slope per hour."""
 
     @property
     def grows(self) -> bool:
-        """True if the figure grows by more than :data:`GROWS_PER_HOUR`."""
+        """True if the figure grows by more than :data:`GROWS_PER_HOUR`, and by more than noise explains."""
         return (
             self.name not in BOUNDED
             and self.per_hour > GROWS_PER_HOUR * max(self.mean, 1e-9)
@@ -234,56 +229,61 @@ class Line:
 
 
 def lines_of(samples: Sequence[Sample]) -> list[Line]:
-    """Return the lines of everything that was counted."""
-    late = [one for one in samples if one["at_s"] >= WARM_UP * samples[-1]["at_s"]]
+    """Return the fitted lines of all figures."""
+    late = [sample for sample in samples if sample["at_s"] >= WARM_UP * samples[-1]["at_s"]]
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for one in late:
-        its = list(one["processes"].values())
+    for sample in late:
+        members = list(sample["processes"].values())
         for what in ("memory", "threads", "descriptors", "sockets"):
-            series[f"{what}, all processes"].append((one["at_s"], sum(each[what] for each in its)))
-            series[f"{what}, launcher"].append((one["at_s"], sum(each[what] for each in its if each["is_launcher"])))
-        series["processes"].append((one["at_s"], len(its)))
-        for name, its_folder in one["folders"].items():
-            for what, value in its_folder.items():
-                series[f"{what}, {name}"].append((one["at_s"], value))
-    found = [fit(name, points) for name, points in series.items()]
-    return found + [fit_by_age(what, late) for what in ("memory", "threads", "descriptors", "sockets")]
+            series[f"{what}, all processes"].append((sample["at_s"], sum(member[what] for member in members)))
+            series[f"{what}, launcher"].append(
+                (sample["at_s"], sum(member[what] for member in members if member["is_launcher"]))
+            )
+        series["processes"].append((sample["at_s"], len(members)))
+        for name, counts in sample["folders"].items():
+            for what, value in counts.items():
+                series[f"{what}, {name}"].append((sample["at_s"], value))
+    fitted = [fit(name, points) for name, points in series.items()]
+    return fitted + [fit_by_age(what, late) for what in ("memory", "threads", "descriptors", "sockets")]
 
 
 def fit(name: str, points: Sequence[tuple[float, float]]) -> Line:
-    """A line through the means of the parts of the run."""
+    """Return a line through the means of the parts of the run."""
     first, length = points[0][0], points[-1][0] - points[0][0] or 1.0
     blocks: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for at, value in points:
         blocks[min(int(BLOCKS * (at - first) / length), BLOCKS - 1)].append((at, value))
-    means = [(statistics.fmean(at for at, _ in its), statistics.fmean(y for _, y in its)) for its in blocks.values()]
+    means = [
+        (statistics.fmean(at for at, _ in block), statistics.fmean(y for _, y in block)) for block in blocks.values()
+    ]
     return _line(name, [means])
 
 
 def fit_by_age(what: str, samples: Sequence[Sample]) -> Line:
-    """Lines of one slope through each process but the launcher: who is replaced begins again, and so does a spare that
-    becomes a rank, which is seen by its threads.
+    """Return lines of one slope through each process except the launcher.
+
+    A replacement begins a new line. A spare that becomes a rank does so, too; its number of threads shows the change.
     """
     lives: dict[str, list[tuple[float, float]]] = defaultdict(list)
     threads, changed = dict[str, float](), dict[str, float]()
-    for one in samples:
-        for name, its in one["processes"].items():
-            if not its["is_launcher"]:
-                if its["threads"] > ROLE_CHANGE * threads.get(name, its["threads"]):
-                    changed[name] = one["at_s"]
-                threads[name] = its["threads"]
-                if its["age_s"] > GROWN_UP_S and one["at_s"] - changed.get(name, -GROWN_UP_S) >= GROWN_UP_S:
-                    lives[f"{name} {changed.get(name)}"].append((one["at_s"], its[what]))
-    return _line(f"{what}, of a rank with its age", [its for its in lives.values() if len(its) > 3])
+    for sample in samples:
+        for name, counts in sample["processes"].items():
+            if not counts["is_launcher"]:
+                if counts["threads"] > ROLE_CHANGE * threads.get(name, counts["threads"]):
+                    changed[name] = sample["at_s"]
+                threads[name] = counts["threads"]
+                if counts["age_s"] > GROWN_UP_S and sample["at_s"] - changed.get(name, -GROWN_UP_S) >= GROWN_UP_S:
+                    lives[f"{name} {changed.get(name)}"].append((sample["at_s"], counts[what]))
+    return _line(f"{what}, of a rank with its age", [points for points in lives.values() if len(points) > 3])
 
 
 def _line(name: str, groups: Sequence[Sequence[tuple[float, float]]]) -> Line:
-    """Least squares, one slope and a level for each group."""
+    """Return the least-squares fit of one slope, with a level for each group."""
     centred = []
-    for its in groups:
-        at_mean, mean = statistics.fmean(at for at, _ in its), statistics.fmean(y for _, y in its)
-        centred += [(at - at_mean, y - mean) for at, y in its]
-    mean = statistics.fmean(y for its in groups for _, y in its) if groups else 0.0
+    for group in groups:
+        at_mean, mean = statistics.fmean(at for at, _ in group), statistics.fmean(y for _, y in group)
+        centred += [(at - at_mean, y - mean) for at, y in group]
+    mean = statistics.fmean(y for group in groups for _, y in group) if groups else 0.0
     spread = sum(at * at for at, _ in centred)
     if not spread:
         return Line(name, mean, 0.0, 0.0)
@@ -293,21 +293,18 @@ def _line(name: str, groups: Sequence[Sequence[tuple[float, float]]]) -> Line:
     return Line(name, mean, 3600 * slope, 3600 * error)
 
 
-# The page
-
-
 def report(given: argparse.Namespace, run: Run) -> str:
     """Return the text of the page."""
-    found = lines_of(run.samples)
+    fitted = lines_of(run.samples)
     rows = [
         [
             line.name + (" (MB)" if _unit(line.name) > 1 else ""), f"{line.mean / _unit(line.name):,.1f}",
             f"{line.per_hour / _unit(line.name):+,.2f} ± {line.error / _unit(line.name):,.2f}",
             "**growing**" if line.grows else "bounded" if line.name in BOUNDED else "flat",
         ]
-        for line in found
+        for line in fitted
     ]  # fmt: skip
-    grows = [line.name for line in found if line.grows]
+    grows = [line.name for line in fitted if line.grows]
     hours = run.samples[-1]["at_s"] / 3600
     return f"""# A long run
 
@@ -341,23 +338,23 @@ def _unit(name: str) -> float:
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
-    """Sums over all processes, and what is on disk."""
+    """Draw the sums over all processes, and the files and bytes on disk, over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     panels = {
-        "resident memory, GB": lambda one: sum(its["memory"] for its in one["processes"].values()) / 1e9,
-        "threads": lambda one: sum(its["threads"] for its in one["processes"].values()),
-        "descriptors": lambda one: sum(its["descriptors"] for its in one["processes"].values()),
-        "sockets": lambda one: sum(its["sockets"] for its in one["processes"].values()),
-        "files on disk": lambda one: sum(its["files"] for its in one["folders"].values()),
-        "MB on disk": lambda one: sum(its["bytes"] for its in one["folders"].values()) / 1e6,
+        "resident memory, GB": lambda sample: sum(counts["memory"] for counts in sample["processes"].values()) / 1e9,
+        "threads": lambda sample: sum(counts["threads"] for counts in sample["processes"].values()),
+        "descriptors": lambda sample: sum(counts["descriptors"] for counts in sample["processes"].values()),
+        "sockets": lambda sample: sum(counts["sockets"] for counts in sample["processes"].values()),
+        "files on disk": lambda sample: sum(counts["files"] for counts in sample["folders"].values()),
+        "MB on disk": lambda sample: sum(counts["bytes"] for counts in sample["folders"].values()) / 1e6,
     }
     figure, axes = pyplot.subplots(2, 3, figsize=(11, 5.5), sharex=True)
     for panel, (name, of) in zip(axes.flat, panels.items(), strict=True):
-        panel.plot([one["at_s"] / 60 for one in samples], [of(one) for one in samples], linewidth=0.8)
+        panel.plot([sample["at_s"] / 60 for sample in samples], [of(sample) for sample in samples], linewidth=0.8)
         panel.set_title(name, fontsize=10)
         panel.set_ylim(bottom=0)
     for panel in axes[1]:

@@ -1,4 +1,4 @@
-"""Runs `moevement bench overhead` and writes benchmarks/overhead.md.
+"""Benchmark that runs `moevement bench overhead` and writes benchmarks/overhead.md.
 
 python -m benchmarks.overhead
 """
@@ -38,7 +38,7 @@ ROWS = (
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Run the benchmark, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     command = [str(Path(sys.executable).with_name("moevement")), *COMMAND]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -46,10 +46,12 @@ def main() -> None:
 
 
 def report(told: dict[str, Any]) -> str:
-    """The whole file, from the command's JSON."""
+    """Return the text of the page, from the command's JSON."""
     lengths = list(told["lengths"].values())
-    head = " | ".join(f"{one['iteration_s']:.2f} s an iteration ({name})" for name, one in told["lengths"].items())
-    rows = "\n".join(f"| {label} | {' | '.join(text(one) for one in lengths)} |" for label, text in ROWS)
+    head = " | ".join(
+        f"{length['iteration_s']:.2f} s an iteration ({name})" for name, length in told["lengths"].items()
+    )
+    rows = "\n".join(f"| {label} | {' | '.join(text(length) for length in lengths)} |" for label, text in ROWS)
     return f"""# What snapshots cost
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.overhead writes this file)

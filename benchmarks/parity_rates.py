@@ -1,4 +1,4 @@
-"""Rate at which a member's bytes are added to a block of parity, beside galois; writes benchmarks/parity_rates.md.
+"""Benchmark of adding a member's bytes to a block of parity, compared with galois. It writes parity_rates.md.
 
 python -m benchmarks.parity_rates        (a minute on two cores)
 """
@@ -24,10 +24,10 @@ FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure all ways, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_rates", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each, in turn (default: 5)")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     random = np.random.default_rng(1)
     values, total = (random.integers(256, size=NBYTES, dtype=np.uint8) for _ in range(2))
 
@@ -42,13 +42,13 @@ def main() -> None:
     for way in ways.values():
         way()
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(given.rounds):
+    for _ in range(arguments.rounds):
         for name, way in ways.items():
             began = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - began)
-    rows = [[name, f"{NBYTES / statistics.median(its) / 1e9:.2f} GB/s"] for name, its in seconds.items()]
-    OUTPUT.write_text(report(rows, given.rounds), encoding="utf-8")
+    rows = [[name, f"{NBYTES / statistics.median(samples) / 1e9:.2f} GB/s"] for name, samples in seconds.items()]
+    OUTPUT.write_text(report(rows, arguments.rounds), encoding="utf-8")
 
 
 def report(rows: list[list[str]], rounds: int) -> str:

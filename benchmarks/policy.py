@@ -1,8 +1,8 @@
-"""Time of decisions: ordering and scheduling up to 100,000 operators on one core; writes benchmarks/policy.md.
+"""Benchmark of decisions: ordering and scheduling of up to 100,000 operators on one core. It writes policy.md.
 
     python -m benchmarks.policy
 
-The table of operators is built once for a run and is timed apart. Orders and schedules are made at window boundaries.
+A run builds the table of operators once, so its time is separate. It makes orders and schedules at window boundaries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FULL, COMPUTE = 12_000_000, 2_000_000
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Measure each size and window, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--operators", type=int, nargs="+", default=[1_000, 10_000, 100_000])
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
-    """Measure one line of the table: a window of about ``slots`` slots over ``count`` operators."""
+    """Return one row of the table: times for a window of about ``slots`` slots over ``count`` operators."""
     generator = np.random.default_rng(0)
     began = time.perf_counter()
     table = OperatorTable(
@@ -56,14 +56,14 @@ def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
     trigger = ReorderTrigger(table)
     trigger.ordered(counts)
     moved = counts * generator.uniform(0.8, 1.2, count)
-    # A slot holds compute weights of nearly all operators and full state of one part of them.
+    # A slot holds the compute weights of nearly all operators, and the full state of one part of them.
     budget = Budget(1.0, COMPUTE * count + (FULL - COMPUTE) * count / slots, replicas=0)
     order = order_operators(table, counts)
     window = choose_window(table, order, budget, kind)
 
     def decide() -> None:
-        made = order_operators(table, counts)
-        schedule = SparseSchedule(table, made, choose_window(table, made, budget, kind))
+        new_order = order_operators(table, counts)
+        schedule = SparseSchedule(table, new_order, choose_window(table, new_order, budget, kind))
         _ = schedule.slot_of_operator, schedule.id, schedule.contents(1)
 
     algorithm_1_s = _median(lambda: find_window_size(count, 1.0, COMPUTE, FULL, 0, budget.bytes), repeats)

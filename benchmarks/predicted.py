@@ -1,10 +1,10 @@
-"""Predicted against measured: jobs whose ranks are killed, and a simulation of them; writes benchmarks/predicted.md.
+"""Comparison of simulated with measured jobs whose ranks are killed. It writes benchmarks/predicted.md.
 
     python -m benchmarks.predicted --folder runs/predicted        (ten minutes; goes on from what is in the folder)
 
-1. ``moevement profile`` of the laptop preset: what an iteration is made of.
-2. One job with random kills: what noticing, regrouping, fetching and entering the loop again take on this machine.
-3. Others. Each is simulated with 1 and 2, with the failures that it had; nothing of its own speed is used.
+1. ``moevement profile`` measures the parts of an iteration of the laptop preset. 2. One job with random kills measures
+the constants of this machine: noticing, regrouping, fetching, entering the loop. 3. Other jobs are simulated with the
+results of 1 and 2 and with the failures that they had, but without their own speed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
 CONFIG = ROOT / "examples" / "pretrain_moe" / "configs" / "laptop.yaml"
 CALIBRATION = (20.0, 11)
-"""Mean seconds between failures, and the seed."""
+"""Mean seconds between failures, and the seed, of the job that measures the constants."""
 JOBS = ((20.0, 21), (30.0, 12), (30.0, 13), (60.0, 14))
 RANKS = 4
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Job with kills, and its simulation."""
+    """Measured job with kills, and its simulation."""
 
     mtbf_s: float
     seed: int
@@ -48,25 +48,25 @@ class Compared:
     wall_s: float
     iterations: int
     iteration_s: float
-    """Seconds of an iteration of the job where nothing disturbed it, median."""
+    """Median seconds of an iteration that no failure disturbed."""
     lost_s: float
-    """Seconds from each failure to the resumption, measured."""
+    """Measured seconds from failures to resumption, summed over all failures."""
     predicted_iterations: int
     predicted_lost_s: float
 
     @property
     def ettr(self) -> float:
-        """Share of the time that was not lost to failures. Iterations that other work on the machine slows count."""
+        """Share of the time that was not lost to failures. Slow iterations by other work count as not lost."""
         return 1 - self.lost_s / self.wall_s
 
     @property
     def predicted_ettr(self) -> float:
-        """The same of the simulation."""
+        """Share of the simulated time that was not lost to failures."""
         return 1 - self.predicted_lost_s / self.wall_s
 
 
 def main() -> None:
-    """Measure, simulate, and write the page."""
+    """Measure and simulate all jobs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
     parser.add_argument("--folder", type=Path, required=True, help="where the jobs leave what they tell")
@@ -83,17 +83,17 @@ def main() -> None:
 
 
 def training() -> list[str]:
-    """The script and its configuration."""
+    """Return the training script and its configuration as arguments."""
     return [str(SCRIPT), "--config", str(CONFIG)]
 
 
 def command(*words: str) -> None:
-    """Run a ``moevement`` command."""
+    """Run a ``moevement`` command, and raise an error if it fails."""
     subprocess.run([str(Path(sys.executable).with_name("moevement")), *words], check=True)
 
 
 def job(folder: Path, iterations: int, mtbf_s: float, seed: int) -> RunRecord:
-    """A job with spares and kills, to its end, unless it has come to it before."""
+    """Return the record of a job with spares and kills, which runs now unless it has ended before."""
     record = RunRecord(folder / f"job_{seed}")
     if not record.summary_path.exists():
         kills = ["--moevement-inject-mtbf", str(mtbf_s), "--moevement-inject-seed", str(seed)]
@@ -103,24 +103,25 @@ def job(folder: Path, iterations: int, mtbf_s: float, seed: int) -> RunRecord:
 
 
 def failures_of(run: RunRecord) -> list[dict[str, Any]]:
-    """The accounts of its recoveries."""
+    """Return the failure events of a run, each of which has the account of a recovery."""
     return [event for event in run.events() if event["event"] == "failure"]
 
 
 def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
-    """Return the scenario with the seconds that the kills of one job took; replaying is predicted.
+    """Return the scenario with the seconds that recoveries took in one job. The simulator predicts the replay itself.
 
-    A replay takes something beyond its iterations (fetching, loading, the first pass of a new process), which is a
-    constant of the machine like regrouping.
+    A replay takes time beyond its iterations, for fetching, loading and the first pass of a new process. The function
+    adds it to the time of regrouping, as a constant of the machine.
     """
-    told = failures_of(run)
+    failures = failures_of(run)
     each_s = scenario.time.segment_s([0])
     beyond_s = statistics.median(
-        one["parts"]["replay"] - each_s * max(one["recovery"]["replayed_by_stage"].values()) for one in told
+        failure["parts"]["replay"] - each_s * max(failure["recovery"]["replayed_by_stage"].values())
+        for failure in failures
     )
 
     def median(*parts: str) -> float:
-        return statistics.median(sum(one["parts"][part] for part in parts) for one in told)
+        return statistics.median(sum(failure["parts"][part] for part in parts) for failure in failures)
 
     saved = replace(
         scenario.checkpointing,
@@ -131,63 +132,64 @@ def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
 
 
 def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Compared:
-    """A job beside its simulation, from its first iteration to its last."""
+    """Return a measured job and its simulation, from the first iteration to the last."""
     metrics = list(run.metrics())
     began, ended = metrics[0]["time"] - (metrics[0]["iteration_s"] or 0.0), metrics[-1]["time"]
-    # Ranks are killed on their way out too, where no iteration is left to be lost.
-    told = [one for one in failures_of(run) if one["failed_at"] < ended]
-    ends = [(one["failed_at"], one["resumed_at"]) for one in told]
+    # Ranks are killed during shutdown, too, when no iteration can be lost.
+    accounts = [failure for failure in failures_of(run) if failure["failed_at"] < ended]
+    ends = [(failure["failed_at"], failure["resumed_at"]) for failure in accounts]
     calm = [
-        one["iteration_s"]
-        for one in metrics[5:]
-        # One that was rolled forward by a recovery has no length.
-        if one["iteration_s"] and not any(failed <= one["time"] <= resumed + 2.0 for failed, resumed in ends)
+        line["iteration_s"]
+        for line in metrics[5:]
+        # An iteration that a recovery replayed has no duration.
+        if line["iteration_s"] and not any(failed <= line["time"] <= resumed + 2.0 for failed, resumed in ends)
     ]
-    failures = list(failures_in(told, metrics, began))
+    failures = list(failures_in(accounts, metrics, began))
     strategy = MoEvement(scenario.costs())
-    made = train(strategy, failures, ended - began)
+    prediction = train(strategy, failures, ended - began)
     parts = ("detect", "regroup", "fetch", "convert", "catch up", "interrupted")
-    # An iteration that a failure interrupts is lost on both sides; it is counted from the last one that was committed.
+    # The simulator counts the interrupted iteration as lost, so the measured loss begins at the newest commit.
     lost_s = sum(resumed - failed for failed, resumed in ends) + sum(
-        failed - max((one["time"] for one in metrics if one["time"] <= failed), default=failed) for failed, _ in ends
+        failed - max((line["time"] for line in metrics if line["time"] <= failed), default=failed) for failed, _ in ends
     )
     return Compared(
-        mtbf_s, seed, len(failures), ended - began, len(metrics), statistics.median(calm), lost_s, made.iterations,
-        sum(made.lost_s[part] for part in parts),
+        mtbf_s, seed, len(failures), ended - began, len(metrics), statistics.median(calm), lost_s,
+        prediction.iterations,
+        sum(prediction.lost_s[part] for part in parts),
     )  # fmt: skip
 
 
 def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began: float) -> Iterator[Failure]:
-    """Yield the failures of a job, each rank being a node.
+    """Yield the failures of a job. Each rank counts as a node.
 
     A recovery that another failure interrupts leaves no account of its own, only a gap in the count of generations. The
-    first such failure is taken to have come half an iteration after the last one that was committed, to the other
-    stage, and others evenly between it and the one that has an account.
+    function assumes that the first such failure came half an iteration after the last commit, in the other stage. It
+    spaces any others evenly between that time and the failure with an account.
     """
     generation = 0
-    for one in told:
-        ranks = [int(text.split()[1]) for text in one["failures"]]
-        missing = one["generation"] - generation - 1
-        last = max((line["time"] for line in metrics if line["time"] <= one["failed_at"]), default=began)
+    for account in told:
+        ranks = [int(text.split()[1]) for text in account["failures"]]
+        missing = account["generation"] - generation - 1
+        last = max((line["time"] for line in metrics if line["time"] <= account["failed_at"]), default=began)
         first = last + statistics.median(line["iteration_s"] for line in metrics if line["iteration_s"]) / 2
         for number in range(missing):
-            at = first + number * max(0.0, one["failed_at"] - first) / missing
+            at = first + number * max(0.0, account["failed_at"] - first) / missing
             yield Failure(at - began, ((ranks[0] + RANKS // 2) % RANKS,))
-        generation = one["generation"]
-        yield Failure(one["failed_at"] - began, tuple(ranks))
+        generation = account["generation"]
+        yield Failure(account["failed_at"] - began, tuple(ranks))
 
 
 def report(rows: list[Compared], scenario: Scenario, profile: Profile, iterations: int) -> str:
     """Return the text of the page."""
     table = "\n".join(
-        f"| {one.mtbf_s:g} s | {one.seed} | {one.failures} | {one.wall_s:.0f} s | {one.iteration_s:.3f} s | "
-        f"{one.lost_s / max(1, one.failures):.2f} s | {one.predicted_lost_s / max(1, one.failures):.2f} s | "
-        f"{one.ettr:.3f} | {one.predicted_ettr:.3f} | {one.predicted_ettr - one.ettr:+.3f} |"
-        for one in rows
+        f"| {row.mtbf_s:g} s | {row.seed} | {row.failures} | {row.wall_s:.0f} s | {row.iteration_s:.3f} s | "
+        f"{row.lost_s / max(1, row.failures):.2f} s | {row.predicted_lost_s / max(1, row.failures):.2f} s | "
+        f"{row.ettr:.3f} | {row.predicted_ettr:.3f} | {row.predicted_ettr - row.ettr:+.3f} |"
+        for row in rows
     )
-    worst = max(abs(one.predicted_ettr - one.ettr) for one in rows)
+    worst = max(abs(row.predicted_ettr - row.ettr) for row in rows)
     saved = scenario.checkpointing
-    slowest = statistics.median(one.iteration_s for one in rows) / profile.sizes[0].iteration_s
+    slowest = statistics.median(row.iteration_s for row in rows) / profile.sizes[0].iteration_s
     return f"""# Predicted against measured
 
     python -m benchmarks.predicted --folder runs/predicted        (writes this file and benchmarks/laptop_profile.yaml)

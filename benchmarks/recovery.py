@@ -1,4 +1,4 @@
-"""Runs `moevement bench recovery` and writes benchmarks/recovery.md.
+"""Benchmark that runs `moevement bench recovery` and writes benchmarks/recovery.md.
 
 python -m benchmarks.recovery
 """
@@ -20,19 +20,19 @@ COMMAND = ["bench", "recovery", "--rounds", "4", "--kills", "5", "--json"]
 NAMES = {"stage": "one stage alone", "all": "all stages", "peers": "all stages, own copies dropped"}
 Row = tuple[str, Callable[[dict[str, float], dict[str, float]], str]]
 ROWS: tuple[Row, ...] = (
-    ("seconds an iteration", lambda one, normal: f"{one['wall_s']:.2f}"),
-    ("over a normal one", lambda one, normal: f"{one['wall_s'] / normal['wall_s']:.2f}"),
-    ("processor seconds of all ranks, an iteration", lambda one, normal: f"{one['cpu_s']:.2f}"),
-    ("over a normal one", lambda one, normal: f"{one['cpu_s'] / normal['cpu_s']:.2f}"),
-    ("iterations replayed", lambda one, normal: f"{one['replayed']:.1f}"),
-    ("report, plan and fetch", lambda one, normal: f"{1e3 * one['fetch_s']:.0f} ms"),
-    ("fed from logs", lambda one, normal: f"{one['fed_mb']:.1f} MB"),
-    ("measured", lambda one, normal: f"{one['count']:.0f}"),
+    ("seconds an iteration", lambda kind, normal: f"{kind['wall_s']:.2f}"),
+    ("over a normal one", lambda kind, normal: f"{kind['wall_s'] / normal['wall_s']:.2f}"),
+    ("processor seconds of all ranks, an iteration", lambda kind, normal: f"{kind['cpu_s']:.2f}"),
+    ("over a normal one", lambda kind, normal: f"{kind['cpu_s'] / normal['cpu_s']:.2f}"),
+    ("iterations replayed", lambda kind, normal: f"{kind['replayed']:.1f}"),
+    ("report, plan and fetch", lambda kind, normal: f"{1e3 * kind['fetch_s']:.0f} ms"),
+    ("fed from logs", lambda kind, normal: f"{kind['fed_mb']:.1f} MB"),
+    ("measured", lambda kind, normal: f"{kind['count']:.0f}"),
 )
 
 
 def main() -> None:
-    """Measure and write the table."""
+    """Run the benchmark, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     command = [str(Path(sys.executable).with_name("moevement")), *COMMAND]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -40,14 +40,14 @@ def main() -> None:
 
 
 def report(told: dict[str, Any]) -> str:
-    """The whole file, from the command's JSON."""
+    """Return the text of the page, from the command's JSON."""
     kinds = [told["measured"][kind] for kind in ("normal", "stage", "all")]
     ways = told["killed"]
     killed = "\n".join(
         f"| {name} | {' | '.join(f'{parts[name]:.2f}' for parts in ways.values())} |"
         for name in next(iter(ways.values()))
     )
-    rows = "\n".join(f"| {label} | {' | '.join(text(one, kinds[0]) for one in kinds)} |" for label, text in ROWS)
+    rows = "\n".join(f"| {label} | {' | '.join(text(kind, kinds[0]) for kind in kinds)} |" for label, text in ROWS)
     return f"""# One stage that replays alone, against all stages
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.recovery writes this file)

@@ -1,4 +1,4 @@
-"""The five regimes of MoEvement's table 7, live: bytes, window, overhead and recovery; writes benchmarks/regimes.md.
+"""Live benchmark of the five regimes of MoEvement's table 7. It writes benchmarks/regimes.md.
 
 python -m benchmarks.regimes
 """
@@ -29,7 +29,7 @@ from moevement_core.precision import TABLE_7 as REGIMES
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS, BLOCKS, BLOCK_ITERATIONS, KILLS = 3, 5, 3, 3
 BUDGET_SHARE = 5
-"""An iteration carries the full state of row 2 (12 bytes for each parameter), which is the heaviest, over this."""
+"""Divisor of row 2's full state (12 bytes per parameter, the heaviest) that gives the bytes an iteration may save."""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 MODEL = (
     "--hidden-size", "256", "--moe-ffn-hidden-size", "512", "--ffn-hidden-size", "512", "--use-distributed-optimizer",
@@ -46,7 +46,7 @@ FLAGS: tuple[tuple[str, ...], ...] = (
     (*_FP8, *_AWARE, "--main-params-dtype", "fp16", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16"),
     (*_FP8, *_AWARE, "--main-params-dtype", "fp8", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16"),
 )  # fmt: skip
-"""Megatron's, of each row of the table."""
+"""Megatron's flags for each row of the table."""
 
 
 @dataclass(frozen=True)
@@ -55,43 +55,43 @@ class Row:
 
     regime: str
     expert_bytes: tuple[int, int]
-    """Full state and compute weights of an expert, all ranks together."""
+    """Bytes of the full state and of the compute weights of an expert, all ranks together."""
     non_expert_bytes: tuple[int, int]
-    """Likewise, of everything else in a layer."""
+    """Bytes of the full state and of the compute weights of the rest of a layer, all ranks together."""
     rank_bytes: tuple[int, int]
-    """Likewise, of all that one rank owns; the heaviest."""
+    """Bytes of the full state and of the compute weights that the heaviest rank owns."""
     window: int
     overhead: dict[str, Any]
     recovery_s: float
-    """Seconds from a kill to the next committed iteration, without that iteration; median."""
+    """Median seconds from a kill to the next committed iteration, without that iteration."""
     repeated: float
-    """Iterations that were run again; median."""
+    """Median number of iterations that a recovery replayed."""
     kills: int
 
 
 def main() -> None:
-    """Measure and write the page."""
+    """Measure each regime, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--row", type=int, choices=range(1, len(FLAGS) + 1), help="measure this one, print it as JSON")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     jobs = [describe("regimes", model_words([*MODEL, *flags]), RANKS) for flags in FLAGS]
     assert [str(job.regime) for job in jobs] == [str(regime) for regime in REGIMES]
-    budget = max(one.full for job in jobs for one in job.stages[0].rank_bytes(job.regime)) / BUDGET_SHARE
-    if given.row:
-        print(json.dumps(asdict(measure(jobs[given.row - 1], FLAGS[given.row - 1], budget))))
+    budget = max(rank.full for job in jobs for rank in job.stages[0].rank_bytes(job.regime)) / BUDGET_SHARE
+    if arguments.row:
+        print(json.dumps(asdict(measure(jobs[arguments.row - 1], FLAGS[arguments.row - 1], budget))))
         return
     rows = []
-    for number in range(1, len(FLAGS) + 1):  # each in a process of its own, as a user would run it
+    for number in range(1, len(FLAGS) + 1):  # a process of its own for each row, as a user would run it
         print(f"row {number} of {len(FLAGS)} ...", flush=True)
         command = [sys.executable, "-m", "benchmarks.regimes", "--row", str(number)]
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append(Row(**json.loads(ran.stdout.splitlines()[-1])))
-    given.output.write_text(report(rows, budget), encoding="utf-8")
+    arguments.output.write_text(report(rows, budget), encoding="utf-8")
 
 
 def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
-    """Measure one regime: its window at ``budget`` bytes an iteration, then two live runs with that window."""
+    """Return the results of one regime: its window at ``budget`` bytes per iteration, and two live runs with it."""
     cluster = Cluster(gpus_per_node=1, d2h_bytes_per_s=budget, network_bytes_per_s=budget)
     plan = CheckpointPlan(PlanInput(job, cluster, job.regime, iteration_s=1.0, replicas=1))
     words = [*MODEL, *flags, "--moevement-window", str(plan.size)]
@@ -108,13 +108,16 @@ def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
     expert, non_expert = of_operators
     return Row(
         str(job.regime), (expert.full, expert.compute), (non_expert.full, non_expert.compute),
-        (max(one.full for one in own), max(one.compute for one in own)), plan.size, summarise(list(samples)),
+        (max(rank.full for rank in own), max(rank.compute for rank in own)), plan.size, summarise(list(samples)),
         recovery_s, repeated, kills,
     )  # fmt: skip
 
 
 def _killed(words: list[str], window: int) -> tuple[float, float, int]:
-    """A rank is killed again and again, and a spare takes its place."""
+    """Kill a rank several times, and return median seconds, median replayed iterations, and the number of failures.
+
+    A spare takes over the rank each time.
+    """
     every = 2 * window + 1
     flags = [*words, "--train-iters", str((KILLS + 1) * every)]
     for kill in range(1, KILLS + 1):
@@ -123,8 +126,10 @@ def _killed(words: list[str], window: int) -> tuple[float, float, int]:
     failures = [event for event in events if event["event"] == "failure"]
     committed_at = {line["iteration"]: line["time"] for line in metrics}
     iteration_s = statistics.median(line["iteration_s"] or 0.0 for line in metrics)
-    seconds = [committed_at[one["recovery"]["until"] + 1] - one["failed_at"] - iteration_s for one in failures]
-    repeated = [one["recovery"]["replayed"] for one in failures]
+    seconds = [
+        committed_at[failure["recovery"]["until"] + 1] - failure["failed_at"] - iteration_s for failure in failures
+    ]
+    repeated = [failure["recovery"]["replayed"] for failure in failures]
     return statistics.median(seconds), statistics.median(repeated), len(failures)
 
 
@@ -137,11 +142,11 @@ def report(rows: list[Row], budget: float) -> str:
     ]  # fmt: skip
     runs = []
     for row, published in zip(rows, TABLE_7, strict=True):
-        told = row.overhead
-        captured, sent = ("{1:.3f} ({0:.3f} to {2:.3f})".format(*told[name]) for name in _RATIOS)
+        overhead = row.overhead
+        captured, sent = ("{1:.3f} ({0:.3f} to {2:.3f})".format(*overhead[name]) for name in _RATIOS)
         runs.append(
-            [row.regime, f"{row.window}", f"{published.window}", f"{told['iteration_s']:.2f} s", captured, sent,
-             f"{told['copied_mb']:.2f}", f"{1e3 * told['capture_cpu_s']:.1f} ms",
+            [row.regime, f"{row.window}", f"{published.window}", f"{overhead['iteration_s']:.2f} s", captured, sent,
+             f"{overhead['copied_mb']:.2f}", f"{1e3 * overhead['capture_cpu_s']:.1f} ms",
              f"{row.recovery_s:.1f} s, {row.repeated:g} of {row.kills} kills", _published_s(published)]
         )  # fmt: skip
     first = ("compute/master/moments", "an expert, bytes: full, compute", "a layer without its experts", "a rank, MB")

@@ -1,9 +1,10 @@
-"""Growth of the parts of a recovery with the ranks of a job; writes benchmarks/regroup.md.
+"""Benchmark of how the parts of a recovery grow with the ranks of a job. It writes benchmarks/regroup.md.
 
     python -m benchmarks.regroup
 
-A tiny MoE on 4, 8 and 16 ranks of one machine; one rank is killed a few times and restored by redo. Then what one rank of
-jobs of up to 16,384 ranks does to make Megatron's process groups, over torch's ``fake`` groups, which connect to nobody.
+A tiny MoE runs on 4, 8 and 16 ranks of one machine. One rank is killed a few times and recovers by redo. The benchmark
+also makes Megatron's process groups of one rank for jobs of up to 16,384 ranks. It uses torch's ``fake`` groups, which
+have no connections.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moevement_cli.bench_run import record_of
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS = (4, 8, 16)
 LAYOUTS = ((4, 2, 2), (16, 2, 2), (512, 16, 8), (1536, 24, 8), (4096, 32, 8), (16384, 64, 8))
-"""Ranks, pipeline stages and expert parallelism: those measured here, and the paper's section 5.4."""
+"""Layouts as ranks, pipeline stages and expert parallelism: two measured here, and those of the paper's section 5.4."""
 KILLS = 4
 TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
@@ -39,12 +40,12 @@ TINY = (
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure recoveries and groups, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     platform.install()
-    made = [_made(*layout) for layout in LAYOUTS]
+    group_rows = [_made(*layout) for layout in LAYOUTS]
     rows = [_row(ranks) for ranks in RANKS]
-    OUTPUT.write_text(report(rows, made), encoding="utf-8")
+    OUTPUT.write_text(report(rows, group_rows), encoding="utf-8")
 
 
 def _row(ranks: int) -> list[str]:
@@ -52,18 +53,18 @@ def _row(ranks: int) -> list[str]:
     for kill in range(1, KILLS + 1):
         flags += ["--moevement-inject", f"rank=1,iteration={8 * kill},phase=backward"]
     print(f"{ranks} ranks ...", flush=True)
-    failures = [one for one in record_of(ranks, 1, flags)[0] if one["event"] == "failure"]
+    failures = [event for event in record_of(ranks, 1, flags)[0] if event["event"] == "failure"]
 
     def median(value: Any) -> str:
         return f"{statistics.median(map(value, failures)):.2f}"
 
-    parts = [median(lambda one, name=name: one["parts"][name]) for name in failures[0]["parts"]]
-    return [str(ranks), *parts, median(lambda one: one["total_s"]), str(len(failures))]
+    parts = [median(lambda failure, name=name: failure["parts"][name]) for name in failures[0]["parts"]]
+    return [str(ranks), *parts, median(lambda failure: failure["total_s"]), str(len(failures))]
 
 
 def _made(world: int, pipeline: int, expert: int) -> list[str]:
-    """Return what rank 0 does for all groups of a job."""
-    from megatron.core import parallel_state  # after the platform
+    """Return a row with the work of rank 0 to make all groups of a job."""
+    from megatron.core import parallel_state  # the platform must be installed first
 
     print(f"groups of {world} ranks ...", flush=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -1,9 +1,10 @@
-"""A recorded run's routing through the reorder trigger; writes benchmarks/reorders.md and docs/reorders.png.
+"""Replay of a recorded run's routing through the reorder trigger. It writes reorders.md and docs/reorders.png.
 
     python -m benchmarks.reorders ROUTING.npz
 
-The file holds ``tokens_per_expert``, int [records, layers, experts], and ``iteration``, int [records]: tokens routed
-to each expert at those iterations. Between records the last one is taken to hold, so a window is one record long.
+The file holds ``tokens_per_expert``, int [records, layers, experts], and ``iteration``, int [records]: the tokens
+routed to each expert at these iterations. A record stands for all iterations until the next one, so a window is one
+record long.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ WINDOW = 3
 
 @dataclass
 class Replay:
-    """Replay of one ordering over the record."""
+    """Replay of one ordering over the record, with the results per boundary."""
 
     label: str
     config: OrderingConfig
     changed: list[float] = field(default_factory=list)
-    """Fraction of experts that had changed, at every boundary."""
+    """Share of experts that have changed since the last reorder, at every boundary."""
     reordered: list[bool] = field(default_factory=list)
     frozen: list[float] = field(default_factory=list)
-    """Share of the next record's expert tokens that a conversion would process frozen under the order in force."""
+    """Share of the next record's tokens that a conversion would send to frozen experts, under the order in force."""
 
 
 def main() -> None:
-    """Replay every ordering and write table and plot."""
+    """Replay every ordering, and write the page and the plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("routing", type=Path, metavar="ROUTING.npz")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def table_of(layers: int, experts: int) -> OperatorTable:
-    """Return a table of all experts of the record; their sizes do not matter to the trigger."""
+    """Return a table of all experts of the record. The trigger does not depend on the sizes in it."""
     return OperatorTable(
         Operator(expert_name(layer, expert), OperatorKind.EXPERT, StateBytes(2, 4, 8))
         for layer in range(layers)
@@ -79,7 +80,7 @@ def table_of(layers: int, experts: int) -> OperatorTable:
 
 
 def run(replay: Replay, tokens: npt.NDArray[np.float64]) -> None:
-    """Feed the record window by window."""
+    """Replay the record window by window, and add the results to ``replay``."""
     table = table_of(*tokens.shape[1:])
     capacity = np.ones(len(table)) if replay.config.ordering is Ordering.CAPACITY else None
     popularity, trigger = Popularity(table, replay.config, capacity), ReorderTrigger(table)
@@ -95,27 +96,25 @@ def run(replay: Replay, tokens: npt.NDArray[np.float64]) -> None:
 
 
 def frozen_share(table: OperatorTable, order: Order, counts: npt.NDArray[np.float64]) -> float:
-    """Return the share of tokens that meet a frozen expert, of all that the W - 1 iterations of a conversion route to
-    experts.
-    """
+    """Return the share of tokens that a conversion of W - 1 iterations routes to frozen experts."""
     ends = impose_window(table, order, WINDOW).ends
     slots = np.searchsorted(ends, np.arange(len(table)), side="right")
     return float((slots * counts[order]).sum() / ((WINDOW - 1) * counts.sum()))
 
 
 def oracle(tokens: npt.NDArray[np.float64]) -> float:
-    """The same with an order made from the very counts that are replayed: what no ordering can exceed."""
+    """Return the frozen share of an order made from the replayed counts themselves, which no ordering can exceed."""
     table = table_of(*tokens.shape[1:])
     return float(np.mean([frozen_share(table, order_operators(table, c.ravel()), c.ravel()) for c in tokens[1:]]))
 
 
 def draw(replays: Sequence[Replay], iterations: npt.NDArray[np.int64], tokens: npt.NDArray, path: Path) -> None:
-    """Changed experts, reorders so far and skewness over the run."""
+    """Draw the share of changed experts, the reorders so far and the skewness over the run."""
     figure, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
     boundaries = iterations[1:]
     for replay in replays:
         if replay.config.ordering is Ordering.CAPACITY:
-            continue  # with equal capacities it is the hard count
+            continue  # equal capacities give the order of the hard count
         axes[0].plot(boundaries, replay.changed, linewidth=0.8, label=replay.label)
         axes[1].plot(boundaries, np.cumsum(replay.reordered), linewidth=1.2, label=replay.label)
     axes[0].axhline(0.25, color="black", linewidth=0.8, linestyle="--")

@@ -1,4 +1,4 @@
-"""Runs `moevement bench replay` and writes benchmarks/replay.md and .png.
+"""Benchmark that runs `moevement bench replay` and writes benchmarks/replay.md and .png.
 
 python -m benchmarks.replay
 """
@@ -20,24 +20,28 @@ COMMAND = ["bench", "replay", "--rounds", "12", "--json"]
 
 
 def main() -> None:
-    """Measure, write the table and draw it."""
+    """Run the benchmark, write the page, and draw the plot."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     command = [str(Path(sys.executable).with_name("moevement")), *COMMAND]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    told = json.loads(printed.splitlines()[-1])
-    OUTPUT.write_text(report(told), encoding="utf-8")
-    draw(told, PLOT)
+    results = json.loads(printed.splitlines()[-1])
+    OUTPUT.write_text(report(results), encoding="utf-8")
+    draw(results, PLOT)
 
 
 def report(told: dict[str, Any]) -> str:
-    """The whole file, from the command's JSON."""
+    """Return the text of the page, from the command's JSON."""
     routings = told["routings"]
-    head = " | ".join(f"{routing} routing (S = {its['skewness']:.3f})" for routing, its in routings.items())
+    head = " | ".join(
+        f"{routing} routing (S = {routing_results['skewness']:.3f})" for routing, routing_results in routings.items()
+    )
     rows = "\n".join(
-        f"| {share:.0%} | " + " | ".join(_ratio(its["ratios"][index]) for its in routings.values()) + " |"
+        f"| {share:.0%} | "
+        + " | ".join(_ratio(routing_results["ratios"][index]) for routing_results in routings.values())
+        + " |"
         for index, share in enumerate(told["shares"])
     )
-    normal = " | ".join(f"{its['normal_s']:.2f} s" for its in routings.values())
+    normal = " | ".join(f"{routing_results['normal_s']:.2f} s" for routing_results in routings.values())
     rounds = next(iter(routings.values()))["rounds"]
     return f"""# A replayed iteration against a normal one
 
@@ -70,16 +74,16 @@ def _ratio(quartiles: list[float]) -> str:
 
 
 def draw(told: dict[str, Any], path: Path) -> None:
-    """Median and quartiles over the share."""
+    """Draw median and quartiles of the replay's time over the share of frozen operators."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
-    for routing, its in told["routings"].items():
-        low, middle, high = zip(*its["ratios"], strict=True)
-        axis.plot(told["shares"], middle, marker="o", label=f"{routing}, S = {its['skewness']:.3f}")
+    for routing, routing_results in told["routings"].items():
+        low, middle, high = zip(*routing_results["ratios"], strict=True)
+        axis.plot(told["shares"], middle, marker="o", label=f"{routing}, S = {routing_results['skewness']:.3f}")
         axis.fill_between(told["shares"], low, high, alpha=0.2)
     axis.set(xlabel="share of operators frozen", ylabel="time over a normal iteration", ylim=(0, 1.2))
     axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Time of the simulator itself, and its results for the paper's largest cluster; writes benchmarks/simulator.md.
+"""Benchmark of the simulator itself on the paper's largest cluster. It writes benchmarks/simulator.md.
 
 python -m benchmarks.simulator
 """
@@ -24,15 +24,15 @@ REPEATS = 5
 
 
 def main() -> None:
-    """Run, time and write."""
+    """Run and time the commands, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     one_s, _ = run(ONE)
-    sweep_s, told = run(SWEEP)
-    OUTPUT.write_text(report(one_s, sweep_s, told), encoding="utf-8")
+    sweep_s, results = run(SWEEP)
+    OUTPUT.write_text(report(one_s, sweep_s, results), encoding="utf-8")
 
 
 def run(words: list[str]) -> tuple[float, dict[str, Any]]:
-    """Seconds of the whole command, median, and its JSON."""
+    """Return the median seconds of the whole command, and its JSON."""
     command = [str(Path(sys.executable).with_name("moevement")), *words]
     seconds = []
     for _ in range(REPEATS):
@@ -45,11 +45,12 @@ def run(words: list[str]) -> tuple[float, dict[str, Any]]:
 def report(one_s: float, sweep_s: float, told: dict[str, Any]) -> str:
     """Return the text of the page."""
     rows = "\n".join(
-        f"| {one['mtbf_s'] / 60:g} min | {one['strategy']} | {one['interval']} | {one['ettr_formula']:.3f} | "
-        f"{one['ettr']:.3f} ± {one['ettr_confidence']:.3f} |"
-        for one in told["results"]
+        f"| {result['mtbf_s'] / 60:g} min | {result['strategy']} | {result['interval']} | "
+        f"{result['ettr_formula']:.3f} | "
+        f"{result['ettr']:.3f} ± {result['ettr_confidence']:.3f} |"
+        for result in told["results"]
     )
-    trainings = sum(len(one["failures"]) for one in told["results"])
+    trainings = sum(len(result["failures"]) for result in told["results"])
     return f"""# The simulator
 
     moevement {" ".join(SWEEP)}        (python -m benchmarks.simulator writes this file)

@@ -1,8 +1,8 @@
-"""GPU hours that jobs of several sizes lose in a month, by the formula; writes the table of docs/worth_it.md.
+"""Computation of the GPU hours that jobs lose in a month, by the formula. It writes the table of docs/worth_it.md.
 
     python -m benchmarks.worth_it
 
-Computed, not measured: nothing depends on the machine that it runs on.
+The table is computed, not measured, so it does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEGIN, END = "<!-- table of python -m benchmarks.worth_it -->\n", "<!-- end of t
 SCENARIO = SCENARIOS / "qwen3_30b_a3b.yaml"
 GPUS = (64, 256, 1024, 4096)
 RATES = (1, 10)
-"""Failures, over those of Llama 3's training."""
+"""Failure rates as multiples of that of Llama 3's training."""
 EVERY = 500
 POOL = Spares(None, repair_s=86_400.0, provided_s=600.0)
 
@@ -36,14 +36,14 @@ def main() -> None:
 
 
 def with_table(page: str) -> str:
-    """Return a page with the table in its place."""
+    """Return the page with the table in its place."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n\n{END}{after}"
 
 
 def table() -> str:
-    """Return a row for each size and failure rate."""
+    """Return the table in Markdown, with a row for each size and failure rate."""
     rows = [
         "| GPUs | failures apart | today, every 500 | today, best interval | MoEvement | spare nodes | saved over every 500 | over the best | worth it |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -55,13 +55,15 @@ def _row(gpus: int, rate: int) -> str:
     costs = load(SCENARIO, ranks=gpus).costs()
     mtbf_s, hours = mean_time_between_failures_s(gpus) / rate, gpus * MONTH_H
     strategy = MoEvement(costs)
-    ours, spares = min(
+    sparse_share, spares = min(
         (lost_share(strategy, mtbf_s, replace(POOL, count=count)), count) for count in range(MOST_SPARES + 1)
     )
-    yours, best = (lost_today(costs, mtbf_s, POOL.provided_s, every) for every in (EVERY, None))
+    today_share, best_share = (lost_today(costs, mtbf_s, POOL.provided_s, every) for every in (EVERY, None))
     return (
-        f"| {gpus:,} | {span(mtbf_s)} | {yours * hours:,.0f} | {best * hours:,.0f} | {ours * hours:,.0f} | {spares} | "
-        f"{yours - ours:.2%} | {best - ours:.2%} | {'yes' if best - ours > LEAST_SHARE else 'no'} |"
+        f"| {gpus:,} | {span(mtbf_s)} | {today_share * hours:,.0f} | {best_share * hours:,.0f} | "
+        f"{sparse_share * hours:,.0f} | {spares} | "
+        f"{today_share - sparse_share:.2%} | {best_share - sparse_share:.2%} | "
+        f"{'yes' if best_share - sparse_share > LEAST_SHARE else 'no'} |"
     )
 
 

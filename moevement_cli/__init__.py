@@ -1,1 +1,1 @@
-"""The `moevement` command."""
+"""Command-line tool `moevement`, with one module per subcommand and the modules that they share."""

@@ -1,4 +1,4 @@
-"""``moevement advise``: what fault tolerance costs and saves a job in a month, and whether it is needed."""
+"""Command ``moevement advise``, which estimates what fault tolerance costs and saves a job in a month."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from moevement_core.simulator.strategies import MoEvement
 from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Way, Worth, worth
 
 RESTART_S, REPAIR_S = 600.0, 86_400.0
-"""Assumed where nothing is given: ten minutes until a job has started again, a day until a node is repaired."""
+"""Defaults in seconds: 10 minutes until a failed job has started again, a day until a node is repaired."""
 NAME_WIDTH = 18
-"""Characters of the column of names, so that the figures have room on a terminal of 80; longer names are folded."""
+"""Maximum width of the column of names, in characters, so that the table fits on a terminal of 80 columns."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def advise(arguments: argparse.Namespace) -> int:
-    """Print what a month costs; returns the exit code."""
+    """Print what a month costs with each strategy, and return the exit code."""
     AT_LEAST_ONE.check("--save-every", arguments.save_every)
     NOT_NEGATIVE.check("--restart", arguments.restart)
     NOT_NEGATIVE.check("--spares", arguments.spares)
@@ -85,49 +85,49 @@ def advise(arguments: argparse.Namespace) -> int:
         model = FailureModel(mtbf_s, costs.nodes)
         seeds = range(job.run.first_seed, job.run.first_seed + job.run.seeds)
         draws = Draws(mtbf_s, tuple(model.draw(MONTH_H * 3600, seed) for seed in seeds))
-        found = worth(
+        result = worth(
             costs, draws, restart_s=restart_s, every=arguments.save_every, spares=arguments.spares, repair_s=repair_s
         )
     console = Console()
-    for sentence in _verdict(found):
+    for sentence in _verdict(result):
         console.print(sentence)
-    console.print(_table(job, found))
-    for sentence in _assumed(job, found, arguments, restart_s, repair_s):
+    console.print(_table(job, result))
+    for sentence in _assumed(job, result, arguments, restart_s, repair_s):
         console.print(sentence)
     if arguments.json:
-        print(json.dumps(_as_json(job, found)))
+        print(json.dumps(_as_json(job, result)))
     return 0
 
 
-def _verdict(found: Worth) -> Iterator[str]:
-    ours = found.ours[0]
-    way = f"{_called(ours)} with {ours.spares} spare node{'s' * (ours.spares != 1)}"
-    if not fits(ours.strategy):
+def _verdict(result: Worth) -> Iterator[str]:
+    best = result.ours[0]
+    way = f"{_called(best)} with {best.spares} spare node{'s' * (best.spares != 1)}"
+    if not fits(best.strategy):
         yield "[bold red]Not with these nodes[/bold red]: no strategy fits into the host memory of a node."
-    elif found.pays:
-        yield f"[bold]It pays[/bold]: {way} {_saved(found.today[0], ours, found.saved_interval_h)}."
-        yield f"Flags: {ours.name}"
+    elif result.pays:
+        yield f"[bold]It pays[/bold]: {way} {_saved(result.today[0], best, result.saved_interval_h)}."
+        yield f"Flags: {best.name}"
     else:
         yield (
             f"[bold]You do not need this[/bold]: even the cheapest strategy, {way}, "
-            f"{_saved(found.today[0], ours, found.saved_interval_h)}."
+            f"{_saved(result.today[0], best, result.saved_interval_h)}."
         )
-    if found.yours is not None and found.yours is not found.today[0]:
-        yield f"As you save now, it {_saved(found.yours, ours)}."
+    if result.yours is not None and result.yours is not result.today[0]:
+        yield f"As you save now, it {_saved(result.yours, best)}."
     least = f"{LEAST_SHARE:.1%} of the job's GPU hours"
-    if found.break_even_s == 0:
+    if result.break_even_s == 0:
         yield f"At no failure rate would it save {least}."
-    elif math.isinf(found.break_even_s):
+    elif math.isinf(result.break_even_s):
         yield f"At any failure rate it saves {least}."
     else:
         yield (
-            f"Break-even: it saves {least} where failures are {span(found.break_even_s)} apart or less; yours are "
-            f"{span(found.mtbf_s)} apart."
+            f"Break-even: it saves {least} where failures are {span(result.break_even_s)} apart or less; yours are "
+            f"{span(result.mtbf_s)} apart."
         )
 
 
-def _saved(today: Way, ours: Way, interval_h: float = math.nan) -> str:
-    saved_h, all_h = today.total_h - ours.total_h, today.gpus * MONTH_H
+def _saved(today: Way, best: Way, interval_h: float = math.nan) -> str:
+    saved_h, all_h = today.total_h - best.total_h, today.gpus * MONTH_H
     margin = f" ± {interval_h:,.0f}" if math.isfinite(interval_h) else ""
     verb, over = ("saves", "over") if saved_h >= 0 else ("costs", "more than")
     name = today.name.partition(",")[0]
@@ -141,21 +141,21 @@ def _called(way: Way) -> str:
     return family(way.strategy)
 
 
-def _table(job: Scenario, found: Worth) -> Table:
+def _table(job: Scenario, result: Worth) -> Table:
     gpus = job.job.ranks
     table = Table(
         Column("", overflow="fold", max_width=NAME_WIDTH),
         *(Column(name, no_wrap=True) for name in ("every", "saving", "failures", "spares", "lost", "%")),
         Column("GB", overflow="fold"),
         box=SIMPLE_HEAD, pad_edge=False,
-        title=f"GPU hours lost a month, {job.job.name} on {gpus:,} GPUs, a failure every {span(found.mtbf_s)}",
+        title=f"GPU hours lost a month, {job.job.name} on {gpus:,} GPUs, a failure every {span(result.mtbf_s)}",
         caption="every: iterations between saves, or W; saving: what checkpoints add; failures: work cut off or "
         "repeated, waiting, recovering; spares: idle nodes; GB: host memory of a node",
     )  # fmt: skip
-    for way in (*found.today, *found.ours):
-        is_ours = way in found.ours
+    for way in (*result.today, *result.ours):
+        is_ours = way in result.ours
         sparse = isinstance(way.strategy, MoEvement)
-        if way is found.ours[0]:
+        if way is result.ours[0]:
             table.add_section()
         table.add_row(
             _called(way) if is_ours else way.name,
@@ -163,23 +163,23 @@ def _table(job: Scenario, found: Worth) -> Table:
             f"{way.saving_h:,.0f}", f"{way.failing_h:,.0f}", f"{way.spares_h:,.0f}", f"{way.total_h:,.0f}",
             f"{way.total_h / (gpus * MONTH_H):.2%}",
             f"{node_bytes(way.strategy) / GB:,.0f}" + ("" if fits(way.strategy) else ", does not fit"),
-            style="bold" if way in (found.today[0], found.ours[0]) else "",
+            style="bold" if way in (result.today[0], result.ours[0]) else "",
         )  # fmt: skip
     return table
 
 
 def _assumed(
-    job: Scenario, found: Worth, arguments: argparse.Namespace, restart_s: float, repair_s: float
+    job: Scenario, result: Worth, arguments: argparse.Namespace, restart_s: float, repair_s: float
 ) -> Iterator[str]:
-    """Yield what the numbers rest on, and which of it was not given."""
-    saved, ours = job.checkpointing, found.ours[0]
+    """Yield sentences with the assumptions behind the numbers, and the source of each."""
+    saved, best = job.checkpointing, result.ours[0]
 
-    def source(flag: str, default: bool = True) -> str:
-        return f"assumed, --{flag}" if default and getattr(arguments, flag) is None else "given"
+    def source(flag: str, is_default: bool = True) -> str:
+        return f"assumed, --{flag}" if is_default and getattr(arguments, flag) is None else "given"
 
     usual = Checkpointing()
     rate = "given" if arguments.mtbf is not None else f"{SOURCE}; --mtbf gives yours"
-    yield f"A failure every {span(found.mtbf_s)}: {rate}."
+    yield f"A failure every {span(result.mtbf_s)}: {rate}."
     yield (
         f"The scheduler gives another node {span(restart_s)} after a failure, and a restarted job loads its checkpoint "
         f"then ({source('restart')}). With 0 spares a job here waits for that node, too: somebody has to add it "
@@ -198,7 +198,7 @@ def _assumed(
     )
     memory = job.cluster.host_memory_bytes
     if memory is not None:
-        used = node_bytes(ours.strategy)
+        used = node_bytes(best.strategy)
         yield (
             f"Host memory: {used / GB:,.0f} of {memory / GB:,.0f} GB of a node; it costs nothing where nothing else "
             "needs it."
@@ -209,13 +209,13 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _as_json(job: Scenario, found: Worth) -> dict[str, Any]:
+def _as_json(job: Scenario, result: Worth) -> dict[str, Any]:
     return {
-        "job": job.job.name, "gpus": job.job.ranks, "mtbf_s": found.mtbf_s, "hours": MONTH_H, "pays": found.pays,
-        "saved_gpu_hours": found.saved_h,
-        "saved_confidence": found.saved_interval_h if math.isfinite(found.saved_interval_h) else None,
-        "break_even_mtbf_s": found.break_even_s if math.isfinite(found.break_even_s) else None,
-        "today": [_way_as_json(way) for way in found.today], "ours": [_way_as_json(way) for way in found.ours],
+        "job": job.job.name, "gpus": job.job.ranks, "mtbf_s": result.mtbf_s, "hours": MONTH_H, "pays": result.pays,
+        "saved_gpu_hours": result.saved_h,
+        "saved_confidence": result.saved_interval_h if math.isfinite(result.saved_interval_h) else None,
+        "break_even_mtbf_s": result.break_even_s if math.isfinite(result.break_even_s) else None,
+        "today": [_way_as_json(way) for way in result.today], "ours": [_way_as_json(way) for way in result.ours],
     }  # fmt: skip
 
 

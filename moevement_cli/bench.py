@@ -1,4 +1,4 @@
-"""``moevement bench``: measure on this machine."""
+"""Command ``moevement bench``, which measures on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moevement_cli import bench_ettr, bench_overhead, bench_recovery, bench_repl
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its benchmarks and their arguments."""
+    """Add the benchmarks and their arguments."""
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_overhead.add_to(actions.add_parser("overhead", help="what snapshots cost, part by part"))
     bench_replay.add_to(

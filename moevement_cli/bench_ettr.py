@@ -1,4 +1,4 @@
-"""``moevement bench ettr``: each strategy in turn, in the same training, under the same schedule of kills."""
+"""Command ``moevement bench ettr``, which runs each strategy in the same training under the same schedule of kills."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "moetion": ("--moevement-strategy", "moetion", *OTHERS),
     "none": ("--moevement-strategy", "none", *OTHERS),
 }
-"""By name, the flags of a job."""
+"""Flags of a job, by the name of its strategy."""
 SHOWN = ("a kill every", "strategy", "ETTR", "predicted", "kills", "repeated", "tokens lost", "bits")
-"""On the console; the page has all columns."""
+"""Columns shown on the console. The benchmark's page has all of them."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement bench ettr``."""
     parser.description = (
         "Train one model with each strategy in turn while ranks are killed, by the same schedules for all. "
         "ETTR is the time that training takes without checkpoints and failures over the time that it took: what "
@@ -68,7 +68,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who is killed when."""
+    """Schedule of kills for one job."""
 
     name: str
     mtbf_s: float | None
@@ -80,10 +80,10 @@ class Schedule:
 
 
 def ettr(arguments: argparse.Namespace) -> int:
-    """Run, print the table; returns the exit code."""
-    for name, its in (("iterations", AT_LEAST_ONE), ("repeats", AT_LEAST_ONE), ("nproc", AT_LEAST_ONE),
+    """Run all jobs, print the table, and return the exit code."""
+    for name, bounds in (("iterations", AT_LEAST_ONE), ("repeats", AT_LEAST_ONE), ("nproc", AT_LEAST_ONE),
                       ("speedup", POSITIVE), ("spares", NOT_NEGATIVE), ("seed", NOT_NEGATIVE)):  # fmt: skip
-        its.check(f"--{name}", getattr(arguments, name))
+        bounds.check(f"--{name}", getattr(arguments, name))
     for mtbf_s in arguments.mtbf:
         POSITIVE.check("--mtbf", mtbf_s)
     config_file.flags_of(arguments.config)
@@ -100,14 +100,14 @@ def ettr(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             plot(samples, arguments.plot)
             console.print(f"plot: {arguments.plot}")
-    finally:  # what took an hour is not lost for a plot
+    finally:  # samples of an hour must not be lost if the plot fails
         if arguments.json:
-            print(json.dumps([asdict(one) for one in samples]))
+            print(json.dumps([asdict(sample) for sample in samples]))
     return 0
 
 
 def _print(samples: Sequence[Sample], console: Console) -> None:
-    """What fits beside each other on a screen."""
+    """Print the columns that fit on a screen."""
     shown = [HEADER.index(name) for name in SHOWN]
     table = Table(*SHOWN)
     for row in rows_of(samples):
@@ -116,25 +116,29 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
 
 
 def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
-    """None at first; those of every mean time; the recorded one, from its first failure on."""
-    made, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
+    """Return the schedules of the benchmark.
+
+    The first has no kills. The drawn ones follow by mean time, then the recorded one, shifted so that its first kill
+    comes after one mean interval.
+    """
+    schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:
         model = FailureModel(mtbf_s, arguments.nproc)
-        made += [
+        schedules += [
             Schedule(f"{mtbf_s:g} s", mtbf_s, seed, model.draw(until_s, seed))
             for seed in range(arguments.seed, arguments.seed + arguments.repeats)
         ]
     if arguments.trace is not None:
-        found = recorded(arguments.trace, arguments.nproc, arguments.speedup)
-        if len(found) < 2:
+        failures = recorded(arguments.trace, arguments.nproc, arguments.speedup)
+        if len(failures) < 2:
             raise ConfigError(
-                f"--trace {arguments.trace}: {len(found)} moments at which something is removed; needs two at least"
+                f"--trace {arguments.trace}: {len(failures)} moments at which something is removed; needs two at least"
             )
-        mtbf_s = mean_time_between(found[1:], found[-1].at_s - found[0].at_s)
+        mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"
-        shifted = [Failure(one.at_s - found[0].at_s + mtbf_s, one.nodes) for one in found]
-        made.append(Schedule(name, mtbf_s, 0, shifted))
-    return made
+        shifted = [Failure(failure.at_s - failures[0].at_s + mtbf_s, failure.nodes) for failure in failures]
+        schedules.append(Schedule(name, mtbf_s, 0, shifted))
+    return schedules
 
 
 def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], console: Console) -> Iterator[Sample]:
@@ -147,8 +151,8 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
             nonlocal done
 
             def seen(newest: int) -> None:
-                its = f"{name}, {schedule}: iteration {newest}"
-                progress.update(task, description=its, completed=done + newest)
+                text = f"{name}, {schedule}: iteration {newest}"
+                progress.update(task, description=text, completed=done + newest)
 
             job = _run(arguments, name, schedule.failures, run_dir, seen)
             done += arguments.iterations
@@ -158,11 +162,11 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
         yield sample_of(free, free, FREE, NEVER, None, 0)
         for number, schedule in enumerate(schedules):
             for name in arguments.strategies:
-                its = schedule
-                if name == "none":  # starting over each time, it would do so for ever
-                    few = [one for one in schedule.failures if one.at_s <= 2 * free.training_s]
-                    its = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
-                job = run(name, its, Path(folder, f"{name}_{number}"))
+                limited = schedule
+                if name == "none":  # it restarts from iteration 0 after each kill, and would never end
+                    few = [failure for failure in schedule.failures if failure.at_s <= 2 * free.training_s]
+                    limited = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
+                job = run(name, limited, Path(folder, f"{name}_{number}"))
                 yield sample_of(job, free, name, schedule.name, schedule.mtbf_s, schedule.seed)
 
 
@@ -175,13 +179,13 @@ def _run(
 
 
 def training(config: Path, iterations: int, strategy: str, windows: Path) -> list[str]:
-    """Returns the words of a training.
+    """Return the arguments of a training.
 
     Args:
-        config: its configuration.
-        iterations: of it.
-        strategy: of :data:`STRATEGIES`.
-        windows: a folder for one that saves to disk.
+        config: configuration file of the training.
+        iterations: number of iterations to train.
+        strategy: name from :data:`STRATEGIES`.
+        windows: folder for windows of strategies that save to disk.
     """
-    its = [word.format(windows=windows) for word in STRATEGIES[strategy]]
-    return ["--config", str(config), "--train-iters", str(iterations), *its]
+    flags = [word.format(windows=windows) for word in STRATEGIES[strategy]]
+    return ["--config", str(config), "--train-iters", str(iterations), *flags]

@@ -1,4 +1,4 @@
-"""``moevement bench overhead``: what snapshots cost a run, part by part, on this machine."""
+"""Command ``moevement bench overhead``, which measures what snapshots cost a run, part by part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moevement_core.numbers import AT_LEAST_ONE
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement bench overhead``."""
     parser.description = (
         "Train a 57 M parameter MoE with snapshots off, captured, and captured and sent to peers, taking "
         "turns in one run. Ratios are of neighbouring blocks, with their quartiles."
@@ -44,7 +44,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def overhead(arguments: argparse.Namespace) -> int:
-    """Run, print the table; returns the exit code."""
+    """Run the benchmark, print the table, and return the exit code."""
     if arguments.nproc < 2 or not 1 <= arguments.replicas < arguments.nproc:
         raise ConfigError(
             f"--nproc {arguments.nproc} with --replicas {arguments.replicas}; needs at least one replica and more "
@@ -70,7 +70,7 @@ def overhead(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> list[dict[str, Any]]:
-    """The samples of rank 0, the others being in step with it."""
+    """Return the samples of rank 0. The other ranks are in step with it."""
     from megatron.moevement.bench import overhead as script
 
     flags = ["--use-distributed-optimizer", "--global-batch-size", str(micro_batches * arguments.nproc)]
@@ -84,7 +84,10 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
 
 
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians by mode and ratios of neighbouring blocks; the first round and each block's first iteration warm up."""
+    """Return medians by mode and ratios of neighbouring blocks.
+
+    The function leaves out the first round and the first iteration of each block, which warm up.
+    """
     blocks: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     previous, number = "", -1
     for sample in samples:
@@ -97,7 +100,7 @@ def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
     taken = every["capture"] + every["replicate"]
     megabytes = _median(taken, lambda s: s["copied_bytes"] / 1e6)
     cost_s = _median(taken, lambda s: s["copy_cpu_s"] + s["digest_cpu_s"] + s["begin_s"])
-    # What a digest cost is known an iteration later.
+    # The record of an iteration has the cost of the previous digest.
     with_digest = [sample for sample in taken if sample["whole_cpu_s"]]
     return {
         "iteration_s": _median(every["off"], lambda s: s["seconds"]),
@@ -121,9 +124,9 @@ def _median(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], flo
 
 
 def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[float]:
-    """Lower quartile, median and upper quartile of a mode's iteration time over that of the block before."""
+    """Return lower quartile, median and upper quartile of a mode's iteration time over that of the block before."""
     ratios = [
-        _median(one[mode], lambda s: s["seconds"]) / _median(one["off"], lambda s: s["seconds"]) for one in rounds
+        _median(modes[mode], lambda s: s["seconds"]) / _median(modes["off"], lambda s: s["seconds"]) for modes in rounds
     ]
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 

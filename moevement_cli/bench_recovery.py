@@ -1,4 +1,4 @@
-"""``moevement bench recovery``: one stage replays alone, against all stages, on the same failure."""
+"""Command ``moevement bench recovery``, which compares the replay of one stage alone with that of all stages."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from moevement_core.errors import ConfigError
 
 Samples = list[dict[str, Any]]
 KINDS = ("normal", "stage", "all")
-_NO_LOGS = ("--moevement-log-memory-gb", "1e-9")  # what a stage would need to replay alone does not fit
+_NO_LOGS = ("--moevement-log-memory-gb", "1e-9")  # too little memory for the logs that a stage needs to replay alone
 WAYS = {
     "redo": ("--moevement-recovery", "redo", "--moevement-replicas", "1"),
     "stage": ("--moevement-replicas", "1"),
     "all": (*_NO_LOGS, "--moevement-replicas", "2"),
     "peers": (*_NO_LOGS, "--moevement-replicas", "2", "--moevement-keep-own", "never"),
 }
-"""By name, the flags of a job that recovers so: the lost rank alone, the stage that lost it, all stages, and all of
-them from what peers hold of each."""
+"""Flags of a job by the name of its way to recover.
+
+- ``redo``: the failed rank alone, from logged gradients.
+- ``stage``: the stage of the failed rank replays alone.
+- ``all``: all stages replay.
+- ``peers``: all stages replay, each from the copies of its peers.
+"""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
-"""In which ranks are killed, in turns."""
+"""Phases in which ranks are killed, in turn."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement bench recovery``."""
     parser.description = (
         "Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
         "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
@@ -52,7 +57,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def recovery(arguments: argparse.Namespace) -> int:
-    """Run, print the tables; returns the exit code."""
+    """Run the benchmark, print the tables, and return the exit code."""
     if arguments.stages < 2 or arguments.micro_batches < 1 or arguments.rounds < 1 or arguments.window < 1:
         raise ConfigError(
             f"--stages {arguments.stages} --micro-batches {arguments.micro_batches} --rounds {arguments.rounds} "
@@ -61,15 +66,15 @@ def recovery(arguments: argparse.Namespace) -> int:
     if arguments.kills < 0:
         raise ConfigError(f"--kills {arguments.kills}; needs 0 or more")
     samples = _wiped(arguments)
-    told = {kind: _summarise([one for one in samples if one["kind"] == kind]) for kind in KINDS}
-    _print(told, Console())
+    summaries = {kind: _summarise([sample for sample in samples if sample["kind"] == kind]) for kind in KINDS}
+    _print(summaries, Console())
     killed = {}
     if arguments.kills:
         killed = {name: _killed(arguments, name) for name in arguments.ways}
         _print_parts(killed, Console())
     if arguments.json:
         shape = {name: getattr(arguments, name) for name in ("stages", "micro_batches", "window", "rounds", "kills")}
-        print(json.dumps({**shape, "measured": told, "killed": killed}))
+        print(json.dumps({**shape, "measured": summaries, "killed": killed}))
     return 0
 
 
@@ -80,11 +85,11 @@ def _flags(arguments: argparse.Namespace, iterations: int) -> list[str]:
 
 
 def _wiped(arguments: argparse.Namespace) -> Samples:
-    """Memory is lost and processes stay: how long a replay takes, against a normal iteration of the same run."""
+    """Return samples of replays and of normal iterations, in a run whose ranks lose memory while processes stay."""
     from megatron.moevement.bench import recovery as script
 
     every = arguments.window + 2
-    # Iterations at which memory is lost are multiples of `every`; one round is a stage and all stages.
+    # Ranks lose their memory at multiples of `every`. A round is one stage, then all stages.
     first = -(-script.BEGIN // every) * every
     flags = [*_flags(arguments, first + (2 * arguments.rounds - 1) * every + 1), "--moevement-replicas", "0"]
     environment = {script.STAGE_ENV: str(arguments.stages // 2), script.EVERY_ENV: str(every)}
@@ -92,7 +97,10 @@ def _wiped(arguments: argparse.Namespace) -> Samples:
 
 
 def _killed(arguments: argparse.Namespace, way: str) -> dict[str, float]:
-    """A rank in the middle is killed again and again, and a spare takes its place: medians of what that took."""
+    """Kill a rank in the middle of the pipeline several times, and return medians of the recoveries.
+
+    A spare takes over the rank each time.
+    """
     every = 2 * arguments.window + 1
     flags = [*_flags(arguments, (arguments.kills + 1) * every), *WAYS[way]]
     flags += ["--moevement-replicas-on-same-node"]
@@ -105,7 +113,7 @@ def _killed(arguments: argparse.Namespace, way: str) -> dict[str, float]:
 
 
 def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of each part, in seconds, and of what the job had beside them."""
+    """Return medians of the parts of a recovery in seconds, and of the job's memory and traffic."""
     committed_at = {line["iteration"]: line["time"] for line in metrics}
 
     def median(value: Callable[[dict[str, Any]], float]) -> float:
@@ -114,18 +122,21 @@ def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dic
     def of_metrics(*names: str) -> float:
         return float(statistics.median(sum(line.get(name) or 0 for name in names) for line in metrics)) / 1e6
 
-    recoveries = [one["recovery"] for one in failures]
+    recoveries = [failure["recovery"] for failure in failures]
     return {
-        **{name: float(statistics.median(one["parts"][name] for one in failures)) for name in failures[0]["parts"]},
-        "total": median(lambda one: one["total_s"]),
+        **{
+            name: float(statistics.median(failure["parts"][name] for failure in failures))
+            for name in failures[0]["parts"]
+        },
+        "total": median(lambda failure: failure["total_s"]),
         "kill to next committed iteration": median(
-            lambda one: committed_at[one["recovery"]["until"] + 1] - one["failed_at"]
+            lambda failure: committed_at[failure["recovery"]["until"] + 1] - failure["failed_at"]
         ),
         "of that an iteration": float(statistics.median(line["iteration_s"] or 0.0 for line in metrics)),
-        "until groups are usable": median(lambda one: one["usable_at"] - one["failed_at"]),
-        "iterations repeated": median(lambda one: one["recovery"]["replayed"]),
-        "kills without a repeated one": sum(one["replayed"] == 0 for one in recoveries),
-        "ranks restored": median(lambda one: len(one["recovery"]["ranks"])),
+        "until groups are usable": median(lambda failure: failure["usable_at"] - failure["failed_at"]),
+        "iterations repeated": median(lambda failure: failure["recovery"]["replayed"]),
+        "kills without a repeated one": sum(recovery["replayed"] == 0 for recovery in recoveries),
+        "ranks restored": median(lambda failure: len(failure["recovery"]["ranks"])),
         "sent to peers, MB an iteration of a rank": of_metrics("replicated_bytes"),
         "host memory of a rank, MB": of_metrics("snapshot_memory_bytes", "log_memory_bytes"),
         "kills": len(failures),
@@ -133,36 +144,36 @@ def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dic
 
 
 def _summarise(samples: Samples) -> dict[str, float]:
-    """Medians, of a replay for each replayed iteration."""
+    """Return medians of the samples of one kind. Times of a replay are per replayed iteration."""
 
     def median(name: str) -> float:
-        return statistics.median(one[name] / (one["replayed"] or 1) for one in samples)
+        return statistics.median(sample[name] / (sample["replayed"] or 1) for sample in samples)
 
     return {
         "wall_s": median("wall_s"),
         "cpu_s": median("cpu_s"),
-        "replayed": statistics.median(one["replayed"] for one in samples),
-        "fetch_s": statistics.median(one["fetch_s"] for one in samples),
-        "fed_mb": statistics.median(one["fed_bytes"] for one in samples) / 1e6,
+        "replayed": statistics.median(sample["replayed"] for sample in samples),
+        "fetch_s": statistics.median(sample["fetch_s"] for sample in samples),
+        "fed_mb": statistics.median(sample["fed_bytes"] for sample in samples) / 1e6,
         "count": len(samples),
     }
 
 
-def _print(told: dict[str, dict[str, float]], console: Console) -> None:
+def _print(summaries: dict[str, dict[str, float]], console: Console) -> None:
     table = Table("", "normal iteration", "one stage alone", "all stages")
-    normal = told["normal"]
+    normal = summaries["normal"]
 
     def row(label: str, text: Any) -> None:
-        table.add_row(label, *(text(told[kind]) for kind in KINDS))
+        table.add_row(label, *(text(summaries[kind]) for kind in KINDS))
 
-    row("seconds an iteration", lambda one: f"{one['wall_s']:.3f}")
-    row("over a normal one", lambda one: f"{one['wall_s'] / normal['wall_s']:.2f}")
-    row("processor seconds of all ranks, an iteration", lambda one: f"{one['cpu_s']:.3f}")
-    row("over a normal one", lambda one: f"{one['cpu_s'] / normal['cpu_s']:.2f}")
-    row("iterations replayed", lambda one: f"{one['replayed']:.0f}")
-    row("plan and fetch", lambda one: f"{1e3 * one['fetch_s']:.0f} ms")
-    row("fed from logs", lambda one: f"{one['fed_mb']:.1f} MB")
-    row("measured", lambda one: f"{one['count']:.0f}")
+    row("seconds an iteration", lambda summary: f"{summary['wall_s']:.3f}")
+    row("over a normal one", lambda summary: f"{summary['wall_s'] / normal['wall_s']:.2f}")
+    row("processor seconds of all ranks, an iteration", lambda summary: f"{summary['cpu_s']:.3f}")
+    row("over a normal one", lambda summary: f"{summary['cpu_s'] / normal['cpu_s']:.2f}")
+    row("iterations replayed", lambda summary: f"{summary['replayed']:.0f}")
+    row("plan and fetch", lambda summary: f"{1e3 * summary['fetch_s']:.0f} ms")
+    row("fed from logs", lambda summary: f"{summary['fed_mb']:.1f} MB")
+    row("measured", lambda summary: f"{summary['count']:.0f}")
     console.print(table)
 
 

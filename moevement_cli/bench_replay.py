@@ -1,4 +1,4 @@
-"""``moevement bench replay``: a replayed iteration's time over a normal one's, as more operators are frozen."""
+"""Command ``moevement bench replay``, which times replayed iterations as more operators are frozen."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moevement_core.numbers import AT_LEAST_ONE
 
 ROUTINGS = {
     "even": ["--moe-router-force-load-balancing"],
-    # The same random bias for every token of a layer; negative: drawn once.
+    # All tokens of a layer get the same random bias. A negative value draws it once.
     "skewed": ["--moe-router-force-biased", "-1.5"],
 }
 Told = dict[str, Any]
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement bench replay``."""
     parser.description = (
         "Replay iterations of a 57 M parameter MoE with a growing share of operators frozen, taking turns, "
         "under even and under skewed routing. Ratios are of the same round, with their quartiles."
@@ -38,7 +38,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Run, print the table; returns the exit code."""
+    """Run the benchmark, print the table, and return the exit code."""
     if arguments.nproc < 1 or arguments.rounds < 1 or not arguments.steps >= 1:
         raise ConfigError(
             f"--nproc {arguments.nproc} --rounds {arguments.rounds} --steps {arguments.steps}; each needs 1 or more"
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace, routing: str, shares: list[float]) -> To
     flags = ["--use-distributed-optimizer", *ROUTINGS[routing]]
     flags += ["--global-batch-size", str(arguments.micro_batches * arguments.nproc)]
     flags += ["--train-iters", str(script.AT + 1), "--expert-model-parallel-size", str(arguments.nproc)]
-    # Not checked for NaN: after so many steps on random routing nobody cares for the loss.
+    # The loss may become NaN after so many steps on random routing, and the benchmark does not use it.
     flags += ["--no-check-for-nan-in-loss-and-grad"]
     flags += ["--moevement-sparse-ckpt", "--moevement-window", "4", "--moevement-replicas", "0"]
     print(f"{arguments.nproc} ranks, {routing} routing ...", flush=True)
@@ -66,15 +66,15 @@ def _run(arguments: argparse.Namespace, routing: str, shares: list[float]) -> To
     return dict(samples_of(script, arguments.nproc, flags, environment))
 
 
-def _summarise(told: Told, shares: list[float]) -> Told:
-    """Quartiles of each share's time over that of the same round with nothing frozen."""
+def _summarise(measured: Told, shares: list[float]) -> Told:
+    """Return quartiles of each share's time over the time of the same round with nothing frozen."""
     rounds: dict[int, dict[float, float]] = defaultdict(dict)
-    for sample in told["samples"]:
+    for sample in measured["samples"]:
         rounds[sample["round"]][sample["share"]] = sample["seconds"]
-    ratios = {share: [one[share] / one[shares[0]] for one in rounds.values()] for share in shares}
+    ratios = {share: [seconds[share] / seconds[shares[0]] for seconds in rounds.values()] for share in shares}
     return {
-        "skewness": told["skewness"],
-        "normal_s": statistics.median(one[shares[0]] for one in rounds.values()),
+        "skewness": measured["skewness"],
+        "normal_s": statistics.median(seconds[shares[0]] for seconds in rounds.values()),
         "ratios": [_quartiles(ratios[share]) for share in shares],
         "rounds": len(rounds),
     }
@@ -85,10 +85,10 @@ def _quartiles(values: list[float]) -> list[float]:
 
 
 def _print(routings: dict[str, Told], shares: list[float], console: Console) -> None:
-    columns = [f"{routing} (S = {told['skewness']:.3f})" for routing, told in routings.items()]
+    columns = [f"{routing} (S = {summary['skewness']:.3f})" for routing, summary in routings.items()]
     table = Table("operators frozen", *columns)
     for index, share in enumerate(shares):
-        row = [told["ratios"][index] for told in routings.values()]
+        row = [summary["ratios"][index] for summary in routings.values()]
         table.add_row(f"{share:.0%}", *(f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in row))
-    table.add_row("normal iteration", *(f"{told['normal_s']:.3f} s" for told in routings.values()))
+    table.add_row("normal iteration", *(f"{summary['normal_s']:.3f} s" for summary in routings.values()))
     console.print(table)

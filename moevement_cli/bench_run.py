@@ -1,4 +1,4 @@
-"""The training run that a benchmark measures: one small MoE, on real ranks, in a folder that is gone afterwards."""
+"""Training run that a benchmark measures: a small MoE on real ranks, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ MODEL = {
 }  # fmt: skip
 LAST_LINES = 15
 SWITCHES = ("--swiglu", "--disable-bias-linear", "--bf16")
-"""57 M parameters; with the distributed optimizer over three data-parallel ranks 228 MB of full state a rank."""
+"""Switches of the model, which has 57 M parameters.
+
+Three data-parallel ranks with the distributed optimizer hold 228 MB of full state each.
+"""
 
 
 def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Run :data:`MODEL` under ``script``, which observes it and leaves ``samples.json``; returns what that holds.
+    """Run :data:`MODEL` under ``script``, and return the content of the ``samples.json`` that it writes.
 
     Args:
-        script: of :mod:`megatron.moevement.bench`.
-        nproc: ranks.
-        flags: of the training, beyond the model's.
-        environment: for ``script``.
+        script: module of :mod:`megatron.moevement.bench`.
+        nproc: number of ranks.
+        flags: flags of the training, in addition to the model's.
+        environment: environment variables for ``script``.
 
     Raises:
         ConfigError: the run failed.
@@ -51,7 +54,7 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
 
 
 def record_of(nproc: int, spares: int, flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run :data:`MODEL` with spares; returns the events that it leaves, and the metrics.
+    """Run :data:`MODEL` with spares, and return its events and metrics.
 
     Raises:
         ConfigError: the run failed.
@@ -64,8 +67,11 @@ def record_of(nproc: int, spares: int, flags: Sequence[str]) -> tuple[list[dict[
 
 
 def model_words(flags: Sequence[str]) -> list[str]:
-    """Megatron's flags of :data:`MODEL`, in BF16 unless ``flags`` say FP16, and ``flags``, which win."""
-    switches = [one for one in SWITCHES if one != "--bf16" or "--fp16" not in flags]
+    """Return Megatron's flags of :data:`MODEL`, followed by ``flags``, which override them.
+
+    The model trains in BF16 unless ``flags`` contain ``--fp16``.
+    """
+    switches = [switch for switch in SWITCHES if switch != "--bf16" or "--fp16" not in flags]
     return [*(word for pair in MODEL.items() for word in map(str, pair)), *switches, *flags]
 
 
@@ -80,10 +86,12 @@ def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> N
 
 
 def failed(code: int, run_dir: Path) -> ConfigError:
-    """The error of a measured run, whose folder will be gone: what its ranks said last is printed.
+    """Print the last lines of each rank's log, and return the error of a measured run.
+
+    The folder of the run is temporary, so the user cannot read the logs later.
 
     Raises:
-        SystemExit: it was stopped by Ctrl-C, and has said so.
+        SystemExit: Ctrl-C stopped the run, which has already reported that.
     """
     if code == INTERRUPTED:
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""``moevement coordinate``: hold the store of a job over several hosts and give out its ranks."""
+"""Command ``moevement coordinate``, which holds the store of a job over several hosts and assigns its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.variables import check_variables
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement coordinate``."""
     parser.description = (
         "One for each job, where it outlives every rank: in the job script, beside srun. The tasks run "
         "`moevement launch --spares S SCRIPT`, with MOEVEMENT_STORE=HOST:PORT of this one."
@@ -42,14 +42,17 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(text: str) -> Path:
-    """A path that is not empty: that would mean the current folder, and comes from a variable that is not set."""
+    """Return the path of a folder, and refuse an empty string.
+
+    An empty path would mean the current folder. It usually comes from a variable that is not set.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is an empty path; give a folder, or leave the option out")
     return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the coordinator and return its exit code."""
     never_fails()
     check_variables()
     from moevement_core.launching.coordinate import Coordination, coordinate

@@ -1,4 +1,4 @@
-"""``moevement data build``."""
+"""Command ``moevement data build``, which makes token files from text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its actions and their arguments."""
+    """Add the actions and their arguments."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     files = actions.add_parser(
         "build",
@@ -48,7 +48,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def build(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Build the token files and return the exit code."""
     from megatron.moevement.data.token_files import ByteTokenizer, FileTokenizer, Tokenizer, build_token_files
 
     prefix: Path = arguments.output
@@ -62,7 +62,7 @@ def build(arguments: argparse.Namespace) -> int:
     tokenizer: Tokenizer = FileTokenizer(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
-        # Compressed inputs are counted as they are read, so the bar may run past its end; better than none.
+        # Progress counts decompressed bytes of compressed inputs, so the bar may pass its end.
         task = progress.add_task("tokens", total=sum(path.stat().st_size for path in inputs))
         written = build_token_files(
             inputs,
@@ -83,10 +83,10 @@ def build(arguments: argparse.Namespace) -> int:
 def _files(inputs: list[Path]) -> Iterator[Path]:
     for path in inputs:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES) and file.is_file())
-            if not found:
+            texts = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES) and file.is_file())
+            if not texts:
                 raise DataError(f"{path}: no text in this folder; looked for {', '.join(TEXT_SUFFIXES)}")
-            yield from found
+            yield from texts
         elif path.exists():
             yield path
         else:

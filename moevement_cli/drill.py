@@ -1,7 +1,7 @@
-"""``moevement drill``: bits are flipped in a job's data; by what is each found, and what is done instead?
+"""Command ``moevement drill``, which flips bits in a job's data and reports what detects each and what the job does.
 
-One job for each kind of data, with the failure by which the damaged data is needed; and one without either, whose final
-state all others have to come to.
+The drill runs one job for each kind of data, with a failure that makes the job need the damaged data. Another job runs
+without flips and failures. Its final state is the reference for all others.
 """
 
 from __future__ import annotations
@@ -34,54 +34,54 @@ from moevement_core.session.flips import PREFIX
 
 ALL = "all"
 AFTER = 6
-"""Iterations that the preset goes on for after the failure."""
+"""Iterations that the default job trains after the failure."""
 PRESET = [
     str(EXAMPLES / "pretrain_moe" / "pretrain_gpt.py"), "--config",
     str(EXAMPLES / "pretrain_moe" / "configs" / "laptop.yaml"), "--hidden-size", "64", "--ffn-hidden-size", "64",
     "--moe-ffn-hidden-size", "64", "--seq-length", "64", "--max-position-embeddings", "64", "--eval-iters", "0",
     "--lr-decay-iters", "1000",
 ]  # fmt: skip
-"""The laptop's, a quarter the size."""
+"""Default job: the laptop preset with smaller layers, about a quarter of its size."""
 SENT = (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES)
-"""On their way before anybody fails."""
+"""Kinds of data that a rank flips while it sends them, before the failure."""
 LOOK_S = 0.02
 LEAD = 5
-"""Iterations before the failure in which the rank that will be lost sends these: peers that lag have them by then."""
+"""Iterations between the first flip of :data:`SENT` data and the failure. Peers that lag have the data by then."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one kind."""
+    """Result of the drill for one kind of data."""
 
     kind: str
     flipped: dict[str, Any] | None
-    """A :class:`~moevement_core.session.flips.Place`, and when; None: no such data was in use."""
+    """Flipped bit: a :class:`~moevement_core.session.flips.Place` with a time. None: no such data was in use."""
     damage: Damage | None
-    """None: it was not found."""
+    """Detected damage. None: no rank detected it."""
     rank: int | None
-    """That found it."""
+    """Rank that detected the damage."""
     after_s: float | None
-    """From the flip to that."""
+    """Seconds from the flip to its detection."""
     is_equal: bool
-    """Whether the final state is that of the undamaged run."""
+    """True if the final state is that of the undamaged run."""
     ended_by: str | None
-    """Why the job ended before it had one."""
+    """Reason why the job ended before it had a final state."""
 
     @property
     def is_right(self) -> bool:
-        """Whether it was found, and nobody went on with it."""
+        """True if a rank detected the damage and the job did not train on with damaged data."""
         return self.flipped is not None and self.damage is not None and (self.is_equal or bool(self.ended_by))
 
     @property
     def outcome(self) -> str:
-        """Of the job, in words."""
+        """Outcome of the job, in words."""
         if self.ended_by is not None:
             return f"the job ended: {self.ended_by}"
         return "as undamaged" if self.is_equal else "ANOTHER FINAL STATE"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement drill``."""
     parser.description = (
         "Flip a bit in data of a running job of this host, let ranks be killed so that the data is needed, and report "
         "by what the damage was found, how soon, and what was done instead; one job for each kind. Exits with 0 only "
@@ -108,7 +108,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Run the drill and return its exit code."""
     if not 0 <= arguments.kill < arguments.nproc or arguments.at <= LEAD or arguments.seed < 0:
         raise ConfigError(
             f"--kill {arguments.kill} --nproc {arguments.nproc} --at {arguments.at} --seed {arguments.seed}; needs a "
@@ -141,30 +141,29 @@ def _drill(arguments: argparse.Namespace, out: Path) -> int:
         code = _launch(arguments, [*words, *_faults(arguments, kind, out)], ["--spares", "2"], run_dir, end_at)
         results.append(_found(kind, run_dir, code, wanted))
     _print(results, Console())
-    missed = [one.kind for one in results if not one.is_right]
+    missed = [result.kind for result in results if not result.is_right]
     print(
         f"{len(results) - len(missed)} of {len(results)} found" + (f"; NOT RIGHT: {', '.join(missed)}" * bool(missed))
     )
     if arguments.json:
-        told = [{**asdict(one), "is_right": one.is_right} for one in results]
-        print(json.dumps({"seed": arguments.seed, "at": arguments.at, "drills": told}))
+        drills = [{**asdict(result), "is_right": result.is_right} for result in results]
+        print(json.dumps({"seed": arguments.seed, "at": arguments.at, "drills": drills}))
     return 1 if missed else 0
 
 
 def _job(arguments: argparse.Namespace) -> list[str]:
-    """The script and its flags."""
-    given = arguments.job[1:] if arguments.job[:1] == ["--"] else arguments.job
-    words = given or [*PRESET, "--train-iters", str(arguments.at + AFTER)]
+    job = arguments.job[1:] if arguments.job[:1] == ["--"] else arguments.job
+    words = job or [*PRESET, "--train-iters", str(arguments.at + AFTER)]
     return words if "--moevement-sparse-ckpt" in words else [*words, "--moevement-sparse-ckpt"]
 
 
 def _faults(arguments: argparse.Namespace, kind: FlipKind, out: Path) -> list[str]:
-    """The flip, who is killed for it to be needed, and what protects the job."""
+    """Return the flags of the flip, of the failure that makes the job need the data, and of the protection."""
     first = arguments.at - LEAD if kind in SENT else 0
     where = f",rank={arguments.kill}" if kind in SENT else ""
     words = ["--moevement-inject-flip", f"kind={kind},iteration={first},seed={arguments.seed}{where}"]
     words += ["--moevement-recovery", "redo" if kind is FlipKind.GRADIENTS else "replay"]
-    if kind is not FlipKind.WINDOWS:  # then all ranks are killed from outside, at once
+    if kind is not FlipKind.WINDOWS:  # for windows, the drill itself kills all ranks at once
         words += ["--moevement-inject", f"rank={arguments.kill},iteration={arguments.at},phase=forward"]
     if kind is FlipKind.OWN:
         words += ["--moevement-keep-own", "always"]
@@ -182,7 +181,10 @@ def _launch(
     run_dir: Path,
     end_at: int | None = None,
 ) -> int:
-    """Run a job to its end, and kill all its ranks once when iteration ``end_at`` is committed; its exit code."""
+    """Run a job and return its exit code.
+
+    With ``end_at``, the drill kills all ranks once when that iteration is committed.
+    """
     argv = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", str(arguments.nproc), *options, *words]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with _console(run_dir).open("wb") as console:
@@ -207,14 +209,14 @@ def _launch(
 
 
 def _kill_all(process: subprocess.Popen[bytes], record: RunRecord, end_at: int, deadline: float) -> None:
-    """All ranks at once, when a window must be on disk and iteration ``end_at`` is committed."""
+    """Kill all ranks at once when iteration ``end_at`` is committed. A window must be on disk by then."""
     while process.poll() is None and time.monotonic() < deadline:
         newest = record.newest_metric()
         if newest is not None and newest["iteration"] >= end_at:
-            for one in json.loads(record.ranks_path.read_text(encoding="utf-8")):
-                if one["role"] == "active":
+            for member in json.loads(record.ranks_path.read_text(encoding="utf-8")):
+                if member["role"] == "active":
                     with suppress(ProcessLookupError):
-                        os.kill(one["pid"], signal.SIGKILL)
+                        os.kill(member["pid"], signal.SIGKILL)
             return
         time.sleep(LOOK_S)
 
@@ -247,7 +249,7 @@ def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> Found:
 
 
 def _lines(logs: Path) -> Iterator[dict[str, Any]]:
-    """What this project says in the logs of all ranks."""
+    """Yield the log lines of this project from the logs of all ranks."""
     for path in sorted(logs.glob("*.out*")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(log.PREFIXES[1]):
@@ -263,13 +265,13 @@ def _place(at: dict[str, Any]) -> str:
 
 def _print(results: Sequence[Found], console: Console) -> None:
     table = Table("kind", "flipped", "found by", "after", "instead", "final state", show_lines=True)
-    for one in results:
+    for result in results:
         table.add_row(
-            one.kind,
-            "NO SUCH DATA IN USE" if one.flipped is None else _place(one.flipped),
-            "NOT FOUND" if one.damage is None else f"{one.damage.by}, on rank {one.rank}",
-            "" if one.after_s is None else f"{1e3 * one.after_s:.0f} ms",
-            "" if one.damage is None else one.damage.instead,
-            one.outcome,
+            result.kind,
+            "NO SUCH DATA IN USE" if result.flipped is None else _place(result.flipped),
+            "NOT FOUND" if result.damage is None else f"{result.damage.by}, on rank {result.rank}",
+            "" if result.after_s is None else f"{1e3 * result.after_s:.0f} ms",
+            "" if result.damage is None else result.damage.instead,
+            result.outcome,
         )  # fmt: skip
     console.print(table)

@@ -1,4 +1,4 @@
-"""``moevement elastic``: what nodes that come and go cost, with elastic experts and without."""
+"""Command ``moevement elastic``, which simulates what changes of nodes cost, with elastic experts and without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System
 
 SEGMENT_S = 4800.0
 MOST_SEGMENTS = 100_000
-"""Some minutes of work."""
+"""Upper limit of segments. So many take some minutes."""
 MOST_LAYERS = 10_000
 _FLAGS: dict[str, tuple[type, Any, str]] = {
     "experts": (int, 8, "of each layer"),
@@ -43,7 +43,7 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement elastic``."""
     parser.description = (
         "A recorded trace of nodes that come and go, in segments, under three systems: lazarus (elastic experts, as "
         "--moevement-expert-slots trains them: the same allocation, placement and migration), regroup (equal experts "
@@ -74,10 +74,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code.
+    """Simulate the trace under each system, print the table, and return the exit code.
 
     Raises:
-        ConfigError: a number cannot be, or a file is none of its kind.
+        ConfigError: a number is out of range, or a file has the wrong format.
     """
     job = _job(arguments)
     loads, every = _loads(arguments, job)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}: give longer ones"
         )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
-    found: dict[System, list[Trained]] = {}
+    results: dict[System, list[Trained]] = {}
     nodes: list[float] = []
     for begin_s in begins:
         first, rest = segment(trace, begin_s, begin_s + arguments.segment, job.nodes)
@@ -102,35 +102,35 @@ def run(arguments: argparse.Namespace) -> int:
         nodes.append(sum((end - start) * count for start, end, count in stretches) / arguments.segment)
         for system in arguments.system or System:
             training = ElasticTraining(job, System(system), loads, every, first)
-            found.setdefault(System(system), []).append(training.run(rest, arguments.segment))
-    _print(found, nodes, arguments)
+            results.setdefault(System(system), []).append(training.run(rest, arguments.segment))
+    _print(results, nodes, arguments)
     if arguments.json:
-        print(json.dumps({"results": [_as_json(system, its) for system, its in found.items()]}))
+        print(json.dumps({"results": [_as_json(system, trained) for system, trained in results.items()]}))
     return 0
 
 
 def _job(arguments: argparse.Namespace) -> ElasticJob:
-    given = {name: getattr(arguments, name) for name in (field.name for field in fields(ElasticJob))}
-    positive = [name for name in given if name not in ("expert_share", "expert_bytes", "regroup_s", "restart_s",
+    values = {name: getattr(arguments, name) for name in (field.name for field in fields(ElasticJob))}
+    positive = [name for name in values if name not in ("expert_share", "expert_bytes", "regroup_s", "restart_s",
                                                        "checkpoint_s", "wait_s")]  # fmt: skip
-    for name, value in given.items():
+    for name, value in values.items():
         least = "above 0" if name in positive else "0 or more"
         if not (0 < value < float("inf") if name in positive else 0 <= value < float("inf")):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}; needs a number, {least}")
     POSITIVE.check("--segment", arguments.segment)
     Range(1, MOST_LAYERS).check("--layers", arguments.layers)
     Range(0, 99).check("--skew", arguments.skew)
-    SHARE.check("--expert-share", given["expert_share"])
-    if given["nodes"] * given["slots"] < given["experts"]:
+    SHARE.check("--expert-share", values["expert_share"])
+    if values["nodes"] * values["slots"] < values["experts"]:
         raise ConfigError(
-            f"--nodes {given['nodes']} of --slots {given['slots']} hold fewer than --experts {given['experts']}; needs "
-            "a slot for each expert"
+            f"--nodes {values['nodes']} of --slots {values['slots']} hold fewer than --experts {values['experts']}; "
+            "needs a slot for each expert"
         )
-    return ElasticJob(**given)
+    return ElasticJob(**values)
 
 
 def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[np.int64], int]:
-    """Tokens of each expert, ``[records, layers, E]``, and iterations between two records."""
+    """Return the tokens of each expert, ``[records, layers, E]``, and the number of iterations between two records."""
     if arguments.routing is None:
         share = 1.0 / np.arange(1, job.experts + 1) ** arguments.skew
         layers = [np.roll(share, layer) for layer in range(arguments.layers)]
@@ -148,11 +148,11 @@ def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[
             f"--routing {arguments.routing}: {error}; needs tokens_per_expert [records, layers, {job.experts} experts "
             "or more] and iteration [records], ascending"
         ) from None
-    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, : job.experts]  # the most loaded ones of each layer
+    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, : job.experts]  # most loaded experts of each layer
     return np.take_along_axis(tokens, chosen[None], axis=-1), every
 
 
-def _print(found: dict[System, list[Trained]], nodes: Sequence[float], arguments: argparse.Namespace) -> None:
+def _print(results: dict[System, list[Trained]], nodes: Sequence[float], arguments: argparse.Namespace) -> None:
     table = Table(
         Column("system", no_wrap=True), Column("iterations", no_wrap=True), "changes", "from storage", "experts moved",
         "regroup", "migrate", "restart", "save",
@@ -160,30 +160,41 @@ def _print(found: dict[System, list[Trained]], nodes: Sequence[float], arguments
         f"{statistics.mean(nodes):.1f} nodes",
         caption="last four columns: seconds of a segment that went to regrouping, moving experts, restarts, saves",
     )  # fmt: skip
-    for system, its in found.items():
-        counted = (statistics.mean(getattr(one, name) for one in its) for name in ("changes", "fallbacks", "moved"))
-        lost = (statistics.mean(one.lost_s[name] for one in its) for name in ("regroup", "migrate", "restart",
-                                                                            "checkpoint"))  # fmt: skip
-        made = statistics.mean(one.iterations for one in its)
-        table.add_row(str(system), f"{made:,.0f}", *(f"{one:.1f}" for one in counted), *(f"{one:.0f}" for one in lost))
+    for system, trained in results.items():
+        counted = (
+            statistics.mean(getattr(training, name) for training in trained)
+            for name in ("changes", "fallbacks", "moved")
+        )
+        lost = (
+            statistics.mean(training.lost_s[name] for training in trained)
+            for name in ("regroup", "migrate", "restart", "checkpoint")
+        )
+        iterations = statistics.mean(training.iterations for training in trained)
+        table.add_row(
+            str(system), f"{iterations:,.0f}", *(f"{mean:.1f}" for mean in counted), *(f"{mean:.0f}" for mean in lost)
+        )
     console = Console()
     console.print(table)
-    if (sentence := compared(found)) is not None:
+    if (sentence := compared(results)) is not None:
         console.print(sentence)
 
 
 def compared(found: Mapping[System, Sequence[Trained]]) -> str | None:
-    """Return who made the most iterations, and how many more than each other system; None of one system."""
-    made = {system: statistics.mean(one.iterations for one in its) for system, its in found.items()}
-    first, *others = sorted(made, key=lambda system: made[system], reverse=True)
+    """Return a sentence on the lead of the system with the most iterations. None: there is only one system."""
+    iterations = {
+        system: statistics.mean(training.iterations for training in trained) for system, trained in found.items()
+    }
+    first, *others = sorted(iterations, key=lambda system: iterations[system], reverse=True)
     if not others:
         return None
     against = ", ".join(
-        f"{made[first] / made[other] - 1:+.0%} iterations against {other}" if made[other] else f"{other} made none"
+        f"{iterations[first] / iterations[other] - 1:+.0%} iterations against {other}"
+        if iterations[other]
+        else f"{other} made none"
         for other in others
     )
     return f"{first} is ahead: {against}."
 
 
-def _as_json(system: System, its: Sequence[Trained]) -> dict[str, Any]:
-    return {"system": str(system), "segments": [asdict(one) for one in its]}
+def _as_json(system: System, trained: Sequence[Trained]) -> dict[str, Any]:
+    return {"system": str(system), "segments": [asdict(training) for training in trained]}

@@ -1,4 +1,4 @@
-"""Elements of a page, put together as a tree, so that whatever a run calls itself is text and never markup."""
+"""HTML and SVG elements of a page, built as a tree. A name that a run gives itself is text, and never markup."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Child = Element | str
 
 
 def element(tag: str, *children: Child, **attributes: str | float) -> Element:
-    """An element of HTML or SVG.
+    """Return an element of HTML or SVG.
 
     Args:
-        tag: its name.
+        tag: tag name of the element.
         children: elements and text, in their order.
-        attributes: ``_`` in a name stands for ``-``, and at its end for nothing (``class_``); numbers are rounded to
-            hundredths, which is finer than a pixel.
+        attributes: attributes of the element. ``_`` in a name stands for ``-``; a trailing one is dropped (``class_``).
+            Numbers are rounded to hundredths, which is finer than a pixel.
     """
     built = Element(tag, {name.rstrip("_").replace("_", "-"): _value(value) for name, value in attributes.items()})
     last: Element | None = None
@@ -31,7 +31,7 @@ def element(tag: str, *children: Child, **attributes: str | float) -> Element:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Child]], caption: str = "") -> Element:
-    """One with a row of names at its top, in a box that scrolls where the page is too narrow for it."""
+    """Return a table with a header row, in a box that scrolls if the page is too narrow."""
     body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     parts = [
         *([element("caption", caption)] if caption else ()),
@@ -42,7 +42,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Child]], caption: str = "
 
 
 def rows_table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Element:
-    """A table whose first column names what its rows are, with a row of names at its top."""
+    """Return a table with a header row, whose first column has the names of the rows."""
     body = [element("tr", element("th", name, scope="row"), *(element("td", cell) for cell in cells))
             for name, *cells in rows]  # fmt: skip
     top = element("thead", element("tr", *(element("th", name, scope="col") for name in head)))
@@ -50,7 +50,7 @@ def rows_table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Element:
 
 
 def document(title: str, style: str, *body: Child) -> str:
-    """A whole page, which asks for nothing else: a browser is told to refuse it."""
+    """Return a whole page as HTML. Its policy forbids the browser to load anything from elsewhere."""
     page = element(
         "html",
         element(

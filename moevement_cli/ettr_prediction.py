@@ -1,8 +1,9 @@
-"""What the simulator says of the jobs of ``moevement bench ettr``, from a profile of the training.
+"""ETTR that the simulator predicts for the jobs of ``moevement bench ettr``, from a profile of the training.
 
-What no profile has comes from the jobs of *other* strategies over the same links: how long a loss goes unnoticed, how
-long ranks take to regroup, and how much copies to peers slow training down. How often state is saved is taken from the
-jobs themselves. Predicted is what saving costs, how far a failure goes back, and how long what is run again takes.
+Some inputs are not in a profile: the time until a failure is noticed, the time to regroup, and how much copies to peers
+slow training. They come from the jobs of *other* strategies over the same links. The interval of saving comes from the
+job itself. The simulator predicts the rest: the cost of saving, the iterations that a failure rolls back, and the time
+to recompute them.
 """
 
 from __future__ import annotations
@@ -41,20 +42,23 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moetion": lambda costs, mtbf_s, interval: MoEtion(costs),
     "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
 }
-"""By the name of a job's strategy, for its costs, the mean time between failures, and its interval."""
+"""Strategy of the simulator by the name of a job's strategy.
+
+Each function takes the costs, the mean time between failures in seconds of the profile, and the interval in iterations.
+"""
 
 SPARSE = ("moevement", "moevement-redo", "moevement-auto")
-"""Those whose interval is a window."""
+"""Names of strategies whose interval is a window."""
 
 
 def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with the ETTR that the simulator predicts of each.
+    """Return the samples, each with the ETTR that the simulator predicts for it.
 
     Args:
-        scenario: of the training, with its profile.
-        samples: of all jobs over links of one rate.
+        scenario: scenario of the training, with its profile.
+        samples: samples of all jobs over links of one rate. The first one may be the failure-free job.
     """
-    # A second of the profile, in seconds of the jobs: the machine may be slower today, and links limited.
+    # Seconds of the jobs per second of the profile. The machine may be slower now, and its links may be limited.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
     cluster = scenario.cluster
     scenario = replace(
@@ -64,42 +68,49 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
         ),
     )  # fmt: skip
     costs_of = saving_costs(samples)
-    names = dict.fromkeys(one.strategy for one in samples if one.strategy != FREE)
+    names = dict.fromkeys(sample.strategy for sample in samples if sample.strategy != FREE)
     calibrated = {name: _calibrated(scenario, _others(name, samples), costs_of, scale) for name in names}
     return [
-        one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated[one.strategy], one, scale))
-        for one in samples
+        sample
+        if sample.strategy == FREE
+        else replace(sample, predicted=_ettr(calibrated[sample.strategy], sample, scale))
+        for sample in samples
     ]
 
 
 def _others(name: str, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of all strategies but one, whose own there are where it is alone."""
-    its = [one for one in samples if one.strategy != FREE]
-    return [one for one in its if one.strategy != name] or its
+    """Return the samples of all other strategies, or all samples if there is no other strategy."""
+    saving = [sample for sample in samples if sample.strategy != FREE]
+    return [sample for sample in saving if sample.strategy != name] or saving
 
 
 def _calibrated(
     scenario: Scenario, others: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
 ) -> Scenario:
-    """Return the scenario with what the jobs of others have measured, in seconds of the profile."""
+    """Return the scenario with what other jobs measured, in seconds of the profile."""
     saved = scenario.checkpointing
-    killed = [one for one in others if one.parts]
+    killed = [sample for sample in others if sample.parts]
     if killed:
         saved = replace(
             saved,
-            detect_s=statistics.median(one.parts["notice"] for one in killed) / scale,
-            regroup_s=statistics.median(one.parts["regroup"] for one in killed) / scale,
+            detect_s=statistics.median(sample.parts["notice"] for sample in killed) / scale,
+            regroup_s=statistics.median(sample.parts["regroup"] for sample in killed) / scale,
         )
-    found = [
+    contentions = [
         contention
-        for one in {one.strategy: one for one in others}.values()
-        if (contention := _contention(scenario, one, costs_of)) is not None
+        for sample in {sample.strategy: sample for sample in others}.values()
+        if (contention := _contention(scenario, sample, costs_of)) is not None
     ]
-    return replace(scenario, checkpointing=replace(saved, contention=statistics.median(found) if found else 0.0))
+    return replace(
+        scenario, checkpointing=replace(saved, contention=statistics.median(contentions) if contentions else 0.0)
+    )
 
 
 def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, SavingCost]) -> float | None:
-    """Return the share of what a job's copies take of links by which they lengthened its training; None: none left."""
+    """Return the contention that follows from a job's overhead. None: the job has no copies or no measurement.
+
+    Contention is the share of the seconds that copies to peers take of links by which they lengthen training.
+    """
     if sample.strategy not in costs_of:
         return None
     alone = replace(scenario, checkpointing=replace(scenario.checkpointing, contention=1.0))
@@ -109,7 +120,7 @@ def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, Savin
 
 
 def _of(scenario: Scenario, sample: Sample) -> Scenario:
-    """Return the scenario with the windows of a job."""
+    """Return the scenario with the window and period of a job."""
     if sample.strategy not in SPARSE:
         return scenario
     window, period = sample.snapshots or None, max(sample.interval, sample.snapshots) or None

@@ -1,4 +1,4 @@
-"""What ``moevement bench ettr`` measures of one job, and its table and plot."""
+"""Measurements that ``moevement bench ettr`` takes of one job, and its table and plot."""
 
 from __future__ import annotations
 
@@ -16,118 +16,121 @@ from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.simulator.experiment import half_interval
 
 FREE = "failure-free"
-"""The job that saves nothing and in which nobody is killed."""
+"""Strategy name of the reference job, which saves nothing and has no kills."""
 SAVING_NOTHING = (FREE, "none")
-"""Strategies without snapshots."""
+"""Names of strategies without snapshots."""
 NEVER = "never"
-"""The schedule of a job that nobody is killed in."""
+"""Name of the schedule without kills."""
 PARTS = {
     "notice": ("detect", "abort"),
     "regroup": ("regroup", "set up and fetch", "enter the loop"),
     "run again": ("replay",),
 }
-"""Of a recovery, as the table has them, by the names of the job's account."""
+"""Columns of the table, each with the parts of a recovery that it sums, as the job's failure events name them."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Of one job."""
+    """Measurements of one job."""
 
     strategy: str
     schedule: str
-    """Of kills: :data:`NEVER`, their mean interval, or a trace."""
+    """Name of the schedule of kills: :data:`NEVER`, their mean interval, or a trace."""
     mtbf_s: float | None
-    """None: nobody was killed."""
+    """Mean seconds between kills. None: the job had no kills."""
     seed: int
     training_s: float
-    """From the first iteration that was committed to the last."""
+    """Seconds from the first committed iteration to the last."""
     iterations: int
-    """In that time, each counted once."""
+    """Number of different iterations committed in that time."""
     kills: list[tuple[float, list[int]]]
-    """Seconds after the first commit, and ranks."""
+    """Kills: seconds after the first commit, and the ranks killed."""
     repeated: int
-    """Iterations that were committed more than once, or run again."""
+    """Iterations that the job committed more than once or replayed."""
     parts: dict[str, float]
-    """Seconds of a recovery by :data:`PARTS`, medians; nothing without one."""
+    """Median seconds of a recovery by :data:`PARTS`. Empty if the job had no failure."""
     iteration_s: float
-    """Mean of those that no failure disturbed, all that lies between two of them included."""
+    """Mean seconds between the ends of consecutive iterations that no failure disturbed."""
     interval: int
-    """W, or iterations from one checkpoint to the next, at the end."""
+    """Iterations per window (W), or between two checkpoints, at the end of the job."""
     host_mb: float
-    """Of a rank: snapshots, copies and logs."""
+    """Host memory of the recording rank for snapshots, copies and logs, in MB."""
     sent_mb: float
-    """To peers, in an iteration of a rank."""
+    """Data that the recording rank sends to peers in an iteration, in MB."""
     lost: int
     """Routed tokens whose updates recoveries lost."""
     lost_share: float
-    """Of all routed tokens (PLT)."""
+    """Share of all routed tokens whose updates were lost (PLT)."""
     loss: float | None
-    """On the validation set, in the end."""
+    """Loss on the validation set at the end of training."""
     bits: str
-    """Of the final state, against the job without kills."""
+    """Comparison of the final state with that of the failure-free job: ``equal``, ``updates lost`` or ``DIFFERENT``."""
     progress: list[tuple[float, int]]
     losses: list[tuple[int, float]]
-    """Of training, by iteration."""
+    """Training loss by iteration."""
     predicted: float | None = None
-    """ETTR, by the simulator."""
+    """ETTR that the simulator predicts."""
     snapshots: int = 0
-    """Of a window, where it is one."""
+    """Snapshots per window. A checkpoint in one piece has one."""
     overhead: float | None = None
-    """Share of training time that saving costs, as the job measured it itself in the end; None: it measures none."""
+    """Share of training time that saving costs, as the job reports it at the end. None: the job did not measure it."""
     overhead_low: float | None = None
     overhead_high: float | None = None
-    """Ends of its 95% confidence interval; None while there are too few comparisons for one."""
+    """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
     lost_s: list[float] = field(default_factory=list)
-    """Seconds that each failure took from training; failures that met count as one."""
+    """Seconds that each failure took from training. Failures before the next new commit count as one."""
 
     @property
     def available(self) -> float:
-        """Share of the time that was not lost to failures. Both numbers are of this job: a machine that is slow for a
-        while slows both.
+        """Share of the time that was not lost to failures.
+
+        Both numbers come from this job, so a machine that is slow for a while changes both of them.
         """
         return min(1.0, self.iterations * self.iteration_s / self.training_s)
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the kills are a trace's."""
+        """True if the kills come from a trace. Only the name of such a schedule has a parenthesis."""
         return "(" in self.schedule
 
 
 @dataclass(frozen=True, slots=True)
 class SavingCost:
-    """What saving costs a strategy's jobs, as a share of training time."""
+    """Cost of saving for all jobs of a strategy, as a share of training time."""
 
     share: float
     half: float
-    """Half of its 95% confidence interval; NaN where there are too few comparisons for one."""
+    """Half of the 95% confidence interval of :attr:`share`. NaN: there were too few comparisons."""
 
 
 def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
-    """Return by strategy what saving costs, as jobs that nobody disturbed measured; without one, as killed ones did.
+    """Return the cost of saving by strategy, as the jobs without kills measured it.
 
-    Each job compares its own iterations beside which something is saved with those beside which nothing is, so a
-    machine that is slower in one job than in another does not count. Nothing for who saves nothing. A strategy whose
-    jobs have measured nothing is left out.
+    A strategy without such a job uses its jobs with kills. A strategy that saves nothing costs nothing. The result
+    leaves out a strategy whose jobs measured nothing.
+
+    Each job compares its own iterations that save with its quiet iterations. A machine that is slower in one job than
+    in another therefore does not change the result.
     """
     costs = dict[str, SavingCost]()
-    for name in dict.fromkeys(one.strategy for one in samples):
-        its = [one for one in samples if one.strategy == name and one.overhead is not None]
-        its = [one for one in its if one.mtbf_s is None] or its
-        if name in SAVING_NOTHING:
-            costs[name] = SavingCost(0.0, 0.0)
-        elif its:
+    for strategy in dict.fromkeys(sample.strategy for sample in samples):
+        measured = [sample for sample in samples if sample.strategy == strategy and sample.overhead is not None]
+        measured = [sample for sample in measured if sample.mtbf_s is None] or measured
+        if strategy in SAVING_NOTHING:
+            costs[strategy] = SavingCost(0.0, 0.0)
+        elif measured:
             halves = [
-                (one.overhead_high - one.overhead_low) / 2 / math.sqrt(len(its))
-                for one in its
-                if one.overhead_high is not None and one.overhead_low is not None
+                (sample.overhead_high - sample.overhead_low) / 2 / math.sqrt(len(measured))
+                for sample in measured
+                if sample.overhead_high is not None and sample.overhead_low is not None
             ]
-            share = max(0.0, statistics.median(one.overhead or 0.0 for one in its))
-            costs[name] = SavingCost(share, statistics.median(halves) if halves else math.nan)
+            share = max(0.0, statistics.median(sample.overhead or 0.0 for sample in measured))
+            costs[strategy] = SavingCost(share, statistics.median(halves) if halves else math.nan)
     return costs
 
 
 def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int) -> Sample:
-    """Returns what came of ``job``, beside the job that saved nothing and was left alone."""
+    """Return the measurements of ``job``, compared with ``free``, the job that saved nothing and had no kills."""
     metrics = job.record.metrics()
     failures = [event for event in job.record.events() if event["event"] == "failure"]
     recoveries = [event for event in job.record.events() if event["event"] == "recovery"]
@@ -137,30 +140,34 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
         line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in metrics if "log_memory_bytes" in line
     ]
     sent = [line["replicated_bytes"] for line in metrics if "replicated_bytes" in line]
-    # Two that went back to the same snapshot lost the same tokens.
-    lost = sum({one["until"] - one["replayed"]: sum(one["lost_tokens"].values()) for one in recoveries}.values())
+    # Recoveries from the same snapshot lost the same tokens, so the sum counts them once.
+    lost = sum(
+        {
+            recovery["until"] - recovery["replayed"]: sum(recovery["lost_tokens"].values()) for recovery in recoveries
+        }.values()
+    )
     checkpointing, iteration_s = summary.get("checkpointing") or {}, _undisturbed_s(metrics, failures)
-    measured = next((found for line in reversed(metrics) if (found := recorded_overhead(line)) is not None), None)
+    measured = next((overhead for line in reversed(metrics) if (overhead := recorded_overhead(line)) is not None), None)
     is_equal = summary["state_digest"]["all"] == free.record.summary()["state_digest"]["all"]
     return Sample(
         strategy, schedule, mtbf_s, seed, job.training_s, len({line["iteration"] for line in metrics}) - 1,
-        [(one.at_s, list(one.nodes)) for one in job.kills], _repeated(job, failures), _parts(failures),
+        [(failure.at_s, list(failure.nodes)) for failure in job.kills], _repeated(job, failures), _parts(failures),
         iteration_s, int(checkpointing.get("window") or 0),
         statistics.median(memory or [0]) / 1e6, statistics.fmean(sent or [0]) / 1e6, lost,
-        max((one["proportion_lost"] for one in recoveries), default=0.0), summary["validation_loss"],
+        max((recovery["proportion_lost"] for recovery in recoveries), default=0.0), summary["validation_loss"],
         "equal" if is_equal else "updates lost" if lost else "DIFFERENT", job.progress,
         [(line["iteration"], float(line["loss"])) for line in metrics],
         snapshots=int(metrics[-1].get("window_snapshots") or 0),
         overhead=None if measured is None else measured.share,
         overhead_low=None if measured is None else measured.low,
         overhead_high=None if measured is None else measured.high,
-        lost_s=_lost_s(metrics, [one["failed_at"] for one in failures], iteration_s),
+        lost_s=_lost_s(metrics, [failure["failed_at"] for failure in failures], iteration_s),
     )  # fmt: skip
 
 
 def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:
-    """Mean seconds from the end of an iteration to that of the next, where no failure comes between."""
-    spans = [(one["failed_at"], one["resumed_at"]) for one in failures]
+    """Return the mean seconds from the end of an iteration to the end of the next, without pairs around a failure."""
+    spans = [(failure["failed_at"], failure["resumed_at"]) for failure in failures]
     steps = [
         line["time"] - before["time"]
         for before, line in pairwise(metrics[3:])
@@ -172,10 +179,10 @@ def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[st
 
 
 def _lost_s(metrics: Sequence[dict[str, Any]], failed_at: Sequence[float], iteration_s: float) -> list[float]:
-    """Return what each failure took, from the commit before it to the commit after it, less one iteration.
+    """Return the seconds that each failure took: from the commit before it to the commit after it, less one iteration.
 
-    The commit after it is that of the first iteration that had not been committed before: what is run again to come
-    there is lost, too. Failures before that commit belong to the same loss.
+    The commit after a failure is that of the first iteration not committed before it. Iterations that the job repeats
+    until then are lost time, too. Failures before that commit belong to the same loss.
     """
     lost, until = list[float](), 0.0
     for failed in sorted(failed_at):
@@ -194,14 +201,14 @@ def _parts(failures: Sequence[dict[str, Any]]) -> dict[str, float]:
     if not failures:
         return {}
     return {
-        name: statistics.median(sum(one["parts"][part] for part in its) for one in failures)
-        for name, its in PARTS.items()
+        name: statistics.median(sum(failure["parts"][part] for part in parts) for failure in failures)
+        for name, parts in PARTS.items()
     }
 
 
 def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
-    """What recoveries ran again, and what starts of the job went back behind."""
-    replayed = sum(one["recovery"]["replayed"] for one in failures if one["recovery"])
+    """Return how many iterations recoveries replayed, and restarts of the job committed again."""
+    replayed = sum(failure["recovery"]["replayed"] for failure in failures if failure["recovery"])
     steps = zip(job.progress, job.progress[1:], strict=False)
     return replayed + sum(before - after + 1 for (_, before), (_, after) in steps if after <= before)
 
@@ -213,64 +220,65 @@ HEADER = (
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
-    """Returns a row of :data:`HEADER` for each strategy under each kind of schedule, over all its samples."""
+    """Return a row of :data:`HEADER` for each pair of schedule and strategy, over all its samples."""
     rows, costs = [], saving_costs(samples)
-    for schedule, name in dict.fromkeys((one.schedule, one.strategy) for one in samples):
-        those = [one for one in samples if (one.schedule, one.strategy) == (schedule, name)]
-        predicted = [one.predicted for one in those if one.predicted is not None]
-        losses = [one.loss for one in those if one.loss is not None]
-        lost = [one for one in those if one.lost]
-        seconds = [each for one in those for each in one.lost_s]
+    for schedule, name in dict.fromkeys((sample.schedule, sample.strategy) for sample in samples):
+        group = [sample for sample in samples if (sample.schedule, sample.strategy) == (schedule, name)]
+        predicted = [sample.predicted for sample in group if sample.predicted is not None]
+        losses = [sample.loss for sample in group if sample.loss is not None]
+        lost = [sample for sample in group if sample.lost]
+        seconds = [loss_s for sample in group for loss_s in sample.lost_s]
         rows.append([
-            schedule, name, _interval(those[-1]), f"{statistics.median(one.iteration_s for one in those):.3f} s",
-            _overhead(those), _mean([one.available for one in those]),
-            str(ettr_of(those, costs[name])) if name in costs else "",
-            _mean(predicted), str(sum(len(one.kills) for one in those)), str(sum(one.repeated for one in those)),
-            f"{_mean(seconds, digits=1)} s" if seconds else "", *(_part(those, part) for part in PARTS),
-            f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
-            f"{max(one.lost for one in lost)} ({max(one.lost_share for one in lost):.2%})" if lost else "",
-            f"{statistics.fmean(losses):.4f}" if losses else "", ", ".join(sorted({one.bits for one in those})),
+            schedule, name, _interval(group[-1]), f"{statistics.median(sample.iteration_s for sample in group):.3f} s",
+            _overhead(group), _mean([sample.available for sample in group]),
+            str(ettr_of(group, costs[name])) if name in costs else "",
+            _mean(predicted), str(sum(len(sample.kills) for sample in group)),
+            str(sum(sample.repeated for sample in group)),
+            f"{_mean(seconds, digits=1)} s" if seconds else "", *(_part(group, part) for part in PARTS),
+            f"{max(sample.host_mb for sample in group):.0f} MB", f"{max(sample.sent_mb for sample in group):.1f} MB",
+            f"{max(sample.lost for sample in lost)} ({max(sample.lost_share for sample in lost):.2%})" if lost else "",
+            f"{statistics.fmean(losses):.4f}" if losses else "", ", ".join(sorted({sample.bits for sample in group})),
         ])  # fmt: skip
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Ettr:
-    """Share of the time that went into training, of all jobs of one strategy under one kind of schedule."""
+    """Effective training time ratio over all jobs of one strategy under one schedule."""
 
     mean: float
     half: float
-    """Half of its 95% confidence interval; NaN where too little was measured for one."""
+    """Half of the 95% confidence interval of :attr:`mean`. NaN: too little was measured."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
 
 
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
-    """Return the ETTR of some jobs: what failures left of their time, over 1 + what saving costs.
+    """Return the ETTR of ``samples``: the mean share of time that failures left, divided by 1 + the cost of saving.
 
-    Its interval is made of those of the mean loss to a failure and of the cost, which are taken to be independent. Jobs
-    are few, and failures in them more.
+    The interval combines those of the mean loss per failure and of the cost, as if both were independent. It is taken
+    over failures because jobs are few.
     """
-    available = statistics.fmean(one.available for one in samples)
-    losses = [each for one in samples for each in one.lost_s]
-    failures_per_s = len(losses) / sum(one.training_s for one in samples)
-    of_losses = half_interval(losses) * failures_per_s if any(one.kills for one in samples) else 0.0
+    available = statistics.fmean(sample.available for sample in samples)
+    losses = [loss_s for sample in samples for loss_s in sample.lost_s]
+    failures_per_s = len(losses) / sum(sample.training_s for sample in samples)
+    of_losses = half_interval(losses) * failures_per_s if any(sample.kills for sample in samples) else 0.0
     of_cost = available * cost.half / (1 + cost.share)
     return Ettr(available / (1 + cost.share), math.hypot(of_losses, of_cost) / (1 + cost.share))
 
 
 def _interval(sample: Sample) -> str:
-    """Return how often state is saved: every so many iterations, in so many snapshots where it is not one."""
+    """Return the interval of saving as text: iterations, and the number of snapshots if there are several."""
     return f"{sample.snapshots} of {sample.interval}" if sample.snapshots > 1 else str(sample.interval or "")
 
 
 def _overhead(samples: Sequence[Sample]) -> str:
-    """Return what the jobs measured: of one its interval, too; of several the median."""
-    known = [one for one in samples if one.overhead is not None]
+    """Return the measured overhead as text: the value with its interval for one job, the median for several."""
+    known = [sample for sample in samples if sample.overhead is not None]
     if not known:
         return ""
-    share = f"{statistics.median(one.overhead or 0.0 for one in known):.1%}"
+    share = f"{statistics.median(sample.overhead or 0.0 for sample in known):.1%}"
     if len(known) > 1 or known[0].overhead_low is None or known[0].overhead_high is None:
         return share
     return f"{share} ({known[0].overhead_low:.1%} to {known[0].overhead_high:.1%})"
@@ -284,34 +292,35 @@ def _mean(values: Sequence[float], digits: int = 3) -> str:
 
 
 def _part(samples: Sequence[Sample], part: str) -> str:
-    seconds = [one.parts[part] for one in samples if one.parts]
+    seconds = [sample.parts[part] for sample in samples if sample.parts]
     return f"{statistics.median(seconds):.2f} s" if seconds else ""
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
-    """ETTR over the mean time between kills; iterations over time and losses where kills were the most frequent.
+    """Draw ETTR over the mean time between kills, and progress and losses of the jobs with the most frequent kills.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
-    killed = [one for one in samples if one.mtbf_s is not None and not one.is_recorded]
-    killed = killed or [one for one in samples if one.mtbf_s is not None] or list(samples[1:])
-    lowest = min((one for one in killed), key=lambda one: one.mtbf_s or 0.0)
+    killed = [sample for sample in samples if sample.mtbf_s is not None and not sample.is_recorded]
+    killed = killed or [sample for sample in samples if sample.mtbf_s is not None] or list(samples[1:])
+    lowest = min((sample for sample in killed), key=lambda sample: sample.mtbf_s or 0.0)
     free, costs = samples[0], saving_costs(samples)
     with figure(path, 3, (18, 5)) as (over_mtbf, over_time, of_loss):
         of_loss.plot(*zip(*free.losses, strict=True), color="black", lw=2, label=free.strategy)
-        for name in dict.fromkeys(one.strategy for one in killed if one.strategy in costs):
-            those = [one for one in killed if one.strategy == name]
-            rates = sorted({one.mtbf_s or 0.0 for one in those})
-            means = [ettr_of([one for one in those if one.mtbf_s == rate], costs[name]).mean for rate in rates]
+        for name in dict.fromkeys(sample.strategy for sample in killed if sample.strategy in costs):
+            jobs = [sample for sample in killed if sample.strategy == name]
+            rates = sorted({sample.mtbf_s or 0.0 for sample in jobs})
+            at = {rate: [sample for sample in jobs if (sample.mtbf_s or 0.0) == rate] for rate in rates}
+            means = [ettr_of(of_rate, costs[name]).mean for of_rate in at.values()]
             (line,) = over_mtbf.plot(rates, means, marker="o", label=name)
-            predicted = {rate: [one.predicted for one in those if one.mtbf_s == rate] for rate in rates}
-            if all(one is not None for its in predicted.values() for one in its):
-                each = [statistics.fmean(one or 0.0 for one in its) for its in predicted.values()]
-                over_mtbf.plot(rates, each, ls=":", color=line.get_color())
-            one = next(one for one in those if (one.schedule, one.seed) == (lowest.schedule, lowest.seed))
-            over_time.step(*zip(*one.progress, strict=True), where="post", label=name)
-            of_loss.plot(*zip(*one.losses, strict=True), lw=1, label=name)
+            predicted = [[sample.predicted for sample in of_rate] for of_rate in at.values()]
+            if all(value is not None for values in predicted for value in values):
+                averages = [statistics.fmean(value or 0.0 for value in values) for values in predicted]
+                over_mtbf.plot(rates, averages, ls=":", color=line.get_color())
+            shown = next(shown for shown in jobs if (shown.schedule, shown.seed) == (lowest.schedule, lowest.seed))
+            over_time.step(*zip(*shown.progress, strict=True), where="post", label=name)
+            of_loss.plot(*zip(*shown.losses, strict=True), lw=1, label=name)
         over_mtbf.set(xlabel="mean seconds between kills (dotted: predicted)", ylabel="ETTR", ylim=(0, 1.05))
         over_time.set(xlabel="seconds", ylabel="newest committed iteration", title=f"a kill every {lowest.schedule}")
         of_loss.set(xlabel="iteration", ylabel="training loss", title=f"a kill every {lowest.schedule}")

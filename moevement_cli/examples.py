@@ -1,4 +1,4 @@
-"""Where the example configurations, scenarios and training script are: in the wheel, or beside the source."""
+"""Folder of the example configurations, scenarios and training script, in the wheel or beside the source."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from pathlib import Path
 
 _PACKAGED = Path(__file__).parent / "_examples"
 EXAMPLES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[1] / "examples"
-"""The folder with ``pretrain_moe`` and ``simulate``; setup.py copies it into the wheel."""
+"""Folder with ``pretrain_moe`` and ``simulate``. setup.py copies it into the wheel."""

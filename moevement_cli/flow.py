@@ -1,4 +1,4 @@
-"""Cells that flow into lines of a terminal: no word of them is cut, however narrow it is."""
+"""Layout of cells in lines of a terminal. A cell is never cut, however narrow the terminal is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.text import Text
 
 GAP = 2
-"""Columns between cells."""
+"""Columns of space between cells."""
 
 
 def flow(cells: Iterable[Text], width: int, indent: int = 0) -> Iterator[Text]:
-    """Yield lines with as many cells as fit into ``width`` columns; a cell stays in one piece."""
+    """Yield lines with as many cells as fit into ``width`` columns. A cell stays in one piece."""
     line = Text(" " * indent)
     for cell in cells:
         if line.cell_len > indent and line.cell_len + GAP + cell.cell_len > width:
@@ -23,7 +23,7 @@ def flow(cells: Iterable[Text], width: int, indent: int = 0) -> Iterator[Text]:
 
 
 def columns(cells: Sequence[Text], width: int) -> Iterator[Text]:
-    """Yield lines of cells in columns as wide as the widest of them."""
+    """Yield lines of cells, padded to columns as wide as the widest cell."""
     widest = max((cell.cell_len for cell in cells), default=0)
     for cell in cells:
         cell.pad_right(widest - cell.cell_len)
@@ -31,7 +31,7 @@ def columns(cells: Sequence[Text], width: int) -> Iterator[Text]:
 
 
 def facts(pairs: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Yield lines of names above their values, of as many as fit beside each other."""
+    """Yield pairs of lines: names, and below them their values. Each pair of lines holds as many facts as fit."""
     row = list[tuple[str, str, int]]()
     for name, value in pairs:
         wide = max(len(name), len(value)) + GAP
@@ -48,5 +48,5 @@ def _pairs(row: Sequence[tuple[str, str, int]]) -> Iterator[Text]:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the end of a path that does not fit: that is where paths differ."""
+    """Return a path that fits into ``width`` columns. The function keeps its end, in which paths differ."""
     return text if len(text) <= width else f"…{text[len(text) - max(0, width - 1) :]}"

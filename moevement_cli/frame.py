@@ -1,4 +1,4 @@
-"""One frame of ``moevement top``: a run at one moment, as wide and as high as the terminal."""
+"""Frame of ``moevement top``, which shows a run at one moment and fits the size of the terminal."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.words import counted, spares_words
 
 MOST_RECOVERIES = 5
-"""Of more the newest are shown."""
+"""Maximum number of recoveries shown, the newest first."""
 BAR = 72
-"""Characters of a recovery's bar, at most."""
+"""Maximum width of a recovery's bar, in characters."""
 SHADES = (("█", "yellow"), ("▓", "red"), ("▒", "magenta"), ("░", "blue"), ("▚", "cyan"), ("▄", "green"))
-"""Of its parts, in their order: told apart without colors, too."""
+"""Characters and colors of a recovery's parts, in order. The characters suffice in terminals without colors."""
 UNKNOWN = "-"
 
 
 @dataclass
 class Node:
-    """Who is on it."""
+    """Processes of a job on one node."""
 
     name: str
     ranks: list[int] = field(default_factory=list)
     spares: int = 0
-    """Spares that are ready."""
+    """Spares that are ready to take over a rank."""
     starting: int = 0
-    """Processes that are being started, and will be spares."""
+    """Processes that are starting and will become spares."""
 
 
 def nodes_of(watched: WatchedRun) -> list[Node]:
-    """In the order of their ranks; those that have only spares last."""
+    """Return the nodes in the order of their ranks. Nodes with only spares come last."""
     nodes: dict[str, Node] = {}
     for process in watched.processes:
         node = nodes.setdefault(name := process.get("node", process["host"]), Node(name))
@@ -56,25 +56,30 @@ def nodes_of(watched: WatchedRun) -> list[Node]:
 
 @dataclass(frozen=True)
 class Frame:
-    """A run at one moment, in lines of the width that there is, and no more of them than there is room for."""
+    """View of a run at one moment, as lines that fit the width and height of the terminal."""
 
     watched: WatchedRun
-    """The run, as of its last update."""
+    """Run as of its last update."""
     now: float
     """Seconds since the epoch."""
     hint: str = ""
-    """A last line, for a terminal that is watched."""
+    """Last line of an interactive terminal, which names the keys."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines."""
+        """Yield the lines of the frame for the console."""
         for line in self.lines(options.max_width, options.height):
             line.no_wrap, line.overflow = True, "crop"
             yield line
 
     def lines(self, width: int, height: int | None = None) -> list[Text]:
-        """Return its lines; where there is no room for all, blank ones go first, then older recoveries and nodes."""
+        """Return the lines of the frame.
+
+        If the height does not suffice, blank lines go first, then older recoveries and nodes.
+        """
         head, nodes = self._head(width), list(_nodes(nodes_of(self.watched), width))
-        recoveries = [list(_recovery(each, self.now, width)) for each in _newest(self.watched.figures.recoveries)]
+        recoveries = [
+            list(_recovery(recovery, self.now, width)) for recovery in _newest(self.watched.figures.recoveries)
+        ]
         hint = [Text(self.hint, "dim")] if self.hint else []
         every = _below_each_other(head, nodes, recoveries)
         if height is None or len(every) + len(hint) <= height:
@@ -101,7 +106,7 @@ class Frame:
         return lines
 
     def _times(self) -> list[tuple[str, str]]:
-        """The clock, and what of the run is measured by it."""
+        """Return the clock and the times of the run: duration, age of the last iteration, time left."""
         watched, figures = self.watched, self.watched.figures
         times = [("clock", time.strftime("%H:%M:%S", time.localtime(self.now)))]
         began_at = watched.job.began_at if watched.job is not None else figures.began_at
@@ -122,7 +127,7 @@ def _below_each_other(head: list[Text], nodes: list[Text], recoveries: list[list
 
 
 def _title(folder: str, state: RunState, width: int) -> Iterator[Text]:
-    """Yield the run and where it stands, in one line if they fit."""
+    """Yield the folder of the run and its state, in one line if they fit."""
     if len(folder) + 2 + len(state.text) <= width:
         yield Text.assemble((folder, "bold"), "  ", (state.text, state.style))
         return
@@ -164,7 +169,7 @@ def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _saving(line: Mapping[str, Any], *, has_ended: bool) -> list[tuple[str, str]]:
-    """Return what saving costs training, and by part."""
+    """Return the overhead of saving, its interval and its parts, as pairs of name and text."""
     overhead = recorded_overhead(line)
     if overhead is None:
         return [("saving costs", "not measured" if has_ended else "not measured yet")]
@@ -176,7 +181,7 @@ def _saving(line: Mapping[str, Any], *, has_ended: bool) -> list[tuple[str, str]
 
 
 def _nodes(nodes: Sequence[Node], width: int) -> Iterator[Text]:
-    """Yield the number of ranks and spares, and who is where."""
+    """Yield the numbers of ranks and spares, and the processes of each node."""
     if not nodes:
         return
     ranks = counted(sum(len(node.ranks) for node in nodes), "rank")
@@ -198,11 +203,11 @@ def _newest(recoveries: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _recovery(recovery: Mapping[str, Any], now: float, width: int) -> Iterator[Text]:
-    """What failed, seconds by part, and the same as a bar."""
-    who = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
+    """Yield the failures behind a recovery, its seconds by part, and a bar of the parts."""
+    failures = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
     ago = duration(max(0.0, now - recovery["resumed_at"]))
     yield from _wrapped(
-        f"recovery {recovery['generation']}, {ago} ago, {recovery['total_s']:.2f} s: {who}", width, "bold"
+        f"recovery {recovery['generation']}, {ago} ago, {recovery['total_s']:.2f} s: {failures}", width, "bold"
     )
     parts = [
         (part, seconds, *look) for (part, seconds), look in zip(recovery["parts"].items(), cycle(SHADES), strict=False)
@@ -217,7 +222,7 @@ def _recovery(recovery: Mapping[str, Any], now: float, width: int) -> Iterator[T
 
 
 def _cells(seconds: Sequence[float], width: int) -> list[int]:
-    """Return how many of ``width`` characters each part has: at least one where it took any time."""
+    """Return the number of characters of each part of a bar. A part that took any time has at least one."""
     total = sum(seconds)
     cells = [max(1, round(width * part / total)) if part > 0 else 0 for part in seconds]
     while sum(cells) > width and max(cells) > 1:
@@ -244,7 +249,7 @@ def _cut(lines: Sequence[Text], room: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
-    """Yield the words of a text in as many lines as they take."""
+    """Yield a text in lines of at most ``width`` characters. A longer word has a line of its own."""
     line = ""
     for word in text.split(" "):
         if line and len(line) + 1 + len(word) > width:
@@ -256,14 +261,14 @@ def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
 
 
 def ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """Numbers in rising order, those in a row as ``3-7``."""
+    """Yield the numbers in rising order, with consecutive ones as a range such as ``3-7``."""
     for _, row in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in row]
         yield f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])
 
 
 def _number(value: Any, form: str) -> str:
-    """One that JSON has no word for is there by its name."""
+    """Return a number as text. A record holds NaN and infinity as strings, which stay as they are."""
     if value is None:
         return UNKNOWN
     return value if isinstance(value, str) else form.format(value)

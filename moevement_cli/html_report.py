@@ -1,4 +1,4 @@
-"""``moevement report --html``: runs as one page that needs nothing else, to be kept or sent."""
+"""Report of ``moevement report --html``: runs on one page without external files, to be kept or sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moevement_core.monitoring.figures import WARNING_EVENTS
 from moevement_core.overhead.estimate import CONFIDENCE
 
 MOST_RECOVERIES = 100
-"""Of one run that are drawn; of more the newest."""
+"""Maximum number of recoveries drawn per run, the newest."""
 MEMORY = ("snapshot_memory_bytes", "log_memory_bytes")
 STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --soft: #59636e; --line: #d1d9e0; --back: #ffffff; }
@@ -70,34 +70,34 @@ code { font-size: .9em; }
 
 
 class _Drawn:
-    """Lines and marks of a run, in its color."""
+    """Lines and marks of one run, in the color of the run."""
 
     def __init__(self, facts: RunFacts, color: str, dashes: str) -> None:
         self.facts, self.color, self.dashes = facts, color, dashes
         self.name = facts.name
 
     def line(self, points: Sequence[Point], label: str = "", dashes: str | None = None) -> Line:
-        """Return a line of the run, with its own dashes where none are given."""
+        """Return a line of the run. ``dashes`` replaces the run's own dashes."""
         return Line(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
 
     def series(self, *names: str) -> Line:
-        """Return the line of the sum of these fields over iterations."""
+        """Return the line of the sum of these metrics over iterations."""
         return self.line(self.facts.series(*names))
 
     def saving(self) -> Line:
-        """Return the line of what saving costs, with its interval, in percent of training."""
+        """Return the line of the overhead of saving in percent of training, with its confidence interval."""
         costs = self.facts.saving_costs
         return replace(self.line(costs.points()), band=costs.intervals())
 
     def marks(self) -> list[Mark]:
-        """Where recoveries are among the iterations."""
+        """Return a mark for each recovery, at its iteration."""
         return [
             Mark(self.facts.iteration_at(recovery), self.color, self._sentence(recovery), _label(recovery))
             for recovery in self.facts.recoveries
         ]
 
     def spans(self) -> list[Mark]:
-        """When recoveries were, in seconds."""
+        """Return a span for each recovery, in seconds since the first iteration began."""
         ends = [self.facts.elapsed_s(recovery["resumed_at"]) for recovery in self.facts.recoveries]
         return [
             Mark(end - recovery["total_s"], self.color, self._sentence(recovery), _label(recovery), until=end)
@@ -116,8 +116,8 @@ def write_page(runs: Sequence[RunFacts], path: Path) -> None:
     """Write the page of ``runs`` to ``path``.
 
     Raises:
-        ConfigError: it cannot be written.
-        RunRecordError: the configuration of one of them is damaged.
+        ConfigError: the file cannot be written.
+        RunRecordError: the configuration of a run is damaged.
     """
     text = page(runs)
     try:
@@ -127,10 +127,10 @@ def write_page(runs: Sequence[RunFacts], path: Path) -> None:
 
 
 def page(runs: Sequence[RunFacts]) -> str:
-    """Return the whole page, as HTML.
+    """Return the whole page as HTML text.
 
     Raises:
-        RunRecordError: the configuration of one of ``runs`` is damaged.
+        RunRecordError: the configuration of a run is damaged.
     """
     full_width = max((bar_share(run.saving_costs.newest) for run in runs if run.saving_costs.newest), default=0.0)
     drawn = [_Drawn(*look) for look in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False)]
@@ -147,7 +147,7 @@ def page(runs: Sequence[RunFacts]) -> str:
 
 
 def _common(runs: Sequence[RunFacts]) -> Iterator[tuple[str, str]]:
-    """Yield what all runs were made with; the date is the first one's."""
+    """Yield the facts that all runs share, and the date of the first run."""
     first, *others = (run.origin() for run in runs)
     for name, value in first:
         if name == "date" or all((name, value) in origin for origin in others):
@@ -159,7 +159,7 @@ def _listed(facts: Sequence[tuple[str, str]]) -> Element:
 
 
 def _summary(runs: Sequence[RunFacts]) -> Element:
-    """A column for each run, so that the page of two fits a telephone."""
+    """Return a table with a column for each run, so that a page of two runs fits a phone."""
     facts = [dict(_facts(run, runs[0])) for run in runs]
     return rows_table(["run", *(run.name for run in runs)], [[name, *(of[name] for of in facts)] for name in facts[0]])
 
@@ -181,7 +181,7 @@ def _facts(run: RunFacts, first: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def _charts(runs: Sequence[_Drawn]) -> Iterator[Element]:
-    """What moved as charts, and what did not as a table."""
+    """Yield charts of what changed during training, and a table of what stayed constant."""
     every = list(_all_charts(runs))
     yield element("div", *(chart.draw() for chart in every if not chart.is_constant), class_="charts")
     if constant := [chart for chart in every if chart.is_constant]:
@@ -233,11 +233,11 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
 
 
 def _about(run: RunFacts, full_width: float) -> Iterator[Element]:
-    """Yield all that concerns one run alone.
+    """Yield the parts of the page about one run.
 
     Args:
         run: the run.
-        full_width: the share of training that a bar of what saving costs has the width of the page for.
+        full_width: overhead of saving, as a share of training, whose bar fills the width of the page.
     """
     facts = [("folder", str(run.record.folder)), *run.origin(), ("failures", run.failures)]
     yield _listed(facts)

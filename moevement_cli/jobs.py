@@ -1,4 +1,4 @@
-"""The jobs of ``moevement simulate`` and ``advise``: scenario files, or models by Megatron's flags."""
+"""Jobs of ``moevement simulate`` and ``advise``: scenario files, or models described by Megatron's flags."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0
 SHORTEST_H = 12.0
 FAILURES = 100
-"""Failures that a simulated training of a model has, if that takes no longer than a month."""
+"""Number of failures in a simulated training of a model, unless that takes longer than a month."""
 
 
 def scenarios_of(
     names: Sequence[str], arguments: argparse.Namespace, needs: Sequence[tuple[str, str]] = ()
 ) -> list[Scenario]:
-    """Return the jobs of a command line; what stands on it wins over a scenario's file.
+    """Return the jobs of a command line. Its flags override the file of a scenario.
 
     Args:
-        names: of scenarios or models.
-        arguments: of the command.
-        needs: pairs of flags of which the first changes nothing without the second.
+        names: names of scenarios or models.
+        arguments: arguments of the command.
+        needs: pairs of flags. The first of a pair has no effect without the second.
 
     Raises:
-        ConfigError: a name is no job, or a flag would change nothing.
+        ConfigError: a name is no job, or a flag would have no effect.
     """
     _check_flags(arguments, needs)
-    return [_with_flags(one, arguments) for name in names for one in _scenarios(name, arguments)]
+    return [_with_flags(job, arguments) for name in names for job in _scenarios(name, arguments)]
 
 
 def scenario_path(name: str) -> Path | None:
-    """Return the file of a scenario, by its path or a preset's name; None if it is a model that Megatron describes."""
+    """Return the file of a scenario, by its path or a preset's name. None: the name is that of a model."""
     for path in (Path(name), SCENARIOS / f"{name}.yaml"):
         if path.is_file():
             return path if scenario.is_scenario(path) else None
@@ -58,14 +58,14 @@ def scenarios() -> list[str]:
 
 
 def _check_flags(arguments: argparse.Namespace, needs: Sequence[tuple[str, str]]) -> None:
-    """Refuse a flag that needs another one, or that another one makes void."""
-    given = {name for name, value in vars(arguments).items() if value is not None}
+    """Refuse a flag that lacks a flag it needs, or that another flag makes void."""
+    present = {name for name, value in vars(arguments).items() if value is not None}
     for flag, needed in needs:
-        if flag in given and needed not in given:
+        if flag in present and needed not in present:
             raise ConfigError(f"--{flag} without --{needed} changes nothing; give --{needed} too, or leave it out")
-    if "trace" in given:
+    if "trace" in present:
         for flag in ("mtbf", "weibull", "together", "seeds"):
-            if flag in given:
+            if flag in present:
                 raise ConfigError(
                     f"--{flag} beside --trace changes nothing, since the trace has the failures; leave one of them out"
                 )
@@ -110,7 +110,7 @@ def _ranks_of_model(name: str, counts: Sequence[int], arguments: argparse.Namesp
 
 
 def _of_model(name: str, ranks: int, arguments: argparse.Namespace) -> Scenario:
-    """Return the job of a model, for a month, or as long as it takes for enough failures."""
+    """Return the job of a model, for a month or for the time of :data:`FAILURES` failures, whichever is shorter."""
     filled = {
         "model": name,
         "ranks": ranks,
@@ -132,46 +132,46 @@ def _mtbfs_s(arguments: argparse.Namespace) -> tuple[float, ...]:
     return tuple(arguments.mtbf) if isinstance(arguments.mtbf, list) else (arguments.mtbf,)
 
 
-def _with_machines(given: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """Return the job of a file on the machines, and in the formats, of the command line."""
-    regime = given.job.regime if arguments.regime is None else precision.parse(arguments.regime)
+def _with_machines(job: Scenario, arguments: argparse.Namespace) -> Scenario:
+    """Return the job of a file with the machines and number formats of the command line."""
+    regime = job.job.regime if arguments.regime is None else precision.parse(arguments.regime)
     if arguments.fp8_scaling is not None:
         regime = replace(regime, scaling=precision.Scaling(arguments.fp8_scaling))
-    cluster = given.cluster
+    cluster = job.cluster
     if arguments.cluster is not None:
         cluster = replace(preset(arguments.cluster), network_share=ASSUMED_SHARE)
     return _changed(
-        replace(given, job=replace(given.job, regime=regime), cluster=overridden(cluster, arguments)),
+        replace(job, job=replace(job.job, regime=regime), cluster=overridden(cluster, arguments)),
         iteration_s=arguments.iteration_time,
     )
 
 
-def _with_flags(given: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """Return a job saved, and failing, as the command line says."""
+def _with_flags(job: Scenario, arguments: argparse.Namespace) -> Scenario:
+    """Return the job with the checkpointing, failures and run of the command line."""
     replicas = arguments.replicas
     if arguments.protection is not None:
         replicas = protection_of("--protection", arguments.protection).replicas
     of = vars(arguments)
     return _changed(
-        given,
+        job,
         checkpointing=_changed(
-            given.checkpointing, detect_s=of["detect"], regroup_s=of["regroup"], skew=of.get("skew"),
+            job.checkpointing, detect_s=of["detect"], regroup_s=of["regroup"], skew=of.get("skew"),
             interference=of["interference"], contention=of["contention"], replicas=replicas, window=of["window"],
             window_kind=of["window_kind"],
             keeps_own=None if of["keep_own"] is None else of["keep_own"] != "never",
         ),
         failures=_changed(
-            given.failures, mtbf_s=_mtbfs_s(arguments) or None, weibull=of.get("weibull"), together=of.get("together"),
+            job.failures, mtbf_s=_mtbfs_s(arguments) or None, weibull=of.get("weibull"), together=of.get("together"),
             trace=None if of.get("trace") is None else str(of["trace"]), speedup=of.get("speedup"),
             spares=of["spares"], repair_s=of["repair"],
         ),
         run=_changed(
-            given.run, strategies=None if of.get("strategy") is None else tuple(of["strategy"]), hours=of.get("hours"),
+            job.run, strategies=None if of.get("strategy") is None else tuple(of["strategy"]), hours=of.get("hours"),
             seeds=of["seeds"], first_seed=of["first_seed"],
         ),
     )  # fmt: skip
 
 
 def _changed[Given](base: Given, **values: Any) -> Given:
-    """Return ``base`` with those values that are not None."""
+    """Return ``base`` with the values that are not None."""
     return replace(base, **{name: value for name, value in values.items() if value is not None})  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Keys that are pressed while a command shows something, without Enter."""
+"""Keys pressed while a command shows something. The user does not have to press Enter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 
 class Keys:
-    """Keyboard of the terminal that standard input is; a context manager that puts it back as it was.
+    """Keyboard of the terminal at standard input, as a context manager that restores the terminal's mode.
 
-    Without a terminal :meth:`wait` only waits. Where the terminal goes away it returns at once, one time.
+    Without a terminal :meth:`wait` only waits. If the terminal goes away, it returns at once, one time.
     """
 
     def __enter__(self) -> Keys:
@@ -28,12 +28,12 @@ class Keys:
                 self._before = termios.tcgetattr(number)
                 tty.setcbreak(number)
                 self._terminal = number
-        except (OSError, ValueError, termios.error):  # no standard input, or a terminal that is gone
+        except (OSError, ValueError, termios.error):  # no standard input, or the terminal has gone
             self._terminal = None
         return self
 
     def wait(self, seconds: float) -> str:
-        """Wait for a key; return it, or an empty string when ``seconds`` are over."""
+        """Wait for a key, and return it. An empty string means that ``seconds`` are over."""
         if self._terminal is None:
             time.sleep(seconds)
             return ""
@@ -44,7 +44,7 @@ class Keys:
             key = os.read(self._terminal, 1)
         except OSError:
             key = b""
-        if not key:  # the terminal was closed: it is ready for ever
+        if not key:  # a closed terminal is always ready
             self._terminal = None
         return key.decode(errors="replace")
 
@@ -52,5 +52,5 @@ class Keys:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._terminal is not None:
-            with suppress(termios.error):  # it is gone
+            with suppress(termios.error):  # the terminal has gone
                 termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)

@@ -1,4 +1,4 @@
-"""A job of this machine whose ranks are killed from outside, by a schedule of wall-clock times."""
+"""Job of this machine whose ranks are killed from outside at scheduled wall-clock times."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ LOOK_S = 0.1
 
 @dataclass
 class KilledJob:
-    """What was seen of one."""
+    """Record of a job with kills, and what the watching process saw of it."""
 
     record: RunRecord
     began_at: float = 0.0
-    """When its first iteration was committed, seconds since the epoch."""
+    """Time of the first commit, in seconds since the epoch. 0.0 before it."""
     kills: list[Failure] = field(default_factory=list)
-    """Which ranks were killed, seconds after the first commit."""
+    """Kills so far: ranks, and seconds after the first commit."""
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds after the beginning, and the iteration that was the newest then."""
+    """Newest committed iteration by seconds after the first commit."""
 
     @property
     def training_s(self) -> float:
-        """From the first iteration that was committed to the last."""
+        """Seconds from the first committed iteration to the last."""
         return float(self.record.metrics()[-1]["time"] - self.began_at)
 
 
@@ -47,14 +47,14 @@ def run_killed(
     """Run ``moevement launch`` to the end of its training.
 
     Args:
-        words: its arguments.
-        run_dir: where it leaves its record.
-        failures: which ranks (each a node of its own) are killed, seconds after the first commit, ascending; those that
-            are due when the job is over never happen.
-        seen: called with the newest iteration, now and then.
+        words: arguments of ``moevement launch``, without ``--run-dir``.
+        run_dir: run directory of the job. Its console output goes to a file beside it.
+        failures: kills, ascending in seconds after the first commit. Each rank counts as a node. Kills that are due
+            after the end of the job do not happen.
+        seen: callback for each new iteration that the watcher sees. It looks every ``LOOK_S`` seconds.
 
     Raises:
-        ConfigError: the job did not come to its end.
+        ConfigError: the job failed before the end of training.
     """
     job = KilledJob(RunRecord(run_dir))
     argv = [sys.executable, "-m", "moevement_cli.main", "launch", *words, "--run-dir", str(run_dir)]
@@ -79,14 +79,14 @@ def watch(
     failures: Sequence[Failure],
     seen: Callable[[int], None] = lambda iteration: None,
 ) -> None:
-    """Look at a job until it is over, and kill.
+    """Watch a job until it ends, and kill its ranks by schedule.
 
     Args:
-        job: that has been started; what is seen of it is added.
-        is_over: whether it has ended.
-        kill: ends a process of ``ranks.json``; raises :class:`ProcessLookupError` where it has ended already.
-        failures: as in :func:`run_killed`.
-        seen: likewise.
+        job: started job. The function adds its progress and kills.
+        is_over: returns True if the job has ended.
+        kill: ends a process of ``ranks.json``. It raises :class:`ProcessLookupError` if the process has ended already.
+        failures: schedule of kills, as in :func:`run_killed`.
+        seen: callback, as in :func:`run_killed`.
     """
     left, newest = list(failures), -1
     while not is_over():
@@ -104,19 +104,19 @@ def watch(
 
 
 def kill_here(process: dict[str, Any]) -> None:
-    """One of this machine."""
+    """Kill a process of this machine. Its dictionary comes from ``ranks.json``."""
     os.kill(process["pid"], signal.SIGKILL)
 
 
 def _kill(job: KilledJob, ranks: Sequence[int], kill: Callable[[dict[str, Any]], None]) -> None:
-    """Those of the ranks that still live: a spare may not have taken a rank yet."""
+    """Kill the ranks that have a process now. A failed rank has none until a spare takes it over."""
     killed = []
-    for one in json.loads(job.record.ranks_path.read_text()):
-        if one["role"] == "active" and one["rank"] in ranks:
+    for member in json.loads(job.record.ranks_path.read_text()):
+        if member["role"] == "active" and member["rank"] in ranks:
             try:
-                kill(one)
+                kill(member)
             except ProcessLookupError:
                 continue
-            killed.append(one["rank"])
+            killed.append(member["rank"])
     if killed:
         job.kills.append(Failure(time.time() - job.began_at, tuple(killed)))

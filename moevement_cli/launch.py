@@ -1,4 +1,4 @@
-"""``moevement launch``: start the ranks of a training script."""
+"""Command ``moevement launch``, which starts the ranks of a training script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.variables import check_variables
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement launch``."""
     parser.description = (
         "Start SCRIPT on N ranks of this host, fault tolerant, or, under srun, as the one rank that "
         "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR."
@@ -89,13 +89,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Launch the ranks, or run as the rank of a Slurm task, and return the exit code."""
     never_fails()
     check_variables()
     argv = [arguments.script, *arguments.arguments]
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
         arguments.spares = 0
-    if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
+    if arguments.spares is not None:  # torch reads it at import; without it each poll of the store warns
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import checkout
     from megatron.moevement import slurm as megatrons
@@ -112,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"moevement: {which}", flush=True)
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
-        found = (slurm if trainer is TORCH else megatrons).read_variables()
+        variables = (slurm if trainer is TORCH else megatrons).read_variables()
         environment = slurm.task_environment(
-            *found, meets_at_master=arguments.spares is None, devices=trainer.count_devices()
+            *variables, meets_at_master=arguments.spares is None, devices=trainer.count_devices()
         )
         if arguments.spares is not None:
             from moevement_core.launching.supervise import supervise, task_of
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         end_groups()
         return 0
     if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
-        # Before the logs of a job that runs are overwritten by this one's; the ranks take the lock for their job.
+        # The lock keeps this job from overwriting the logs of a running one. The ranks take it later for themselves.
         acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
     return launch.launch_on_this_host(
         launch.Launch(

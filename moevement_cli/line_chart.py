@@ -1,4 +1,4 @@
-"""Lines over iterations or over time, as SVG, with their numbers as a table for those who do not see them."""
+"""SVG line charts over iterations or time, each with a table of its numbers for readers who cannot see the drawing."""
 
 from __future__ import annotations
 
@@ -10,78 +10,80 @@ from moevement_cli.elements import Element, element, table
 
 WIDTH, HEIGHT = 520.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 22.0, 46.0
-"""Margins around what is drawn."""
+"""Margins around the plotting area, in pixels."""
 MOST_POINTS = 1200
-"""Of a line; of more the least and the greatest of as many as fall on a place are drawn."""
+"""Maximum number of points drawn per line.
+
+:func:`thinned` reduces longer lines to the least and the greatest point of each bucket.
+"""
 MOST_ROWS = 25
-"""Of a table of numbers, spread evenly over a line."""
 X_TICKS, Y_TICKS = 7, 5
-"""About so many."""
+"""Approximate number of ticks per axis."""
 HEADROOM = 1.04
 FONT_PX = 12.0
 CONSTANT = 1e-3
-"""A line whose values differ by no more than this share of the greatest magnitude is constant."""
+"""Share of the greatest magnitude by which the values of a constant line may differ."""
 LETTER_PX = 6.5
-"""Width of a letter, about."""
+"""Approximate width of a letter, in pixels."""
 
 Point = tuple[float, float]
 Interval = tuple[float, float, float]
-"""An x, with the least and the greatest y there."""
+"""Tuple of x, the least y and the greatest y."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One of them."""
+    """Curve of a chart, with its label and look."""
 
     label: str
     color: str
     points: Sequence[Point]
-    """In the order of x; a y that is no finite number is a gap."""
+    """Points in the order of x. A y that is not finite is a gap."""
     dashes: str = ""
-    """Lengths of dashes and gaps; empty: none."""
+    """SVG dash pattern: lengths of dashes and gaps. An empty string draws a solid line."""
     band: Sequence[Interval] = ()
-    """An interval around the line, in the order of x; ends that are no finite numbers are gaps."""
+    """Interval around the line, in the order of x. Ends that are not finite are gaps."""
 
     @property
     def finite(self) -> list[Point]:
-        """Points without gaps."""
+        """Points whose x and y are both finite."""
         return [point for point in self.points if math.isfinite(point[0]) and math.isfinite(point[1])]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x, or from an x on."""
+    """Event at an x, or span that begins at it."""
 
     x: float
     color: str
     text: str
-    """What is shown when it is pointed at."""
+    """Tooltip shown when the pointer is over the mark."""
     label: str = ""
-    """What stands beside it; empty: nothing."""
+    """Text printed above the mark. An empty string prints nothing."""
     until: float | None = None
-    """Where it was over; None: it is drawn as a line."""
+    """End of the span. None draws the mark as a vertical line."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A title, lines, and marks across all of it."""
+    """Chart with a title, lines, and marks that span its full height."""
 
     title: str
     lines: Sequence[Line]
     marks: Sequence[Mark] = ()
     unit: str = ""
-    """Of y, behind the title; with ``bytes`` numbers are in kB, MB, GB or TB."""
+    """Unit of y, printed after the title. ``bytes`` shows numbers in kB, MB, GB or TB."""
     from_zero: bool = True
     x_label: str = "iteration"
     note: str = ""
-    """A sentence below it."""
+    """Sentence below the chart."""
     steady: float = CONSTANT
-    """Share of the greatest value by which values of a line may differ for it to say nothing more than that one."""
+    """Share of the greatest magnitude by which the values of a line may differ before the chart counts as changing."""
     view: tuple[float, float] | None = None
-    """The range of y that is drawn, and what lies beyond it is at its edge; None: all values of lines."""
+    """Range of y that is drawn. Values outside are drawn at its edge. None draws all values."""
 
     def draw(self) -> Element:
-        """A figure with its caption, legend and numbers."""
+        """Return a figure with its caption, legend and table of numbers."""
         caption = element("figcaption", self.title + (f", {self._unit_shown}" if self._unit_shown else ""))
         if not self.has_values:
             return element("figure", caption, element("p", "nothing was recorded", class_="none"), class_="chart")
@@ -90,12 +92,12 @@ class Chart:
 
     @property
     def has_values(self) -> bool:
-        """Whether anything can be drawn."""
+        """True if at least one line has a finite point."""
         return any(line.finite for line in self.lines)
 
     @property
     def is_constant(self) -> bool:
-        """Whether each line stays where it is, so that a number says as much."""
+        """True if every line is flat within :attr:`steady`, so that one number says as much as the chart."""
         return self.has_values and all(_spread(line.finite) <= self.steady for line in self.lines)
 
     def values(self) -> list[tuple[str, str]]:
@@ -113,7 +115,7 @@ class Chart:
 
     @property
     def _scale(self) -> tuple[float, str]:
-        """What y is divided by, and the unit of what comes of it."""
+        """Divisor of y values, and the unit of the quotients."""
         if self.unit != "bytes":
             return 1.0, self.unit
         most = max((y for line in self.lines for _, y in line.finite), default=0.0)
@@ -125,7 +127,7 @@ class Chart:
 
     def _svg(self) -> Element:
         divisor, _ = self._scale
-        # Gaps have their place, too, so that charts of one run have one scale.
+        # Points of gaps count for the range of x, too, so that all charts of one run share a scale.
         xs = [x for line in self.lines for x, _ in line.points if math.isfinite(x)]
         ys = [y / divisor for y in self.view or [y for line in self.lines for _, y in line.finite]]
         x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, X_TICKS)
@@ -144,7 +146,7 @@ class Chart:
         )  # fmt: skip
 
     def _summary(self) -> str:
-        """What a line does, in words."""
+        """Return a sentence for screen readers: first and last value of each line, and the text of each mark."""
         divisor, unit = self._scale
         spoken = []
         for line in self.lines:
@@ -153,7 +155,7 @@ class Chart:
         return "; ".join([*spoken, *(mark.text for mark in self.marks)])
 
     def _numbers(self) -> Element:
-        """The values of some iterations as a table, closed at first."""
+        """Return a table of at most :data:`MOST_ROWS` iterations, collapsed at first."""
         divisor, unit = self._scale
         xs = sorted({x for line in self.lines for x, _ in line.finite})
         shown = xs if len(xs) <= MOST_ROWS else [xs[k * (len(xs) - 1) // (MOST_ROWS - 1)] for k in range(MOST_ROWS)]
@@ -196,10 +198,10 @@ def _spread(points: Sequence[Point]) -> float:
 
 
 class _Axis:
-    """From values to places, with a range that ends at ticks."""
+    """Mapping from values to SVG coordinates, with its ticks."""
 
     def __init__(self, least: float, most: float, begin: float, end: float, ticks: int) -> None:
-        if most <= least:  # a line that stays where it is
+        if most <= least:  # all values are equal
             least, most = (least - 0.5, most + 0.5) if least or most else (0.0, 1.0)
         step = tick_step(least, most, ticks)
         self.ticks = [step * number for number in range(math.ceil(least / step), math.floor(most / step) + 1)]
@@ -211,7 +213,7 @@ class _Axis:
 
 
 def tick_step(least: float, most: float, ticks: int = Y_TICKS) -> float:
-    """The step of 1, 2 or 5 times a power of ten that gives about so many ``ticks``, and never more."""
+    """Return a step of 1, 2 or 5 times a power of ten that gives about ``ticks`` ticks, and never more."""
     rough = (most - least) / ticks
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -232,13 +234,13 @@ def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> Iterator[Element]:
 
 
 def _marks(marks: Sequence[Mark], x_axis: _Axis) -> Iterator[Element]:
-    """Lines and spans, with labels above what is drawn, each as far to the left as it fits."""
+    """Yield lines and spans. A label is left out where it would overlap the one before it."""
     free_from = LEFT
     for mark in sorted(marks, key=lambda mark: mark.x):
         yield _mark(mark, x_axis)
         width = LETTER_PX * len(mark.label)
         x = min(x_axis.place(mark.x), WIDTH - RIGHT - width)
-        if mark.label and x >= free_from:  # else those beside it would be written over
+        if mark.label and x >= free_from:  # labels must not overlap
             yield element("text", mark.label, x=x, y=TOP - 6, class_="mark-label", fill=mark.color)
             free_from = x + width + LETTER_PX
 
@@ -273,7 +275,7 @@ def _dashed(dashes: str) -> dict[str, str | float]:
 
 
 def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
-    """Points, or intervals, in a row without a gap."""
+    """Yield runs of consecutive points, or intervals, without a gap."""
     run: list[T] = []
     for point in points:
         if all(map(math.isfinite, point)):
@@ -286,7 +288,11 @@ def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most so many points, with every peak: of each bucket the least and the greatest, in their order."""
+    """Return at most ``most`` points.
+
+    The function divides the points into buckets, and keeps the least and the greatest point of each in their order.
+    Every peak stays visible.
+    """
     if len(points) <= most:
         return list(points)
     buckets = most // 2

@@ -1,4 +1,4 @@
-"""The machines of a job, as flags of ``moevement plan``, ``simulate`` and ``advise``."""
+"""Flags of ``moevement plan``, ``simulate`` and ``advise`` that describe the machines of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from moevement_core.precision import PRESETS, Scaling
 
 
 def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) -> None:
-    """What is planned or simulated beside the job; without defaults, what is left out is a scenario's."""
+    """Add the flags of machines and snapshots.
+
+    With ``has_defaults=False`` a flag that is left out keeps the value of a scenario.
+    """
     parser.add_argument(
         "--cluster", metavar="NAME", help=f"machines of the paper: {', '.join(CLUSTERS)}; what you give below wins"
     )
@@ -77,7 +80,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """Return the machines that the command line describes.
 
     Raises:
-        ConfigError: it describes none.
+        ConfigError: the command line describes no machines.
     """
     network = arguments.network_bandwidth if arguments.copy_bandwidth is None else arguments.copy_bandwidth
     if arguments.cluster is not None:
@@ -93,10 +96,10 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def preset(name: str) -> Cluster:
-    """Return the machines of a name.
+    """Return the machines of a preset.
 
     Raises:
-        ConfigError: there is no such name.
+        ConfigError: no preset has this name.
     """
     if name not in CLUSTERS:
         raise ConfigError(
@@ -107,17 +110,17 @@ def preset(name: str) -> Cluster:
 
 
 def overridden(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
-    """Return ``cluster`` with what the command line says of it.
+    """Return ``cluster`` with the values of the command line.
 
     Raises:
-        ConfigError: the bandwidth of copies is given twice, or a number cannot be.
+        ConfigError: the command line gives the bandwidth of copies twice, or a number is out of range.
     """
     if arguments.copy_bandwidth is not None and arguments.network_share is not None:
         raise ConfigError(
             f"--copy-bandwidth {arguments.copy_bandwidth:g} and --network-share {arguments.network_share:g}; needs one "
             "of them: the first is measured, the second estimates it from --network-bandwidth"
         )
-    given = {
+    values = {
         "gpus_per_node": arguments.gpus_per_node,
         "d2h_bytes_per_s": _gigabytes(arguments.d2h_bandwidth),
         "network_bytes_per_s": _gigabytes(arguments.network_bandwidth),
@@ -127,12 +130,12 @@ def overridden(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
         "storage_bytes_per_s": _gigabytes(getattr(arguments, "storage_bandwidth", None)),
     }
     if arguments.network_share is not None:
-        cluster = replace(cluster, copy_bytes_per_s=None)  # of a scenario's file
-    return replace(cluster, **{name: value for name, value in given.items() if value is not None})
+        cluster = replace(cluster, copy_bytes_per_s=None)  # the file of a scenario may have it
+    return replace(cluster, **{name: value for name, value in values.items() if value is not None})
 
 
 def copies_get(cluster: Cluster) -> str:
-    """Return what copies of a node get, and where that number is from."""
+    """Return the bandwidth of copies per node and its source, in words."""
     rate = f"copies get {cluster.node_copy_bytes_per_s / GB:.3g} GB/s of a node"
     if cluster.copy_bytes_per_s is not None:
         return f"{rate} (as given)"

@@ -1,8 +1,8 @@
-"""The `moevement` command line: one tool, a subcommand for each thing a user does, each in a file of its name.
+"""Command line of `moevement`: one tool with a subcommand for each task of a user, each in a module of its name.
 
-Every subcommand that reports takes ``--json`` and then prints one JSON object as its last line. A file here has
-``add_to(parser)``, which says what the subcommand takes and sets ``run(arguments)``, which returns the exit code. Only
-the file of the command that is asked for is imported.
+A subcommand that reports takes ``--json``, and then prints one JSON object as its last line. The module of a subcommand
+has ``add_to(parser)``, which adds its arguments and sets ``run(arguments)``. That function returns the exit code. Only
+the module of the requested subcommand is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GROUPS = {
         "drill": "flip bits of a job's data, and see that all of it is found",
     },
 }
-"""Commands with their purposes, in the order of a user's journey."""
+"""Commands with their purposes, grouped in the order in which a user needs them."""
 COMMANDS = {name: purpose for commands in GROUPS.values() for name, purpose in commands.items()}
 EXAMPLES = """\
 examples:
@@ -61,10 +61,9 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what ``argv`` asks for, or the process's own arguments, as the console script does, which ends then.
+    """Run the subcommand in ``argv`` and return its exit code.
 
-    Returns:
-        The exit code.
+    Without ``argv``, as in the console script, the function reads the arguments of the process, which ends afterwards.
     """
     try:
         with exit_cleanly(), output_may_end(), interruptible(process_ends=argv is None):
@@ -81,7 +80,7 @@ def _run(words: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.flags = [word for word in others if word != "--"]
     arguments.command_line = shlex.join(["moevement", *words])
-    # A task of Slurm's runs the user's script in this process: what that raises keeps its traceback.
+    # A Slurm task runs the user's script in this process, and errors of the script keep their traceback.
     with nullcontext() if words[:1] == ["launch"] else files_are_given():
         code = int(arguments.run(arguments))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Files that a command writes at its end, looked at before its work is done."""
+"""Check of files that a command will write at its end, made before its work."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from moevement_core.errors import ConfigError
 
 
 def check_output(flag: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise if a file cannot be written; its folders are made.
+    """Create the parent folders of an output file, and raise an error if the file cannot be written.
 
     Args:
-        flag: that it was given by.
-        path: of the file; None: there is none.
-        suffixes: that its name may have; empty: any.
+        flag: flag that names the file.
+        path: path of the file. None: the user wants no file.
+        suffixes: suffixes that the name may have. Empty: any.
 
     Raises:
-        ConfigError: its name has another suffix, it is a folder, it or its folder cannot be written, or the first of
-            its folders is not there: a slip, which would make folders at the root of the disk.
+        ConfigError: the suffix is wrong, the path is a folder, the file or its folder cannot be written, or its
+            top-level
+            folder does not exist. The last is usually a typing error, which would create folders at the root of the
+                disk.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""What saving costs a run, as a bar of its parts, all bars to one scale, with the percentages in words."""
+"""Chart of what saving costs a run: a bar of its parts, all bars to one scale, with the percentages in words."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from moevement_core.overhead.estimate import CONFIDENCE
 from moevement_core.overhead.fields import PARTS, RecordedOverhead
 
 COLORS = dict(zip(PARTS, ("#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
-"""Color by part; told apart also by those who see few colors (Okabe and Ito)."""
+"""Color by part. The colors suit readers with color vision deficiency (Okabe and Ito)."""
 
 
 def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
-    """Return a figure of ``overhead``; a part that is not more than nothing has its number and no bar.
+    """Return a figure of ``overhead``. A part that is not positive has its number and no bar.
 
     Args:
-        overhead: what saving costs one run.
-        full_width: the share that fills the width of the page.
+        overhead: measured overhead of one run.
+        full_width: share of training that fills the width of the page.
     """
     parts = [
         Part(NAMES[part], share, percent(share).rstrip("%"), "%", COLORS[part])
@@ -34,5 +34,5 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
 
 
 def bar_share(overhead: RecordedOverhead) -> float:
-    """Return the share that the bar of ``overhead`` is as long as: parts that are more than nothing."""
+    """Return the share that the length of the bar stands for: the sum of the positive parts."""
     return sum(max(0.0, share) for share in overhead.parts.values())

@@ -1,6 +1,6 @@
-"""A whole and its parts as one bar, with a legend below it.
+"""Bar of a whole and its parts, with a legend below.
 
-Bars are boxes of HTML, so that words beside them stay as large as all others at any width, are read aloud, and wrap.
+Bars are boxes of HTML. Their words wrap, keep the size of other text at any width, and are read aloud.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from moevement_cli.elements import Element, element
 
 WHITE_ON = ("#0072b2", "#000000")
-"""Colors that are too dark for black numbers."""
+"""Colors that are too dark for black numbers on them."""
 LEAST_SHARE = 0.07
-"""Share of the full width from which a part has its number in the bar."""
+"""Share of the full width above which a part shows its number in the bar."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a whole, which is drawn if it is more than nothing."""
+    """Part of a whole. The bar shows it if its value is positive."""
 
     name: str
     value: float
     shown: str
-    """The value as text."""
+    """Value as text, without unit."""
     unit: str
-    """Unit of the text; the legend has it, the bar does not."""
+    """Unit of the text. Only the legend shows it."""
     color: str
 
 
@@ -34,7 +34,7 @@ def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element
 
     Args:
         parts: parts in their order.
-        full_width: the sum of parts that fills the width of the page, the same for bars that are compared.
+        full_width: sum of parts that fills the width of the page. Bars to be compared use the same sum.
     """
     bars = [_bar(part, part.value / full_width) for part in parts if part.value > 0]
     return (

@@ -1,4 +1,4 @@
-"""``moevement plan``: what sparse checkpointing of a job will cost, as tables or as one JSON object."""
+"""Command ``moevement plan``, which computes what sparse checkpointing of a job will cost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ListPresets(argparse.Action):
     """Flag that lists the presets and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print them."""
+        """Print the name and first sentence of each preset, and end the command."""
         for name in presets():
             print(f"{name:14} {_first_sentence(config_path(name))}")
         parser.exit()
@@ -83,25 +83,25 @@ def presets() -> list[str]:
 
 
 def _first_sentence(path: Path) -> str:
-    """Return how the comment at the head of a preset begins."""
+    """Return the first sentence of the comment at the head of a preset."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
     return re.split(r"[.:;] ", " ".join(line.lstrip("# ") for line in lines))[0].rstrip(".")
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan that ``arguments`` ask for; returns the exit code."""
-    made = CheckpointPlan(input_of(arguments))
-    if arguments.check and made.given.cluster.host_memory_bytes is None:
+    """Print the plan of the job, and return the exit code."""
+    checkpoints = CheckpointPlan(input_of(arguments))
+    if arguments.check and checkpoints.given.cluster.host_memory_bytes is None:
         raise ConfigError("--check without --host-memory: nothing to check against; give the GB of a node")
     console = Console()
-    _print(made, console)
+    _print(checkpoints, console)
     if arguments.json:
-        print(json.dumps(as_json(made)))
-    return CHECK_FAILED if arguments.check and not (fits(made) and made.is_carried) else 0
+        print(json.dumps(as_json(checkpoints)))
+    return CHECK_FAILED if arguments.check and not (fits(checkpoints) and checkpoints.is_carried) else 0
 
 
 def fits(made: CheckpointPlan) -> bool:
-    """Return whether a node has the host memory, as far as that is known."""
+    """Return True if a node has enough host memory, or if its memory is not known."""
     memory = made.given.cluster.host_memory_bytes
     return memory is None or made.host_memory_of_node <= memory
 
@@ -110,7 +110,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     """Return the job that the command line describes.
 
     Raises:
-        ConfigError: it describes none.
+        ConfigError: the command line describes no job.
     """
     path = config_path(arguments.model)
     POSITIVE.check("--iteration-time", arguments.iteration_time)
@@ -137,7 +137,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
 
 
 def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the part of a plan's input that says how snapshots are protected: copies, or parity."""
+    """Return the fields of a plan's input that describe the protection of snapshots: copies or parity."""
     asked = protection_of("--protection", arguments.protection)
     if arguments.protection is not None and arguments.replicas is not None:
         raise ConfigError("--protection and --replicas both say how snapshots are kept; give one of them")
@@ -155,7 +155,7 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
-    """What is asked for; what is not, as the job's flags have it."""
+    """Return the regime asked for. The job's own regime fills in what the command line leaves out."""
     regime = replace(asked, scaling=own.scaling, gradient=own.gradient) if asked is not None else own
     if asked is not None and not asked.is_narrow:
         regime = replace(regime, step_bytes=own.step_bytes)
@@ -163,7 +163,7 @@ def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
 
 
 def config_path(model: str) -> Path:
-    """The configuration file of a preset, or of a path."""
+    """Return the configuration file of a preset's name or of a path."""
     for path in (Path(model), PRESETS / f"{model}.yaml"):
         if path.is_file():
             return path
@@ -171,49 +171,53 @@ def config_path(model: str) -> Path:
     raise ConfigError(f"{model!r} is no file and no preset; presets are {known}")
 
 
-def _print(made: CheckpointPlan, console: Console) -> None:
-    given, job = made.given, made.given.job
+def _print(checkpoints: CheckpointPlan, console: Console) -> None:
+    inputs, job = checkpoints.given, checkpoints.given.job
     console.print(
-        f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {given.regime}, "
-        f"{given.iteration_s:g} s an iteration, "
-        + (f"parity:{given.members}+{given.replicas}" if given.members else f"{given.replicas} copies on other nodes")
+        f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {inputs.regime}, "
+        f"{inputs.iteration_s:g} s an iteration, "
+        + (
+            f"parity:{inputs.members}+{inputs.replicas}"
+            if inputs.members
+            else f"{inputs.replicas} copies on other nodes"
+        )
     )
-    console.print(_window_sentence(made))
-    console.print(_memory_sentence(made))
-    for line in _warnings(made):
+    console.print(_window_sentence(checkpoints))
+    console.print(_memory_sentence(checkpoints))
+    for line in _warnings(checkpoints):
         console.print(f"[bold red]warning[/bold red] {line}")
-    console.print(_budget_sentence(made))
-    console.print(_stage_table(made))
-    if made.size > 1:
-        console.print(_slot_table(made))
-    console.print(_cost_table(made))
-    _print_alternatives(made, console)
+    console.print(_budget_sentence(checkpoints))
+    console.print(_stage_table(checkpoints))
+    if checkpoints.size > 1:
+        console.print(_slot_table(checkpoints))
+    console.print(_cost_table(checkpoints))
+    _print_alternatives(checkpoints, console)
 
 
-def _window_sentence(made: CheckpointPlan) -> str:
-    given = made.given
-    size = f"[bold]Window: {made.size} iteration{'s' if made.size > 1 else ''}[/bold], {given.kind}"
-    if given.window:
-        size += f", as asked; the smallest that fits is {max(stage.own.size for stage in made.stages)}"
-    if made.size > 1:
-        return f"{size}. Every iteration saves a part of the state; after {made.size} all of it is saved once."
-    rarer = _rarer(made)
-    node, dense_node = made.host_memory_of_node, _of_node(made, rarer.host_memory)
+def _window_sentence(checkpoints: CheckpointPlan) -> str:
+    inputs = checkpoints.given
+    size = f"[bold]Window: {checkpoints.size} iteration{'s' if checkpoints.size > 1 else ''}[/bold], {inputs.kind}"
+    if inputs.window:
+        size += f", as asked; the smallest that fits is {max(stage.own.size for stage in checkpoints.stages)}"
+    if checkpoints.size > 1:
+        return f"{size}. Every iteration saves a part of the state; after {checkpoints.size} all of it is saved once."
+    rarer = _rarer(checkpoints)
+    node, dense_node = checkpoints.host_memory_of_node, _of_node(checkpoints, rarer.host_memory)
     sentence = f"{size}. One snapshot holds everything, so sparse checkpoints bring nothing over dense ones here."
     if dense_node >= node:
         return sentence
     return (
         f"{sentence} They take {_size(node)} of a node; --moevement-strategy dense --moevement-dense-interval "
         f"{rarer.interval} takes {_size(dense_node)} and replays {rarer.average_replayed:.1f} iterations on average "
-        f"instead of {made.average_replayed:.1f}."
+        f"instead of {checkpoints.average_replayed:.1f}."
     )
 
 
-def _memory_sentence(made: CheckpointPlan) -> str:
-    needed, memory = _size(made.host_memory_of_node), made.given.cluster.host_memory_bytes
+def _memory_sentence(checkpoints: CheckpointPlan) -> str:
+    needed, memory = _size(checkpoints.host_memory_of_node), checkpoints.given.cluster.host_memory_bytes
     if memory is None:
         return f"Host memory: {needed} of a node; --host-memory GB compares it with what the node has."
-    if fits(made):
+    if fits(checkpoints):
         return f"[green]Host memory: fits[/green], {needed} of {_size(memory)}."
     return (
         f"[bold red]Host memory: does not fit[/bold red], {needed} of {_size(memory)}. Try --keep-own never, "
@@ -221,81 +225,81 @@ def _memory_sentence(made: CheckpointPlan) -> str:
     )
 
 
-def _budget_sentence(made: CheckpointPlan) -> str:
-    given, budget, logged = made.given, made.binding_stage.budget, made.binding_stage.log_bytes
+def _budget_sentence(checkpoints: CheckpointPlan) -> str:
+    inputs, budget, logged = checkpoints.given, checkpoints.binding_stage.budget, checkpoints.binding_stage.log_bytes
     sentence = (
         f"A rank can save {_size(budget.bytes)} an iteration, limited by [bold]{budget.binding}[/bold]: "
-        f"{_size(budget.d2h_bytes)} from device to host at {given.cluster.d2h_bytes_per_s / GB:g} GB/s"
+        f"{_size(budget.d2h_bytes)} from device to host at {inputs.cluster.d2h_bytes_per_s / GB:g} GB/s"
         + (f", after {_size(logged)} of boundary log" if logged else "")
     )
-    if not given.replicas:
+    if not inputs.replicas:
         return f"{sentence}; nothing goes to peers."
-    return f"{sentence}; {_size(budget.replication_bytes)} to {given.replicas} peers: {copies_get(given.cluster)}."
+    return f"{sentence}; {_size(budget.replication_bytes)} to {inputs.replicas} peers: {copies_get(inputs.cluster)}."
 
 
-def _stage_table(made: CheckpointPlan) -> Table:
+def _stage_table(checkpoints: CheckpointPlan) -> Table:
     table = Table(
         "stage", "operators", "parameters held", "full state", "of the heaviest rank", "compute weights", "window",
         title="one rank",
     )  # fmt: skip
-    for number, stage in enumerate(made.stages):
-        ranks = stage.shape.rank_bytes(made.given.regime)
+    for number, stage in enumerate(checkpoints.stages):
+        ranks = stage.shape.rank_bytes(checkpoints.given.regime)
         table.add_row(
-            str(number) + (" *" if stage is made.binding_stage else ""), str(len(stage.table)),
+            str(number) + (" *" if stage is checkpoints.binding_stage else ""), str(len(stage.table)),
             f"{sum(shape.parameters for shape in stage.shape.operators) / 1e6:,.1f} M", _size(stage.full_bytes),
             _size(max(rank.full for rank in ranks)) if ranks else "-", _size(stage.compute_bytes), str(stage.own.size),
         )  # fmt: skip
     return table
 
 
-def _slot_table(made: CheckpointPlan) -> Table:
-    stage = made.binding_stage
+def _slot_table(checkpoints: CheckpointPlan) -> Table:
+    stage = checkpoints.binding_stage
     table = Table(
         "slot", "full state of", "compute weights of", "bytes", "copy", "send", "of the iteration",
-        title=f"slots of a rank of stage {made.stages.index(stage)}",
+        title=f"slots of a rank of stage {checkpoints.stages.index(stage)}",
     )  # fmt: skip
     start = 0
     for slot, end in enumerate(stage.window.ends):
         held = int(stage.window.slot_bytes[0, slot])
-        others = len(stage.table) - end + (start if made.given.kind is WindowKind.ROLLING else 0)
+        others = len(stage.table) - end + (start if checkpoints.given.kind is WindowKind.ROLLING else 0)
         slowest = max(stage.budget.copy_s(held), stage.budget.send_s(held))
         table.add_row(
             str(slot), f"{end - start} operators", f"{others} operators", _size(held),
             f"{stage.budget.copy_s(held):.3f} s", f"{stage.budget.send_s(held):.3f} s",
-            f"{slowest / made.given.iteration_s:.0%}",
+            f"{slowest / checkpoints.given.iteration_s:.0%}",
         )  # fmt: skip
         start = end
     return table
 
 
-def _cost_table(made: CheckpointPlan) -> Table:
-    given = made.given
-    dense = made.dense() if made.size > 1 else _rarer(made)
-    per_s, replicas = given.iteration_s, given.replicas
+def _cost_table(checkpoints: CheckpointPlan) -> Table:
+    inputs = checkpoints.given
+    dense = checkpoints.dense() if checkpoints.size > 1 else _rarer(checkpoints)
+    per_s, replicas = inputs.iteration_s, inputs.replicas
     dense_average = dense.bytes / dense.interval / per_s
-    dense_peak = min(dense.bytes / per_s, given.cluster.d2h_bytes_per_s)
+    dense_peak = min(dense.bytes / per_s, inputs.cluster.d2h_bytes_per_s)
     dense_sent_peak = replicas * dense.bytes / max(dense.send_s, per_s)
     dense_column = (
         f"{dense.interval}", _size(dense.bytes), f"{dense.stall_s / dense.interval:.3f} s",
         _rates(dense_average, dense_peak), _rates(replicas * dense_average, dense_sent_peak),
         f"{dense.average_replayed:.1f}", f"{dense.most_replayed}",
-        f"{dense.fetch_s(given.cluster):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
-        *map(_size, dense.host_memory), _size(_of_node(made, dense.host_memory)),
+        f"{dense.fetch_s(inputs.cluster):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
+        *map(_size, dense.host_memory), _size(_of_node(checkpoints, dense.host_memory)),
     )  # fmt: skip
-    if made.size == 1:
+    if checkpoints.size == 1:
         table = Table("", "everything, every iteration", f"dense, every {dense.interval}", title="cost")
-        columns: list[Iterable[str]] = [_cost_column(made), dense_column]
+        columns: list[Iterable[str]] = [_cost_column(checkpoints), dense_column]
     else:
         table = Table("", "sparse, by replay", "by redo", "dense", title="cost")
-        columns = [_cost_column(made), _cost_column(made.redo()), dense_column]
+        columns = [_cost_column(checkpoints), _cost_column(checkpoints.redo()), dense_column]
     for row in zip(_COSTS, *columns, strict=True):
         table.add_row(*row)
     return table
 
 
-def _rarer(made: CheckpointPlan) -> DensePlan:
-    """Return dense checkpoints so far apart that no more than two of them have to be kept."""
-    return made.dense(LAG_ALLOWANCE + 2)
+def _rarer(checkpoints: CheckpointPlan) -> DensePlan:
+    """Return dense checkpoints so far apart that a rank never has to keep more than two."""
+    return checkpoints.dense(LAG_ALLOWANCE + 2)
 
 
 _COSTS = (
@@ -306,58 +310,58 @@ _COSTS = (
 )  # fmt: skip
 
 
-def _of_node(made: CheckpointPlan, of_rank: Sequence[int]) -> int:
-    return sum(of_rank) * min(made.given.cluster.gpus_per_node, made.given.job.ranks)
+def _of_node(checkpoints: CheckpointPlan, of_rank: Sequence[int]) -> int:
+    return sum(of_rank) * min(checkpoints.given.cluster.gpus_per_node, checkpoints.given.job.ranks)
 
 
-def _cost_column(made: CheckpointPlan) -> Iterator[str]:
-    per_s, replicas = made.given.iteration_s, made.given.replicas
-    average, peak = _traffic(made)
-    yield f"{made.size}" if made.is_carried else f"{made.size}, falls behind"
+def _cost_column(checkpoints: CheckpointPlan) -> Iterator[str]:
+    per_s, replicas = checkpoints.given.iteration_s, checkpoints.given.replicas
+    average, peak = _traffic(checkpoints)
+    yield f"{checkpoints.size}" if checkpoints.is_carried else f"{checkpoints.size}, falls behind"
     yield _size(peak * per_s)
-    yield f"{made.stall_s:.3f} s"
+    yield f"{checkpoints.stall_s:.3f} s"
     yield _rates(average, peak)
     yield _rates(replicas * average, replicas * peak)
-    yield f"{made.average_replayed:.1f}"
-    yield f"{made.most_replayed}"
-    yield f"{made.fetch_s:.2f} s"
-    yield f"{made.expected_rollback * per_s:.1f} s"
-    yield f"{made.updates_s:.2f} s" if made.updates_s else "-"
-    for nbytes in made.host_memory:
+    yield f"{checkpoints.average_replayed:.1f}"
+    yield f"{checkpoints.most_replayed}"
+    yield f"{checkpoints.fetch_s:.2f} s"
+    yield f"{checkpoints.expected_rollback * per_s:.1f} s"
+    yield f"{checkpoints.updates_s:.2f} s" if checkpoints.updates_s else "-"
+    for nbytes in checkpoints.host_memory:
         yield _size(nbytes)
-    yield _size(made.host_memory_of_node)
+    yield _size(checkpoints.host_memory_of_node)
 
 
 def _rates(average: float, peak: float) -> str:
     return f"{_size(average)}/s, {_size(peak)}/s"
 
 
-def _traffic(made: CheckpointPlan) -> tuple[float, float]:
-    """Average and peak bytes per second that the heaviest rank copies to its host, logs left out."""
-    slots = [stage.window.slot_bytes[0] for stage in made.stages]
+def _traffic(checkpoints: CheckpointPlan) -> tuple[float, float]:
+    """Return average and peak bytes per second that the heaviest rank copies to its host, without logs."""
+    slots = [stage.window.slot_bytes[0] for stage in checkpoints.stages]
     return (
-        max(float(row.mean()) for row in slots) / made.given.iteration_s,
-        max(float(row.max()) for row in slots) / made.given.iteration_s,
+        max(float(row.mean()) for row in slots) / checkpoints.given.iteration_s,
+        max(float(row.max()) for row in slots) / checkpoints.given.iteration_s,
     )
 
 
-def _warnings(made: CheckpointPlan) -> Iterator[str]:
-    given = made.given
-    for number, stage in enumerate(made.stages):
+def _warnings(checkpoints: CheckpointPlan) -> Iterator[str]:
+    inputs = checkpoints.given
+    for number, stage in enumerate(checkpoints.stages):
         if stage.window.over_budget:
             yield (
                 f"stage {number}: slots {', '.join(map(str, stage.window.over_budget))} exceed the budget by up to "
                 f"{_size(stage.window.peak_bytes - stage.budget.bytes)}: {_too_large(stage)}"
             )
-    if made.stall_s:
-        share = made.stall_s / given.iteration_s
-        yield f"training stalls {made.stall_s:.3f} s in an average iteration ({share:.1%})"
-    if made.behind_s:
+    if checkpoints.stall_s:
+        share = checkpoints.stall_s / inputs.iteration_s
+        yield f"training stalls {checkpoints.stall_s:.3f} s in an average iteration ({share:.1%})"
+    if checkpoints.behind_s:
         yield (
-            f"replication falls behind by {made.behind_s:.2f} s a window, so windows will be abandoned; fewer "
+            f"replication falls behind by {checkpoints.behind_s:.2f} s a window, so windows will be abandoned; fewer "
             "replicas, a larger window or a faster network would hold"
         )
-    if given.replicas and given.job.ranks <= given.cluster.gpus_per_node:
+    if inputs.replicas and inputs.job.ranks <= inputs.cluster.gpus_per_node:
         yield "all ranks are on one node, so replicas are too: they survive a process and not the node"
 
 
@@ -367,21 +371,21 @@ def _too_large(stage: StagePlan) -> str:
     return "even one operator in each slot is too much"
 
 
-def _print_alternatives(made: CheckpointPlan, console: Console) -> None:
-    changes = [(what, size) for what, size in made.alternatives() if size != made.size]
+def _print_alternatives(checkpoints: CheckpointPlan, console: Console) -> None:
+    changes = [(what, size) for what, size in checkpoints.alternatives() if size != checkpoints.size]
     if not changes:
         console.print("No bandwidth twice as high, other kind of window, copy less or other format changes the window.")
         return
     table = Table("change", "window", title="what would change the window")
     for what, size in changes:
         table.add_row(what, str(size))
-    for size in _sizes_of_interest(made):
-        table.add_row(f"with at least {_size(made.bandwidth_for(size))}/s a rank for each copy", str(size))
+    for size in _sizes_of_interest(checkpoints):
+        table.add_row(f"with at least {_size(checkpoints.bandwidth_for(size))}/s a rank for each copy", str(size))
     console.print(table)
 
 
-def _sizes_of_interest(made: CheckpointPlan) -> list[int]:
-    return sorted({size for size in (*range(1, 7), made.size - 1, made.size) if size >= 1})
+def _sizes_of_interest(checkpoints: CheckpointPlan) -> list[int]:
+    return sorted({size for size in (*range(1, 7), checkpoints.size - 1, checkpoints.size) if size >= 1})
 
 
 def _size(value: float) -> str:
@@ -392,57 +396,60 @@ def _size(value: float) -> str:
 
 
 def as_json(made: CheckpointPlan) -> dict[str, Any]:
-    """Everything that the tables say, and the slots of every stage; bytes and seconds."""
+    """Return all numbers of the tables and the slots of every stage as plain data, in bytes and seconds."""
     return _as_json(made) | {"redo": _as_json(made.redo())}
 
 
-def _as_json(made: CheckpointPlan) -> dict[str, Any]:
-    given, dense = made.given, made.dense()
-    average, peak = _traffic(made)
-    snapshots, replicas, logs = made.host_memory
+def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
+    inputs, dense = checkpoints.given, checkpoints.dense()
+    average, peak = _traffic(checkpoints)
+    snapshots, replicas, logs = checkpoints.host_memory
     return {
-        "model": given.job.name,
-        "ranks": given.job.ranks,
-        "layout": given.job.layout,
-        "regime": str(given.regime),
-        "iteration_s": given.iteration_s,
-        "replicas": given.replicas,
-        "parity_members": given.members,
-        "keeps_own": given.keeps_own,
-        "windows_on_disk": given.to_disk,
-        "window": made.size,
-        "window_kind": str(given.kind),
-        "recovery": str(given.recovery),
-        "is_carried": made.is_carried,
-        "paper_window": made.paper_window.window,
-        "budget_bytes": made.binding_stage.budget.bytes,
-        "binding": made.binding_stage.budget.binding,
-        "binding_stage": made.stages.index(made.binding_stage),
-        "d2h_budget_bytes": made.binding_stage.budget.d2h_bytes,
-        "replication_budget_bytes": made.binding_stage.budget.replication_bytes if given.replicas else None,
-        "replication_lag": made.lag,
-        "stall_s": made.stall_s,
-        "replication_behind_s": made.behind_s,
-        "expected_rollback": made.expected_rollback,
-        "average_replayed": made.average_replayed,
-        "most_replayed": made.most_replayed,
+        "model": inputs.job.name,
+        "ranks": inputs.job.ranks,
+        "layout": inputs.job.layout,
+        "regime": str(inputs.regime),
+        "iteration_s": inputs.iteration_s,
+        "replicas": inputs.replicas,
+        "parity_members": inputs.members,
+        "keeps_own": inputs.keeps_own,
+        "windows_on_disk": inputs.to_disk,
+        "window": checkpoints.size,
+        "window_kind": str(inputs.kind),
+        "recovery": str(inputs.recovery),
+        "is_carried": checkpoints.is_carried,
+        "paper_window": checkpoints.paper_window.window,
+        "budget_bytes": checkpoints.binding_stage.budget.bytes,
+        "binding": checkpoints.binding_stage.budget.binding,
+        "binding_stage": checkpoints.stages.index(checkpoints.binding_stage),
+        "d2h_budget_bytes": checkpoints.binding_stage.budget.d2h_bytes,
+        "replication_budget_bytes": checkpoints.binding_stage.budget.replication_bytes if inputs.replicas else None,
+        "replication_lag": checkpoints.lag,
+        "stall_s": checkpoints.stall_s,
+        "replication_behind_s": checkpoints.behind_s,
+        "expected_rollback": checkpoints.expected_rollback,
+        "average_replayed": checkpoints.average_replayed,
+        "most_replayed": checkpoints.most_replayed,
         "traffic_bytes_per_s": {"average": average, "peak": peak},
         "host_memory_bytes": {
-            "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": made.host_memory_of_node,
+            "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": checkpoints.host_memory_of_node,
         },
         "recovery_s": {
-            "fetch": made.fetch_s, "run_again": made.expected_rollback * given.iteration_s, "updates": made.updates_s,
+            "fetch": checkpoints.fetch_s, "run_again": checkpoints.expected_rollback * inputs.iteration_s,
+            "updates": checkpoints.updates_s,
         },
-        "stages": [_stage_as_json(stage, given.regime) for stage in made.stages],
+        "stages": [_stage_as_json(stage, inputs.regime) for stage in checkpoints.stages],
         "dense": {
             "bytes": dense.bytes, "copy_s": dense.copy_s, "send_s": dense.send_s, "stall_s": dense.stall_s,
             "interval": dense.interval, "expected_rollback": dense.expected_rollback,
             "average_replayed": dense.average_replayed, "most_replayed": dense.most_replayed,
-            "host_memory_of_node_bytes": _of_node(made, dense.host_memory),
+            "host_memory_of_node_bytes": _of_node(checkpoints, dense.host_memory),
         },
-        "fits": fits(made) if given.cluster.host_memory_bytes is not None else None,
-        "alternatives": dict(made.alternatives()),
-        "bandwidth_for_window": {str(size): made.bandwidth_for(size) for size in _sizes_of_interest(made)},
+        "fits": fits(checkpoints) if inputs.cluster.host_memory_bytes is not None else None,
+        "alternatives": dict(checkpoints.alternatives()),
+        "bandwidth_for_window": {
+            str(size): checkpoints.bandwidth_for(size) for size in _sizes_of_interest(checkpoints)
+        },
     }  # fmt: skip
 
 

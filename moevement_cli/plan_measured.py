@@ -1,4 +1,4 @@
-"""What checkpoints of a run were planned to cost, beside what they did."""
+"""Comparison of the planned costs of a run's checkpoints with the measured ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Record = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Compared:
-    """One plan, in force until the next one."""
+    """Comparison of one plan with the iterations for which it was in force."""
 
     first: int
-    """The iteration that it was made after."""
+    """Iteration after which the plan was made."""
     last: int
-    """The last one under it."""
+    """Last iteration under the plan."""
     window: int
     strategy: str
     rows: Sequence[Row]
@@ -28,13 +28,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity."""
+    """Planned and measured value of one quantity."""
 
     what: str
     planned: float | None
-    """None: nobody had to know it."""
+    """Planned value. None: the plan does not have it."""
     measured: float | None
-    """None: there is nothing that it could be measured by."""
+    """Measured value. None: the run did nothing that measures it."""
     unit: str = "bytes"
 
 
@@ -42,8 +42,8 @@ def compare(lines: Record, events: Record) -> Iterator[Compared]:
     """Compare each plan of a run with the iterations under it.
 
     Args:
-        lines: of its metrics.
-        events: of it; those of the kind ``plan`` are what is compared, and without any nothing is.
+        lines: lines of the run's metrics.
+        events: events of the run. The plans are those of the kind ``plan``; without any the function yields nothing.
     """
     plans = [event for event in events if event["event"] == "plan"]
     ends = [*(plan["iteration"] for plan in plans), math.inf][1:]

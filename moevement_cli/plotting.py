@@ -1,4 +1,4 @@
-"""A figure that is written to a file, with one-line errors where it cannot be."""
+"""Figure that is written to a file, with one-line errors for the user."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Of the files that a figure can be written to."""
+"""Suffixes of the files that a figure can be written to."""
 
 
 @contextmanager
 def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -> Iterator[Any]:
-    """Axes beside each other, to draw on, row after row; saved at the end.
+    """Yield axes to draw on, row after row, and save the figure when the block ends.
 
     Args:
-        path: its suffix is one of ``SUFFIXES``; folders are made.
-        columns: of axes.
-        size: inches.
-        rows: of axes.
+        path: output file, with one of ``SUFFIXES``. Its folders are created.
+        columns: number of axes in a row.
+        size: width and height of the figure in inches.
+        rows: number of rows.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -35,11 +35,11 @@ def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    made, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
+    drawing, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
     try:
         yield axes.ravel() if rows > 1 else axes
-        made.savefig(path, dpi=120)
+        drawing.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None
     finally:
-        plt.close(made)
+        plt.close(drawing)

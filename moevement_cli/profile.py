@@ -1,4 +1,4 @@
-"""``moevement profile``: what an iteration of a real run is made of, as a file that ``moevement simulate`` reads."""
+"""Command ``moevement profile``, which measures the parts of an iteration for ``moevement simulate``."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from moevement_core.simulator.pipeline import Pipeline
 
 FEWEST = 8
 SAVING = 48
-"""Iterations of the run that shows what copies cost, if nothing else is asked for; an interval takes 28."""
+"""Default iterations of the training with checkpoints. A confidence interval needs 28."""
 FEWEST_SAVING = 16
 SWITCH = "--moevement-sparse-ckpt"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement profile``."""
     parser.description = (
         "Train SCRIPT for a few iterations and write what it took: forward and backward pass of each "
         "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. Then "
@@ -61,7 +61,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Run, write the file, print what it says; returns the exit code."""
+    """Measure, write the profile, print it, and return the exit code."""
     if arguments.nproc < 1 or arguments.iterations < FEWEST:
         raise ConfigError(
             f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
@@ -79,11 +79,11 @@ def profile(arguments: argparse.Namespace) -> int:
     if arguments.storage is not None and arguments.storage.exists() and not arguments.storage.is_dir():
         raise ConfigError(f"--storage {arguments.storage}: is no folder; give one on the storage to be measured")
     check_output("--output", arguments.output)
-    made = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
+    measured = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
     if arguments.saving_iterations:
-        made = replace(made, contention=_contention(arguments, made))
-    made.save(arguments.output)
-    _print(made, Console())
+        measured = replace(measured, contention=_contention(arguments, measured))
+    measured.save(arguments.output)
+    _print(measured, Console())
     print(f"profile: {arguments.output}")
     return 0
 
@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
             script.ITERATIONS_ENV: str(arguments.iterations),
             script.STORAGE_ENV: str((arguments.storage or Path(folder)).absolute()),
         }
-        # Snapshots beside training would be measured as a part of it.
+        # The flags have no checkpoints. The timers would count snapshots as a part of training.
         flags = [*_flags(arguments, arguments.iterations, micro_batch_size), "--timing-log-level", "2"]
         _launch(arguments, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
         samples = Path(folder, "samples.json")
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
 
 
 def _flags(arguments: argparse.Namespace, iterations: int, micro_batch_size: int | None) -> list[str]:
-    """Return the script's flags for a training of so many iterations without checkpoints."""
+    """Return the script's flags for a training of ``iterations`` iterations without checkpoints."""
     from moevement_core.launching import config_file
 
     flags = [word for word in config_file.expand(arguments.arguments) if word != SWITCH]
@@ -117,7 +117,7 @@ def _flags(arguments: argparse.Namespace, iterations: int, micro_batch_size: int
 
 
 def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> None:
-    """Train on this host; refuse a run that failed."""
+    """Train on this host, and raise an error if the run fails."""
     from megatron.moevement.worker import MEGATRON
     from moevement_core.launching import launch
 
@@ -127,9 +127,9 @@ def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> No
 
 
 def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None:
-    """Return by what share of the time that copies take of links they lengthen training; None: nothing was sent.
+    """Return the contention of copies to peers that a training with checkpoints measures. None: it sent nothing.
 
-    A training with checkpoints compares its own iterations with copies and without, on this machine and at this hour.
+    The training compares its own iterations with and without copies, on this machine and at this time.
     """
     size = next(iter(arguments.micro_batch_sizes or ()), None)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,13 +140,13 @@ def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None
 
 
 def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float | None:
-    """Return :attr:`Profile.contention` as the metrics of a training with checkpoints show it; None: they do not.
+    """Return :attr:`Profile.contention` as a training with checkpoints measured it. None: it measured nothing.
 
     Args:
-        lines: of that training, one for each iteration.
-        profile: of the same training without checkpoints.
+        lines: metrics of that training, one line for each iteration.
+        profile: profile of the same training without checkpoints.
     """
-    measured = next((found for line in reversed(lines) if (found := recorded_overhead(line)) is not None), None)
+    measured = next((overhead for line in reversed(lines) if (overhead := recorded_overhead(line)) is not None), None)
     sent = statistics.fmean(line.get("replicated_bytes", 0) for line in lines) if lines else 0.0
     if measured is None or not sent:
         return None
@@ -155,36 +155,41 @@ def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float
 
 
 def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
-    """From what the ranks of each run have measured, one run for each size of micro-batches."""
-    told = runs[0]
-    ranks: Sequence[Mapping[str, Any]] = told["ranks"]
+    """Return the profile of the measurements of several runs, one for each micro-batch size.
+
+    The first run gives the numbers that do not depend on the size.
+    """
+    first = runs[0]
+    ranks: Sequence[Mapping[str, Any]] = first["ranks"]
     fits = [
-        Affine.fit(one["collective"], one["ranks"], [(int(size), seconds) for size, seconds in one["samples"]])
-        for one in told["collectives"]
+        Affine.fit(
+            series["collective"], series["ranks"], [(int(nbytes), seconds) for nbytes, seconds in series["samples"]]
+        )
+        for series in first["collectives"]
     ]
-    send = next((one for one in fits if one.collective == "send"), None)
+    send = next((fit for fit in fits if fit.collective == "send"), None)
     network = (len(ranks) // 2) / send.b_s_per_byte if send is not None and send.b_s_per_byte > 0 else 0.0
     return Profile(
-        device=told["device"], backend=told["backend"], ranks=len(ranks), pipeline=told["pipeline"],
-        chunks=told["chunks"],
+        device=first["device"], backend=first["backend"], ranks=len(ranks), pipeline=first["pipeline"],
+        chunks=first["chunks"],
         d2h_bytes_per_s=min(rank["d2h_bytes_per_s"] for rank in ranks),
         network_bytes_per_s=network,
         storage_bytes_per_s=sum(rank["storage_bytes_per_s"] for rank in ranks),
-        cores=told["cores"], sizes=tuple(_size(one, send) for one in runs), collectives=tuple(fits),
+        cores=first["cores"], sizes=tuple(_size(run, send) for run in runs), collectives=tuple(fits),
         versions={name: version(name) for name in ("torch", "megatron-core")},
     )  # fmt: skip
 
 
-def _size(told: Mapping[str, Any], send: Affine | None) -> SizeProfile:
-    """Medians over iterations, of a stage its slowest rank."""
-    ranks: Sequence[Mapping[str, Any]] = told["ranks"]
-    count = told["micro_batches"]
+def _size(run: Mapping[str, Any], send: Affine | None) -> SizeProfile:
+    """Return medians over iterations for one micro-batch size. A stage has the times of its slowest rank."""
+    ranks: Sequence[Mapping[str, Any]] = run["ranks"]
+    count = run["micro_batches"]
 
     def median(rank: Mapping[str, Any], part: str) -> float:
         return statistics.median(rank["parts_s"][part])
 
     stages = []
-    for number in range(told["pipeline"]):
+    for number in range(run["pipeline"]):
         own = [rank for rank in ranks if rank["stage"] == number]
         stages.append(
             StageProfile(
@@ -197,30 +202,31 @@ def _size(told: Mapping[str, Any], send: Affine | None) -> SizeProfile:
             )
         )
     return SizeProfile(
-        tokens=told["tokens"], micro_batches=count,
+        tokens=run["tokens"], micro_batches=count,
         iteration_s=max(statistics.median(rank["whole_s"]) for rank in ranks),
         sync_s=max(median(rank, "reduce") + median(rank, "gather") for rank in ranks),
-        # The gathering of parameters is inside the optimizer's timer.
+        # The optimizer's timer includes the gathering of parameters.
         update_s=max(max(0.0, median(rank, "optimizer") - median(rank, "gather")) for rank in ranks),
-        send_s=send.seconds(told["boundary_bytes"]) if send is not None else 0.0, stages=tuple(stages),
+        send_s=send.seconds(run["boundary_bytes"]) if send is not None else 0.0, stages=tuple(stages),
     )  # fmt: skip
 
 
-def _print(made: Profile, console: Console) -> None:
-    console.print(f"{made.ranks} ranks, {made.backend} on {made.device}")
-    for size in made.sizes:
-        _print_size(made, size, console)
+def _print(profile: Profile, console: Console) -> None:
+    console.print(f"{profile.ranks} ranks, {profile.backend} on {profile.device}")
+    for size in profile.sizes:
+        _print_size(profile, size, console)
     console.print(
-        f"a rank copies {made.d2h_bytes_per_s / 1e9:.3g} GB/s to its host; all ranks send "
-        f"{made.network_bytes_per_s / 1e9:.3g} GB/s and write {made.storage_bytes_per_s / 1e9:.3g} GB/s to storage"
+        f"a rank copies {profile.d2h_bytes_per_s / 1e9:.3g} GB/s to its host; all ranks send "
+        f"{profile.network_bytes_per_s / 1e9:.3g} GB/s and write "
+        f"{profile.storage_bytes_per_s / 1e9:.3g} GB/s to storage"
     )
-    if made.contention is not None:
+    if profile.contention is not None:
         console.print(
-            f"copies to peers lengthen training by {made.contention:.3g} of the seconds that they would take of links "
-            "without it"
+            f"copies to peers lengthen training by {profile.contention:.3g} of the seconds that they would take of "
+            "links without it"
         )
     fitted = Table("collective", "ranks", "a", "b", "1 MB")
-    for fit in made.collectives:
+    for fit in profile.collectives:
         fitted.add_row(
             fit.collective, str(fit.ranks), f"{1e6 * fit.a_s:.4g} us", f"{1e9 * fit.b_s_per_byte:.3g} ns/B",
             f"{1e3 * fit.seconds(1e6):.3g} ms",
@@ -228,24 +234,28 @@ def _print(made: Profile, console: Console) -> None:
     console.print(fitted)
 
 
-def _print_size(made: Profile, size: SizeProfile, console: Console) -> None:
+def _print_size(profile: Profile, size: SizeProfile, console: Console) -> None:
     table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "kept by a layer", "its output")
-    for number, one in enumerate(size.stages):
+    for number, stage in enumerate(size.stages):
         table.add_row(
-            str(number), str(one.layers), f"{one.parameters / 1e6:.3g} M", f"{1e3 * one.forward_s:.3g} ms",
-            f"{1e3 * one.backward_s:.3g} ms", f"{one.layer_activation_bytes / 1e6:.3g} MB",
-            f"{one.layer_output_bytes / 1e6:.3g} MB",
+            str(number), str(stage.layers), f"{stage.parameters / 1e6:.3g} M", f"{1e3 * stage.forward_s:.3g} ms",
+            f"{1e3 * stage.backward_s:.3g} ms", f"{stage.layer_activation_bytes / 1e6:.3g} MB",
+            f"{stage.layer_output_bytes / 1e6:.3g} MB",
         )  # fmt: skip
     console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; seconds of one:")
     console.print(table)
     pipeline = Pipeline(
-        tuple(one.forward_s for one in size.stages), tuple(one.backward_s for one in size.stages), size.micro_batches,
-        made.chunks, size.send_s,
+        tuple(stage.forward_s for stage in size.stages), tuple(stage.backward_s for stage in size.stages),
+        size.micro_batches, profile.chunks, size.send_s,
     )  # fmt: skip
     rest = size.sync_s + size.update_s
     console.print(
         f"an iteration: {size.iteration_s:.4g} s measured, {pipeline.simulate() + rest:.4g} s by event simulation, "
         f"{pipeline.closed_form() + rest:.4g} s by the closed form; {size.sync_s:.3g} s of it synchronisation, "
         f"{size.update_s:.3g} s update"
-        + (f"; ranks share {made.cores} processors, so parts of stages that wait are too long" if made.cores else "")
+        + (
+            f"; ranks share {profile.cores} processors, so parts of stages that wait are too long"
+            if profile.cores
+            else ""
+        )
     )

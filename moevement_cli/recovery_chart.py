@@ -1,4 +1,4 @@
-"""Recoveries as timelines by part: a bar each, from the failure on, all to one scale, with their seconds in words."""
+"""Chart of recoveries: a bar of parts for each, from the failure on, all to one scale, with the seconds in words."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moevement_core.words import spares_words
 COLORS = dict(
     zip(PARTS, ("#8c8c8c", "#e69f00", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#009e73"), strict=True)
 )  # fmt: skip
-"""By part; told apart also by those who see few colors (Okabe and Ito)."""
+"""Color by part. The colors suit readers with color vision deficiency (Okabe and Ito)."""
 UNKNOWN = "#000000"
-"""Of a part that another version had."""
+"""Color of a part that another version recorded."""
 MOST_LETTERS = 120
 
 
 def recovery_chart(recoveries: Sequence[Mapping[str, Any]]) -> Element:
-    """A figure of all ``recoveries``, events of the kind ``failure``."""
+    """Return a figure of all ``recoveries``, which are events of the kind ``failure``."""
     longest = max(recovery["total_s"] for recovery in recoveries) or 1.0
     return element("figure", *(_recovery(recovery, longest) for recovery in recoveries), class_="recoveries")
 
 
 def _recovery(recovery: Mapping[str, Any], longest: float) -> Element:
-    who = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
-    words = who if len(who) < MOST_LETTERS else f"{who[: MOST_LETTERS - 3]}..."
+    failures = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
+    words = failures if len(failures) < MOST_LETTERS else f"{failures[: MOST_LETTERS - 3]}..."
     parts = [
         Part(name, seconds, f"{seconds:.2f}", " s", COLORS.get(name, UNKNOWN))
         for name, seconds in recovery["parts"].items()
@@ -45,7 +45,7 @@ def _recovery(recovery: Mapping[str, Any], longest: float) -> Element:
 
 
 def _account(recovery: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and values of what was found and done."""
+    """Yield names and values of the facts below a bar: detection, scope, survivors, copies, spares."""
     yield "noticed by", recovery["noticed_by"].removeprefix("by ")
     yield "scope", recovery["scope"]
     if recovery["recovery"] is not None:

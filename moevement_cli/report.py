@@ -1,4 +1,4 @@
-"""``moevement report``: what runs came to, as a table, as a plot and as a page."""
+"""Command ``moevement report``, which summarizes runs as a table, a plot, a page and a timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moevement_core.snapshot.cost import cost_line
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement report``."""
     parser.description = (
         "Summarize runs, finished or not: whether they are equal, what failures and saving cost, loss, speed and final "
         "state; as a table here, and as a plot, a page or a timeline. A folder of runs stands for the runs in it."
@@ -55,7 +55,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Print the report, write the files asked for, and return the exit code."""
     check_output("--plot", arguments.plot, SUFFIXES)
     check_output("--trace", arguments.trace)
     check_output("--html", arguments.html)
@@ -96,7 +96,7 @@ def _print(runs: Sequence[RunFacts], console: Console, *, is_verbose: bool) -> N
 
 
 def _table(columns: Sequence[dict[str, str]]) -> Table:
-    """Names at the left, a column for each run."""
+    """Return a table with the names of facts at the left, and a column for each run."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     for _ in columns:
@@ -107,7 +107,7 @@ def _table(columns: Sequence[dict[str, str]]) -> Table:
 
 
 def _column(run: RunFacts, first: RunFacts, *, has_parts: bool) -> dict[str, str]:
-    """What the table says of a run, by name."""
+    """Return the facts of a run in the table, by name."""
     digest = run.digest
     is_same = run is not first and digest is not None and digest == first.digest
     effective = run.figures.effective
@@ -128,7 +128,7 @@ def _column(run: RunFacts, first: RunFacts, *, has_parts: bool) -> dict[str, str
 
 
 def _parts(run: RunFacts) -> dict[str, str]:
-    """Return what each part of saving costs, by indented name."""
+    """Return the percentage of each part of overhead, by indented name."""
     overhead = run.saving_costs.newest
     shown = {} if overhead is None else dict(parts_text(overhead))
     return {f"  {name}": shown.get(name, UNKNOWN) for name in NAMES.values()}
@@ -139,14 +139,14 @@ def _recoveries(run: RunFacts) -> str:
 
 
 def _remark(costs: SavingCosts, last: int) -> str:
-    """Return what has to be known of the cost of saving beside its value; empty if there is nothing."""
+    """Return a remark on the cost of saving, or an empty string if the value needs none."""
     if costs.newest is None:
         return f"saving costs not measured: {costs.reason_text}"
     return "" if costs.newest_at == last else f"saving costs as of iteration {costs.newest_at}"
 
 
 def write_trace(records: Sequence[RunRecord], path: Path) -> None:
-    """Failures and recoveries of runs, one process of the trace each."""
+    """Write a timeline of the failures and recoveries of runs. Each run is a process of the trace."""
     timeline: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
     for number, record in enumerate(records):
         events = trace_events(record.events())["traceEvents"]

@@ -1,4 +1,4 @@
-"""What reports say of a run: read once from its directory, for the table, the plot and the page alike."""
+"""Facts of a run that reports show, read once from its directory for the table, the plot and the page."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Point = tuple[float, float]
 
 
 class RunFacts:
-    """Facts of one run.
+    """Facts of one run, read from its record.
 
     Args:
-        record: of the run.
-        name: what it is called where others are shown, too.
+        record: record of the run.
+        name: name of the run in a report of several runs. An empty string selects the name of its folder.
 
     Raises:
-        RunRecordError: it is no run that has trained, or it is damaged.
+        RunRecordError: the folder holds no run that has trained, or its record is damaged.
     """
 
     def __init__(self, record: RunRecord, name: str = "") -> None:
@@ -50,22 +50,22 @@ class RunFacts:
         self.saving_costs = SavingCosts(self.lines)
         self.figures, self.effective = RunFigures(), list[Point]()
         self.began_at = _began_at(self.lines)
-        """When its first iteration began, in seconds since the epoch; NaN if no line has a time."""
+        """Time at which the first iteration began, in seconds since the epoch. NaN: no line has a time."""
         for line in self.lines:
             self.figures.take_line(line)
             ratio = self.figures.effective
             self.effective.append((self.elapsed_s(line.get("time")), math.nan if ratio is None else ratio))
 
     def elapsed_s(self, at: float | None) -> float:
-        """Return the seconds from the beginning of the first iteration to a time; NaN if that is not known."""
+        """Return the seconds from the beginning of the first iteration to a time. NaN: the time is not known."""
         return math.nan if at is None else at - self.began_at
 
     def series(self, *names: str) -> list[Point]:
-        """Return the sum of these fields, by iteration; where one is missing it is NaN."""
+        """Return the sum of these metrics, by iteration. NaN: a metric is missing."""
         return [(line["iteration"], sum(number(line.get(name)) for name in names)) for line in self.lines]
 
     def progress(self) -> list[Point]:
-        """Return the committed iteration, by seconds since the first one began; standstills are flat."""
+        """Return the committed iteration, by seconds since the first one began. Standstills are flat."""
         points: list[Point] = [(0.0, self.lines[0]["iteration"] - 1)]
         for line in self.lines:
             if (at := self.elapsed_s(line.get("time"))) == at:
@@ -75,13 +75,13 @@ class RunFacts:
         return points
 
     def iteration_at(self, recovery: dict[str, Any]) -> int:
-        """Return the newest iteration that was recorded when a recovery was over."""
+        """Return the newest iteration that was recorded at the end of a recovery."""
         before = [line["iteration"] for line in self.lines if line.get("time", math.inf) <= recovery["resumed_at"]]
         return int(max(before, default=self.lines[0]["iteration"]))
 
     @property
     def state(self) -> str:
-        """How far it has come, in words."""
+        """State of the run in words: ended, failed, killed, or not at its end yet."""
         if self.job is not None and self.job.code:
             return f"ended with exit code {self.job.code}: {self.job.reason.splitlines()[0] if self.job.reason else ''}"
         if self.summary:
@@ -100,18 +100,18 @@ class RunFacts:
         return self._median("tokens_per_s")
 
     def _median(self, name: str) -> float | None:
-        # The first iteration warms caches and pools, so it says nothing of the others.
+        # The first iteration warms caches and pools, so its time is not typical.
         values = [line[name] for line in self.lines[1:] or self.lines if line.get(name)]
         return statistics.median(values) if values else None
 
     @property
     def digest(self) -> str | None:
-        """The digest of its final state; None if it has none."""
+        """Digest of the final state. None: the run has no final state."""
         return self.summary.get("state_digest", {}).get("all")
 
     @property
     def lost_s(self) -> float:
-        """Seconds from failures to the resumption of training, all recoveries together."""
+        """Seconds from failures to the resumption of training, summed over all recoveries."""
         return float(sum(recovery["total_s"] for recovery in self.recoveries))
 
     @property
@@ -121,7 +121,7 @@ class RunFacts:
 
     @property
     def failures(self) -> str:
-        """Failures and what they cost, in words."""
+        """Number of failures and their cost, in words."""
         if not self.recoveries:
             return "no failure"
         failures, repeated = counted(len(self.recoveries), "failure"), counted(self.replayed, "iteration")
@@ -129,7 +129,7 @@ class RunFacts:
 
     @property
     def resizes(self) -> list[str]:
-        """Changes of the number of ranks, in words."""
+        """Changes of the number of ranks, each as a sentence."""
         names = Resized.__dataclass_fields__
         return [
             Resized(**{name: event[name] for name in names}).sentence()
@@ -138,7 +138,7 @@ class RunFacts:
         ]
 
     def origin(self) -> list[tuple[str, str]]:
-        """Return names and values of what it was made with: date, command, model, ranks, machine, versions."""
+        """Return names and values of what the run was made with: date, command, model, ranks, machine, versions."""
         config = self.record.config() if self.record.config_path.exists() else {}
         facts = [("date", self._dates()), ("model", _model(config)), ("ranks", self._ranks(config))]
         if self.job is not None:
@@ -173,12 +173,12 @@ class RunFacts:
 
 
 def read(folders: Sequence[Path]) -> list[RunFacts]:
-    """Read runs, each with the shortest name that tells it from the others."""
+    """Read runs, each with the shortest name that distinguishes it from the others."""
     return [RunFacts(RunRecord(path), name) for path, name in zip(folders, names(folders), strict=True)]
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return as many of the last parts of each path as it takes to tell them apart."""
+    """Return a name for each path: its last parts, as many as distinguish all paths."""
     paths = [path.resolve() for path in folders]
     different = len(set(paths))
     for length in range(1, max(len(path.parts) for path in paths) + 1):
@@ -189,7 +189,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def verdict(runs: Sequence[RunFacts]) -> str:
-    """Return whether runs are the same as the first one, in words; empty if there is nothing to compare."""
+    """Return in words whether all runs equal the first one. An empty string means that there is nothing to compare."""
     first, *others = runs
     others = [run for run in others if run.record.folder.resolve() != first.record.folder.resolve()]
     if not others or not all(run.summary for run in runs):
@@ -198,14 +198,14 @@ def verdict(runs: Sequence[RunFacts]) -> str:
         compared = {run.name: compare(first.record, run.record) for run in others}
     except RunRecordError as error:
         return f"not compared: {error}"
-    different = {name: found.first_difference for name, found in compared.items() if not found.equal}
+    different = {name: comparison.first_difference for name, comparison in compared.items() if not comparison.equal}
     if not different:
         return "equal, bit for bit"
     return "; ".join(f"{name} DIFFERS from {first.name}: {where}" for name, where in different.items())
 
 
 def headline(runs: Sequence[RunFacts]) -> str:
-    """Return in a sentence whether runs are equal, and what failures cost each of them."""
+    """Return a sentence: whether runs are equal, and what failures cost each of them."""
     failed = [run for run in runs if run.recoveries]
     if len(runs) == 1 or not failed:
         costs = [runs[0].failures if len(runs) == 1 else "no failure"]
@@ -214,11 +214,13 @@ def headline(runs: Sequence[RunFacts]) -> str:
     else:
         costs = [f"{run.name}: {run.failures}" for run in failed]
     text = "; ".join(filter(None, [verdict(runs), *costs]))
-    return text[0].upper() + text[1:] if text.startswith(("equal", "no ", "not ")) else text  # names stay as they are
+    return (
+        text[0].upper() + text[1:] if text.startswith(("equal", "no ", "not ")) else text
+    )  # run names keep their case
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with the two units that matter: ``12.6 s``, ``3 min 20 s``, ``5 h 12 min``."""
+    """Return a duration in its two greatest units: ``12.6 s``, ``3 min 20 s``, ``5 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -229,7 +231,10 @@ def duration(seconds: float) -> str:
 
 
 def number(value: Any) -> float:
-    """Return a number of a record as a float; what JSON has no word for is there by its name, NaN if it is missing."""
+    """Return a number of a record as a float.
+
+    NaN stands for a missing number. A record holds NaN and infinity as strings, because JSON has no word for them.
+    """
     return math.nan if value is None else float(value)
 
 

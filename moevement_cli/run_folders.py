@@ -1,4 +1,4 @@
-"""Folders that users give for runs: run directories, and folders of them."""
+"""Folders that users give for runs: run directories, and folders of run directories."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FILES = ("config.yaml", "metrics.jsonl", "ranks.json", "job.json", "logs")
-"""Each of which only a run directory has."""
+"""Names of files and folders that only a run directory has. One of them suffices."""
 MOST_NAMED = 5
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a job has written to this folder."""
+    """Return True if a job has written to this folder."""
     return any((folder / name).exists() for name in FILES)
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run directories right below a folder, sorted by when they were begun."""
+    """Return the run directories directly below a folder, in the order of their beginning."""
     try:
         return sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=_begun)
     except OSError:
@@ -24,13 +24,13 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def expanded(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield run directories; a folder that is none, and has some right below it, stands for these."""
+    """Yield run directories. A folder that is no run stands for the runs directly below it."""
     for folder in folders:
         yield from [folder] if is_run(folder) else runs_in(folder) or [folder]
 
 
 def which_run(folder: Path) -> str:
-    """Return what to give instead of a folder that is no run, in words."""
+    """Return a suggestion for a folder that is no run, in words."""
     if not (runs := [str(path) for path in runs_in(folder)]):
         return "give the --run-dir of a run"
     more = f" or one of {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""

@@ -1,4 +1,4 @@
-"""``moevement report --plot``: loss of runs and what saving costs over iterations, and progress over wall time."""
+"""Plot of ``moevement report --plot``: loss and overhead over iterations, and progress over wall time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from moevement_cli.saving_costs import view
 from moevement_core.overhead.estimate import CONFIDENCE
 
 MOST_LABELED = 4
-"""Recoveries of all runs that have their words beside their marks; of more each has its mark alone."""
+"""Maximum number of recoveries of all runs for which marks have labels. With more, no mark has one."""
 
 
 def draw(runs: Sequence[RunFacts], path: Path) -> None:
-    """Draw ``runs`` to a file, with a mark at each recovery; what saving costs where a run has measured it.
+    """Draw ``runs`` to a file, with a mark at each recovery.
+
+    A panel for the overhead of saving is drawn if a run measured it.
 
     Raises:
-        ConfigError: it cannot be drawn or written.
+        ConfigError: the figure cannot be drawn or written.
     """
     has_costs = any(run.saving_costs.newest is not None for run in runs)
     with figure(path, 3 if has_costs else 2, (15.5 if has_costs else 11, 4.2)) as axes:
@@ -47,9 +49,9 @@ def draw(runs: Sequence[RunFacts], path: Path) -> None:
 
 
 def _looks(runs: Sequence[RunFacts]) -> Iterator[tuple[RunFacts, dict[str, Any]]]:
-    """Yield each run with color, dashes and label of its lines."""
+    """Yield each run with the color, dashes and label of its lines."""
     for run, color, dashes in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False):
-        lengths = [float(length) / 2 for length in dashes.split()]  # in widths of the line
+        lengths = [float(length) / 2 for length in dashes.split()]  # in line widths
         yield run, {"color": color, "linestyle": (0, lengths) if lengths else "-", "linewidth": 1.8, "label": run.name}
 
 
@@ -58,7 +60,7 @@ def _line(axis: Any, points: Sequence[Point], look: dict[str, Any]) -> None:
 
 
 def _draw_costs(runs: Sequence[RunFacts], axis: Any) -> None:
-    """Draw what saving costs, with the confidence interval as a band."""
+    """Draw the overhead of saving, with its confidence interval as a band."""
     for run, look in _looks(runs):
         _line(axis, run.saving_costs.points(), look)
         intervals = zip(*run.saving_costs.intervals(), strict=True)
@@ -71,7 +73,7 @@ def _draw_costs(runs: Sequence[RunFacts], axis: Any) -> None:
 
 
 def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bool) -> None:
-    """Mark the recoveries of a run: a line among its iterations, a span of its time."""
+    """Mark the recoveries of a run: a line at the iteration, and a span of time."""
     for recovery in run.recoveries:
         at = run.iteration_at(recovery) + 0.5
         end = run.elapsed_s(recovery["resumed_at"])
@@ -90,7 +92,7 @@ def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bo
 
 
 def who(recovery: dict[str, Any]) -> str:
-    """Return what failed in a few words: ``rank 2 killed``; without pids and reasons."""
+    """Return what failed in a few words, such as ``rank 2 killed``, without pids and reasons."""
     failures = [*recovery.get("earlier", ()), *recovery["failures"]]
     if not failures:
         return "all ranks restarted"

@@ -1,4 +1,4 @@
-"""Where a run stands: whether it trains, hangs, recovers, has ended, and how; from its directory and the time."""
+"""State of a run at a time: training, silent, recovering or ended, derived from its directory."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.words import counted
 
 SILENT_S = 30.0
-"""A run that has written nothing for longer than this, and than many iterations, is said to be silent."""
+"""Least seconds without a new line after which a run is reported as silent."""
 SILENT_ITERATIONS = 10
 
 
 class Kind(StrEnum):
-    """Where a run stands, in a word."""
+    """State of a run in one word."""
 
     STARTING = "starting"
     TRAINING = "training"
     SILENT = "silent"
-    """No iteration has ended for long: it hangs, or nobody knows that it was killed."""
+    """The run hangs, or something killed it unnoticed: no iteration has ended for long."""
     RECOVERING = "recovering"
     ENDED = "ended"
     REFUSED = "refused"
-    """It ended before its first iteration."""
+    """The run ended before its first iteration."""
     FAILED = "failed"
     KILLED = "killed"
-    """The process that launched it is gone without a word."""
+    """The launcher has gone without recording an end."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A kind with its details."""
+    """State of a run, with its description."""
 
     kind: Kind
     text: str
-    """In words, the kind included."""
+    """Description of the state in words."""
 
     @property
     def style(self) -> str:
-        """Color of its text in a terminal."""
+        """Color of the description in a terminal."""
         if self.kind in (Kind.TRAINING, Kind.ENDED):
             return "green"
         return "yellow" if self.kind is Kind.STARTING else "bold red"
 
 
 def state_of(watched: WatchedRun, now: float) -> RunState:
-    """Return where a run stands.
+    """Return the state of a run at a time.
 
     Args:
         watched: the run, as of its last update.
@@ -86,7 +86,7 @@ def _ended(watched: WatchedRun, now: float) -> RunState:
 
 
 def missing_ranks(watched: WatchedRun) -> list[int]:
-    """Return ranks that no process has now; empty before the job was formed."""
+    """Return the ranks that have no process now. Empty before the job was formed."""
     world = watched.figures.world_size
     if not watched.processes or world is None:
         return []
@@ -95,7 +95,7 @@ def missing_ranks(watched: WatchedRun) -> list[int]:
 
 
 def left_s(watched: WatchedRun) -> float | None:
-    """Return about how many seconds the run still takes, failures as frequent as so far; None if that is not known."""
+    """Return the seconds that the run still needs, about, if failures stay as frequent as so far. None: not known."""
     figures, total = watched.figures, watched.train_iterations
     if total is None or figures.mean_iteration_s is None:
         return None
@@ -103,7 +103,7 @@ def left_s(watched: WatchedRun) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with one unit, or two below a day: ``45 s``, ``12 min``, ``5 h 10 min``."""
+    """Return a duration with one unit, or with two between 2 hours and 2 days: ``45 s``, ``12 min``, ``5 h 10 min``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = int(seconds) // 60

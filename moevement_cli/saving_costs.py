@@ -1,6 +1,4 @@
-"""What saving costs training, as the record of a run has it: the same figures and words for the table, the plot, the
-page and the terminal.
-"""
+"""Cost of saving in the record of a run, as figures and words for the table, the plot, the page and the terminal."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from moevement_core.overhead.fields import FIRST_MEASURED, PARTS, RecordedOverhe
 from moevement_core.words import counted
 
 NAMES = dict(zip(PARTS, ("copies", "digests", "sends", "policy", "stalls"), strict=True))
-"""Parts as readers see them."""
+"""Names of the parts of overhead in reports."""
 NO_INTERVAL = "no interval yet"
 Point = tuple[float, float]
 Interval = tuple[float, float, float]
-"""An x with the ends of an interval there; NaN where it is not known."""
+"""Tuple of x and the ends of an interval there. NaN where an end is not known."""
 
 
 class NotMeasured(StrEnum):
@@ -42,22 +40,22 @@ class SavingCosts:
 
     @cached_property
     def measured(self) -> list[tuple[int, RecordedOverhead | None]]:
-        """Each iteration with the overhead that was known at its end."""
+        """Overhead known at the end of each iteration, as pairs with the iteration."""
         return [(line["iteration"], recorded_overhead(line)) for line in self.lines]
 
     @property
     def newest(self) -> RecordedOverhead | None:
-        """The last overhead that was recorded; None if nothing was measured."""
+        """Last overhead that was recorded. None: nothing was measured."""
         return next((overhead for _, overhead in reversed(self.measured) if overhead is not None), None)
 
     @property
     def newest_at(self) -> int | None:
-        """The iteration at whose end :attr:`newest` was recorded."""
+        """Iteration at whose end :attr:`newest` was recorded."""
         return next((iteration for iteration, overhead in reversed(self.measured) if overhead is not None), None)
 
     @property
     def reason(self) -> NotMeasured | None:
-        """Why nothing was measured; None if something was."""
+        """Reason why nothing was measured. None: something was."""
         if self.newest is not None:
             return None
         if not any("window" in line for line in self.lines):
@@ -66,7 +64,7 @@ class SavingCosts:
 
     @property
     def reason_text(self) -> str:
-        """The reason in words; empty if something was measured."""
+        """Reason in words. Empty if something was measured."""
         return {
             None: "",
             NotMeasured.NO_CHECKPOINTS: "the run saves no checkpoints",
@@ -75,13 +73,13 @@ class SavingCosts:
         }[self.reason]
 
     def text(self) -> str:
-        """Return the newest overhead with its interval, in a few words."""
+        """Return the newest overhead with its interval, in words."""
         if self.newest is None:
             return "not measured"
         return f"{percent(self.newest.share)} ({interval(self.newest)})"
 
     def points(self) -> list[Point]:
-        """Return the overhead in percent, by iteration; NaN where it is not known."""
+        """Return the overhead in percent, by iteration. NaN where it is not known."""
         return [
             (iteration, math.nan if overhead is None else 100 * overhead.share) for iteration, overhead in self.measured
         ]
@@ -110,7 +108,7 @@ def _ends(overhead: RecordedOverhead | None) -> tuple[float, float]:
 def view(costs: Sequence[SavingCosts]) -> tuple[float, float]:
     """Return the range in percent that a drawing of ``costs`` shows: zero, all values, and the newest intervals.
 
-    The first intervals come from few comparisons. They may be so wide that nothing else would be seen beside them.
+    The first intervals come from few comparisons. They may be so wide that they hide everything else.
     """
     shown = [0.0]
     for cost in costs:
@@ -121,7 +119,7 @@ def view(costs: Sequence[SavingCosts]) -> tuple[float, float]:
 
 
 def parts_text(overhead: RecordedOverhead) -> Iterator[tuple[str, str]]:
-    """Yield the name and the percentage of each part."""
+    """Yield the name and the percentage of each part of the overhead."""
     for part, share in overhead.parts.items():
         yield NAMES[part], percent(share)
 

@@ -1,4 +1,4 @@
-"""``moevement simulate``: what a failure rate costs under each way of checkpointing."""
+"""Command ``moevement simulate``, which computes what failures cost under each checkpointing strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "Hours of a training with failures, drawn or recorded, under several ways of checkpointing: the "
         "effective training time ratio by the formula and by simulation, and where the rest of the time went. WHAT is "
         "a scenario file, which says everything, or a model as for moevement plan; several are compared. What stands "
-        "on the command line wins over the file. docs/simulator.md has every field, and says what is assumed."
+        "on the command line wins over the file. docs/scenarios.md has every field, and says what is assumed."
     )
     add = parser.add_argument
     add("what", nargs="+", metavar="WHAT",
@@ -96,7 +96,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """Simulate, print and draw; returns the exit code."""
+    """Simulate all jobs, print and draw the results, and return the exit code."""
     if arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers}; needs 1 or more")
     check_output("--plot", arguments.plot)
@@ -107,14 +107,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     for job in jobs:
         with waiting(f"{job.job.name} on {job.job.ranks} ranks: the plan of its checkpoints") as report:
             costs, draws = job.costs(), job.draws()
-            trainings = sum(len(one.failures) for one in draws) * len(job.run.strategies)
+            trainings = sum(len(draw.failures) for draw in draws) * len(job.run.strategies)
             report(f"{job.job.name} on {job.job.ranks} ranks: {trainings} trainings of {job.run.hours:g} hours")
             own = run(costs, job.run.strategies, draws, job.until_s, job.spares(), arguments.workers)
             variants = Variants(costs)
-            for one in draws if arguments.best else ():
-                report(f"{job.job.name}: the best of each strategy for a failure every {one.mtbf_s:.0f} s")
-                rows = [cell for cell in own if cell.mtbf_s == one.mtbf_s]
-                advice.append((job, advise(variants, one, job.until_s, job.spares(), rows, fixed_by(arguments))))
+            for drawn in draws if arguments.best else ():
+                report(f"{job.job.name}: the best of each strategy for a failure every {drawn.mtbf_s:.0f} s")
+                rows = [cell for cell in own if cell.mtbf_s == drawn.mtbf_s]
+                advice.append((job, advise(variants, drawn, job.until_s, job.spares(), rows, fixed_by(arguments))))
         print_headline(console, job, costs)
         cells += own
     print_cells(console, cells, jobs)
@@ -124,13 +124,13 @@ def simulate(arguments: argparse.Namespace) -> int:
         draw(cells, arguments.plot)
         print(f"plot: {arguments.plot}")
     if arguments.json:
-        told = {"results": [_as_json(cell) for cell in cells], "advice": [_advice_as_json(*one) for one in advice]}
-        print(json.dumps(told))
+        results = {"results": [_as_json(cell) for cell in cells], "advice": [_advice_as_json(*pair) for pair in advice]}
+        print(json.dumps(results))
     return 0
 
 
 def fixed_by(arguments: argparse.Namespace) -> Fixed:
-    """Return what the command line leaves no choice of."""
+    """Return the choices that the command line makes for the advice: kind of window, and W."""
     return Fixed(None if arguments.window_kind is None else WindowKind(arguments.window_kind), arguments.window)
 
 
@@ -146,11 +146,11 @@ def _as_json(cell: Cell) -> dict[str, Any]:
         "expected_rollback": _finite(strategy.expected_rollback),
         "expected_recovery_s": _finite(strategy.expected_recovery_s()), "ettr_formula": cell.formula,
         "ettr": cell.ettr, "ettr_confidence": _finite(cell.interval), "lost": cell.lost,
-        "failures": [one.failures for one in cell.outcomes],
-        "during_recovery": [one.during_recovery for one in cell.outcomes],
-        "from_storage": [one.from_storage for one in cell.outcomes],
-        "iterations": [one.iterations for one in cell.outcomes],
-        "tokens_lost": [one.tokens_lost for one in cell.outcomes],
+        "failures": [outcome.failures for outcome in cell.outcomes],
+        "during_recovery": [outcome.during_recovery for outcome in cell.outcomes],
+        "from_storage": [outcome.from_storage for outcome in cell.outcomes],
+        "iterations": [outcome.iterations for outcome in cell.outcomes],
+        "tokens_lost": [outcome.tokens_lost for outcome in cell.outcomes],
         "goodput": [list(point) for point in cell.outcomes[0].goodput],
     }  # fmt: skip
 
@@ -166,13 +166,14 @@ def _advice_as_json(job: Scenario, advice: Advice) -> dict[str, Any]:
 def _choices_as_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
     return [
         {
-            "strategy": one.strategy.name, "flags": one.flags, "ettr": one.ettr, "copies": one.copies,
-            "interval": one.strategy.interval, "window": one.strategy.costs.plan.size if one.is_sparse else None,
-            "window_kind": str(one.strategy.costs.plan.given.kind) if one.is_sparse else None,
-            "fits": one.fits, "host_bytes_of_node": node_bytes(one.strategy),
-            "all_copies_lost_a_month": one.lost_a_month,
+            "strategy": choice.strategy.name, "flags": choice.flags, "ettr": choice.ettr, "copies": choice.copies,
+            "interval": choice.strategy.interval,
+            "window": choice.strategy.costs.plan.size if choice.is_sparse else None,
+            "window_kind": str(choice.strategy.costs.plan.given.kind) if choice.is_sparse else None,
+            "fits": choice.fits, "host_bytes_of_node": node_bytes(choice.strategy),
+            "all_copies_lost_a_month": choice.lost_a_month,
         }
-        for one in choices
+        for choice in choices
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The figure of ``moevement simulate --plot``."""
+"""Figure of ``moevement simulate --plot``, with four panels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from moevement_core.simulator.experiment import Cell
 from moevement_core.simulator.strategies import Gemini
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Okabe's and Ito's, which every kind of colour vision tells apart; one for each strategy in every panel."""
+"""Colors of strategies, the same in every panel. They suit readers with color vision deficiency (Okabe and Ito)."""
 PART_COLOURS = ("#222222", "#555555", "#888888", "#AAAAAA", "#56B4E9", "#CC79A7", "#E69F00", "#D55E00")
 MARKERS, LINES = "osD^v<>", ("-", "--", "-.", ":")
-"""Lines that lie on each other stay visible by them."""
+"""Markers and dash styles, which keep lines visible that lie on each other."""
 INTERVALS = 40
-"""Points of the curve over the interval."""
+"""Number of points of the curve over the interval."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Draw ETTR over failure rate, what time went to and progress at the highest rate, and ETTR over the interval."""
+    """Draw the four panels.
+
+    They show ETTR over the failure rate, lost time by part and progress at the highest rate, and ETTR over the
+    interval.
+    """
     count = jobs_in(cells)
     lines: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -74,7 +78,10 @@ def _draw_lost(here: Mapping[str, Cell], axis: Any) -> None:
 
 
 def _draw_behind(here: Mapping[str, Cell], styles: Mapping[str, Mapping[str, Any]], axis: Any) -> None:
-    """Draw by how much a training is behind one without checkpoints and failures: curves of progress lie too close."""
+    """Draw the minutes by which a training is behind one without checkpoints and failures.
+
+    Curves of progress itself would lie too close to each other.
+    """
     for name, cell in here.items():
         first = cell.outcomes[0]
         points = [(0.0, 0), *first.goodput]
@@ -88,13 +95,13 @@ def _draw_behind(here: Mapping[str, Cell], styles: Mapping[str, Mapping[str, Any
 
 
 def _draw_intervals(cells: Sequence[Cell], axis: Any) -> None:
-    """Draw dense checkpoints in peers' memory of the first job by the formula, as far as its interval matters."""
+    """Draw ETTR by the formula over the interval of dense checkpoints in peers' memory, for the first job."""
     costs = cells[0].strategy.costs
     best = {mtbf_s: Gemini(costs, mtbf_s).interval for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells)}
     most = 8 * max(best.values())
     for number, (mtbf_s, interval) in enumerate(best.items()):
         intervals = sorted({max(1, round(most ** (step / INTERVALS))) for step in range(INTERVALS + 1)} | {interval})
-        ratios = [Gemini(costs, mtbf_s, interval=one).analytic_ettr(mtbf_s) for one in intervals]
+        ratios = [Gemini(costs, mtbf_s, interval=candidate).analytic_ettr(mtbf_s) for candidate in intervals]
         axis.plot(
             intervals, ratios, label=f"a failure every {span(mtbf_s)}; best: {interval}",
             color=COLOURS[number % len(COLOURS)],

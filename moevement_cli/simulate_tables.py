@@ -1,4 +1,4 @@
-"""What ``moevement simulate`` prints: the job, trainings at each failure rate, where time went, and advice."""
+"""Tables and sentences of ``moevement simulate``: the job, ETTR at each failure rate, lost time, and advice."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PARTS = {
     "convert": ("dense", "replay until the state is dense"),
     "catch up": ("replay", "replay up to the failure"),
 }
-"""Names of the columns, and what they stand for."""
+"""Parts of lost time by the simulator's names: the header of a column, and the meaning."""
 NEGLIGIBLE = 0.0005
 """Difference of two ratios that three digits do not show."""
 
 
 def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
-    """Print what is simulated, and what is assumed."""
+    """Print the simulated job and the assumptions."""
     shape, saved, time = job.job, job.checkpointing, costs.time
     alone = max(time.segment_s([stage]) for stage in range(time.stages))
     copies = costs.plan.given.replicas
@@ -52,7 +52,7 @@ def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
 
 
 def print_cells(console: Console, cells: Sequence[Cell], jobs: Sequence[Scenario]) -> None:
-    """Print ratios at each failure rate, and where time went at the highest."""
+    """Print ratios at each failure rate, and lost time at the highest rate."""
     console.print(_ratio_table(cells))
     if any(not fits(cell.strategy) for cell in cells):
         console.print("[bold red]*[/bold red] needs more host memory than a node has")
@@ -86,17 +86,17 @@ def _ratio_table(cells: Sequence[Cell]) -> Table:
 
 
 def jobs_in(cells: Sequence[Cell]) -> int:
-    """Return how many jobs there are."""
+    """Return the number of different jobs."""
     return len({(cell.job, cell.ranks) for cell in cells})
 
 
 def name_of(cell: Cell, jobs: int) -> str:
-    """Return the name of the strategy, with the job's where there are several."""
+    """Return the name of the strategy, followed by the job if there are several."""
     return cell.strategy.name if jobs == 1 else f"{cell.strategy.name}, {cell.job} on {cell.ranks}"
 
 
 def _worst(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Yield of each job its cells at the highest failure rate."""
+    """Yield the cells of each job at its highest failure rate."""
     for job in dict.fromkeys((cell.job, cell.ranks) for cell in cells):
         own = [cell for cell in cells if (cell.job, cell.ranks) == job]
         worst = min(cell.mtbf_s for cell in own)
@@ -104,12 +104,12 @@ def _worst(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
 
 
 def _kept(header: str) -> Column:
-    """Return a column that is not abbreviated where the console is narrow."""
+    """Return a column that is not abbreviated on a narrow console."""
     return Column(header, no_wrap=True)
 
 
 def _lost_table(here: Sequence[Cell]) -> Table:
-    """Return where the time went, percent of it."""
+    """Return a table of the time lost to each part, in percent of the training's time."""
     table = Table(_kept("% lost to"), *(_kept(name) for name, _ in PARTS.values()), title=_rate(here))
     for cell in here:
         table.add_row(cell.strategy.name, *(f"{100 * cell.lost[part]:.2f}" for part in PARTS))
@@ -117,7 +117,7 @@ def _lost_table(here: Sequence[Cell]) -> Table:
 
 
 def _counted_table(here: Sequence[Cell]) -> Table:
-    """Return what is copied and kept, and what failures met."""
+    """Return a table of the bytes copied and kept, and of the failures."""
     table = Table(
         _kept(""), "GB copied", "GB kept", "failures", "nested", "storage", "lost", title=_rate(here),
         caption="copied: an iteration, the heaviest rank; kept: host memory of that rank; nested: failures in a "
@@ -127,8 +127,8 @@ def _counted_table(here: Sequence[Cell]) -> Table:
         table.add_row(
             cell.strategy.name, f"{cell.strategy.copied_bytes / GB:.3g}", f"{cell.strategy.host_bytes / GB:.3g}",
             *(
-                f"{statistics.fmean(getattr(one, counted) for one in cell.outcomes):.1f}"
-                for counted in ("failures", "during_recovery", "from_storage", "tokens_lost")
+                f"{statistics.fmean(getattr(outcome, count) for outcome in cell.outcomes):.1f}"
+                for count in ("failures", "during_recovery", "from_storage", "tokens_lost")
             ),
         )  # fmt: skip
     return table
@@ -139,12 +139,12 @@ def _rate(here: Sequence[Cell]) -> str:
 
 
 def print_advice(console: Console, advice: Sequence[tuple[Scenario, Advice]]) -> None:
-    """Print each strategy at its best, at each rate, and a sentence on what decides."""
+    """Print the best choice of each strategy at each failure rate, and a sentence on what decides."""
     for job in {id(job): job for job, _ in advice}.values():
-        own = [one for other, one in advice if other is job]
+        own = [item for other, item in advice if other is job]
         console.print(_choice_table(job, own))
-        for one in own:
-            for sentence in _sentences(job, one):
+        for item in own:
+            for sentence in _sentences(job, item):
                 console.print(sentence)
         console.print("Not proposed, because failures lose updates of experts: moc, moetion.")
 
@@ -158,13 +158,13 @@ def _choice_table(job: Scenario, advice: Sequence[Advice]) -> Table:
         caption="the failures, spares and seconds of the table above; lost all: failures in 30 days that leave no copy "
         "in memory",
     )  # fmt: skip
-    for one in advice:
-        for choice in one.choices:
+    for item in advice:
+        for choice in item.choices:
             table.add_row(
-                span(one.mtbf_s), _called(choice), _every(choice), f"{choice.ettr:.3f}",
+                span(item.mtbf_s), _called(choice), _every(choice), f"{choice.ettr:.3f}",
                 f"{node_bytes(choice.strategy) / GB:,.0f}" + ("" if choice.fits else " *"),
                 f"{choice.lost_a_month:.2g}" if choice.strategy.in_memory else "-",
-                style="bold" if choice is one.best else "",
+                style="bold" if choice is item.best else "",
             )  # fmt: skip
     return table
 
@@ -175,8 +175,8 @@ def _called(choice: Choice) -> str:
 
 def _every(choice: Choice) -> str:
     if choice.is_sparse:
-        given = choice.strategy.costs.plan
-        return f"W {given.size}" + ("" if _called(choice) == "redo" else f" {given.given.kind}")
+        checkpoints = choice.strategy.costs.plan
+        return f"W {checkpoints.size}" + ("" if _called(choice) == "redo" else f" {checkpoints.given.kind}")
     return f"every {choice.strategy.interval}"
 
 
@@ -193,19 +193,19 @@ def _sentences(job: Scenario, advice: Advice) -> Iterator[str]:
         )
     if len(advice.by_copies) > 1:
         yield "By copies: " + "; ".join(
-            f"{one.copies}: ETTR {one.ettr:.3f}, {node_bytes(one.strategy) / GB:,.0f} GB of a node, all copies lost "
-            f"{one.lost_a_month:.2g} times in 30 days"
-            for one in advice.by_copies
+            f"{choice.copies}: ETTR {choice.ettr:.3f}, {node_bytes(choice.strategy) / GB:,.0f} GB of a node, "
+            f"all copies lost {choice.lost_a_month:.2g} times in 30 days"
+            for choice in advice.by_copies
         )
 
 
 def _gain(advice: Advice) -> str:
-    """Return what it gains over the next best, and what decides."""
+    """Return a sentence: the gain over the next best choice, and what decides."""
     other, decides = advice.next_best, advice.decides
     if other is None or decides is None:
         return "No other strategy was tried."
     gain, confidence = advice.gain
-    name, ours, its = decides
+    name, best_share, other_share = decides
     part = PARTS[name][1]
     against = f"{_called(other)} ({_every(other)})"
     if not other.fits and advice.best.fits:
@@ -214,7 +214,8 @@ def _gain(advice: Advice) -> str:
         return f"Over {against} the gain of {gain:.3f} is no more than chance: take the one that needs less memory."
     margin = f" ± {confidence:.3f}" if math.isfinite(confidence) else ""
     return (
-        f"It gains {gain:.3f}{margin} over {against}; what decides is {part}: {ours:.2%} of the time against {its:.2%}."
+        f"It gains {gain:.3f}{margin} over {against}; what decides is {part}: "
+        f"{best_share:.2%} of the time against {other_share:.2%}."
     )
 
 

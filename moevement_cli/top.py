@@ -1,4 +1,4 @@
-"""``moevement top``: what a run does now, in the terminal."""
+"""Command ``moevement top``, which shows in the terminal what a run does now."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HINT = "q: quit    what the words mean: docs/looking.md"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement top``."""
     parser.description = (
         "Show ranks, progress, checkpoints, host memory and recoveries of a run, from its run directory, until it has "
         "ended, q or Ctrl-C. It may be a run of another host, or one that has ended."
@@ -39,7 +39,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Show the run until it ends or the user quits, print the last frame, and return the exit code."""
     if not arguments.interval > 0:
         raise ConfigError(f"--interval {arguments.interval:g}; needs seconds, more than 0")
     watched, console = WatchedRun(_checked(arguments.run_dir)), Console()
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
-    """Until the run has ended, the user has seen enough, or the terminal is gone: nothing can be shown then."""
+    """Show frames until the run ends, the user presses a key to quit, or the terminal has gone."""
     try:
         with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while not watched.has_ended and console.is_terminal:
@@ -66,10 +66,10 @@ def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
 
 
 def _checked(folder: Path) -> Path:
-    """One that is a run directory.
+    """Return ``folder`` if it is a run directory.
 
     Raises:
-        RunRecordError: it is none.
+        RunRecordError: the folder is no run directory.
     """
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no such run directory; give the --run-dir of a run")

@@ -8,15 +8,15 @@ import re
 
 UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 METAVAR = "TIME"
-"""What help calls such a value."""
+"""Name of such a value in help texts."""
 _NUMBER_AND_UNIT = re.compile(rf"(.*?)\s*({'|'.join(sorted(UNITS_S, key=len, reverse=True))})?", re.DOTALL)
 
 
 def seconds(text: str) -> float:
-    """Return the seconds of ``90``, ``1.5h``, ``30m``, ``2.5s``, ``200ms``, ``2d`` or ``inf``; the type of a flag.
+    """Return the seconds of ``90``, ``1.5h``, ``30m``, ``2.5s``, ``200ms``, ``2d`` or ``inf``, as the type of a flag.
 
     Raises:
-        argparse.ArgumentTypeError: it is none of these.
+        argparse.ArgumentTypeError: the text is none of these.
     """
     match = _NUMBER_AND_UNIT.fullmatch(text.strip())
     assert match is not None, "any text is something before an optional unit"
@@ -29,7 +29,7 @@ def seconds(text: str) -> float:
 
 
 def span(value_s: float) -> str:
-    """Return a length of time for people: three digits in the unit that suits it."""
+    """Return a duration for people to read: three digits and the unit that suits it."""
     if not math.isfinite(value_s):
         return "never"
     if value_s < 60:

@@ -1,4 +1,4 @@
-"""``moevement verify``: whether two runs are the same, bit for bit."""
+"""Command ``moevement verify``, which compares two runs bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.words import counted
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Add the description and arguments of ``moevement verify``."""
     parser.description = (
         "Compare two finished runs: losses and gradient norms of every iteration, and the digests of their "
         "final states. Exits with 0 only if they are equal."
@@ -30,7 +30,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code."""
+    """Compare the runs, print the result, and return 0 if they are equal, else 1."""
     a, b = RunRecord(arguments.run_a), RunRecord(arguments.run_b)
     if a.folder.is_dir() and b.folder.is_dir() and a.folder.samefile(b.folder):
         raise RunRecordError(f"{a.folder} and {b.folder} are the same folder; give the --run-dir of two runs")

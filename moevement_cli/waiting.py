@@ -1,4 +1,4 @@
-"""A sign of life on the terminal while a command works; the output itself stays as it is."""
+"""Spinner on the terminal while a command works. The output itself does not change."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from rich.console import Console
 
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """Show ``text`` with a spinner on stderr, if that is a terminal, until the block ends; yields how to change it."""
+    """Show ``text`` with a spinner on stderr until the block ends, and yield a function that changes the text."""
     with Console(stderr=True).status(text) as status:
         yield status.update

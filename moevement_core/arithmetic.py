@@ -75,7 +75,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for name, _, value in (line.partition(":") for line in lines):
-        found.setdefault(name.strip(), value.strip())
-    return " ".join([platform.machine(), *(f"{name} {found[name]}" for name in _PROCESSOR if name in found)])
+        fields.setdefault(name.strip(), value.strip())
+    return " ".join([platform.machine(), *(f"{name} {fields[name]}" for name in _PROCESSOR if name in fields)])

@@ -142,7 +142,7 @@ class BoundaryLog:
         """The iteration is over: nothing that is sent from now on is kept."""
         if self._iteration is not None:
             sent = self._logged[self._iteration]
-            self.bytes_of_last = sum(one.buffer.numel() for its in sent.values() for one in its)
+            self.bytes_of_last = sum(logged.buffer.numel() for tensors in sent.values() for logged in tensors)
             self._buffers.end_iteration()
             self._iteration = None
 
@@ -159,10 +159,10 @@ class BoundaryLog:
             copied.record(self._stream)
         if source.is_cuda:
             source.record_stream(self._stream)  # its memory may not be used again before the copy is over
-        its = self._logged[self._iteration][direction]
+        logged = self._logged[self._iteration][direction]
         dtype = str(tensor.dtype).removeprefix("torch.")
         digested = self._digests.of(buffer, copied)
-        its.append(Logged(len(its), dtype, tuple(tensor.shape), buffer, copied, digested))
+        logged.append(Logged(len(logged), dtype, tuple(tensor.shape), buffer, copied, digested))
 
     def sent(self, iteration: int, direction: Direction) -> list[Logged] | None:
         """Everything that ``iteration`` sent in a direction, in order; None if it is not all here."""
@@ -194,7 +194,7 @@ class BoundaryLog:
 
     def free_before(self, iteration: int) -> None:
         """Let go of what no replay needs any more: what iterations before ``iteration`` sent."""
-        for old in [one for one in self._logged if one < iteration]:
+        for old in [older for older in self._logged if older < iteration]:
             self._drop(old)
 
     def give_up(self, to_bytes: float) -> None:
@@ -225,8 +225,8 @@ class BoundaryLog:
             self._buffers.give_back(logged.buffer, getattr(torch, logged.dtype).itemsize)
 
     def _tensors_of(self, iteration: int) -> Iterator[Logged]:
-        for its in self._logged.get(iteration, {}).values():
-            yield from its
+        for logged in self._logged.get(iteration, {}).values():
+            yield from logged
 
     def _buffer(self, nbytes: int, element_bytes: int) -> torch.Tensor:
         """Return host memory of exactly this size; at the cap the oldest iterations make room for it."""
@@ -245,4 +245,4 @@ class BoundaryLog:
         return buffer
 
     def _oldest(self) -> int | None:
-        return min((one for one in self._logged if one != self._iteration), default=None)
+        return min((logged for logged in self._logged if logged != self._iteration), default=None)

@@ -134,7 +134,7 @@ class StagePlan:
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
         """Operators of the shape, in the order of the table."""
-        by_name = {one.name: one for one in self.shape.operators}
+        by_name = {operator.name: operator for operator in self.shape.operators}
         return tuple(by_name[name] for name in self.table.names)
 
     @property
@@ -200,7 +200,7 @@ class CheckpointPlan:
     def _stage(self, shape: StageShape) -> StagePlan:
         given = self.given
         table = shape.table(given.regime)
-        dense = not any(o.kind is OperatorKind.EXPERT for one in given.job.stages for o in one.operators)
+        dense = not any(o.kind is OperatorKind.EXPERT for stage in given.job.stages for o in stage.operators)
         ordering = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
         order = _first_order(table, ordering)
         log_bytes = given.job.log_bytes_of(shape)
@@ -297,7 +297,9 @@ class CheckpointPlan:
         """Host bytes of a sum over the snapshots of a group, as long as the longest, and of what comes at a time."""
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
-            tensor.elements * _MASTER_BYTES // one.shards for one in stage.shape.operators for tensor in one.tensors
+            tensor.elements * _MASTER_BYTES // operator.shards
+            for operator in stage.shape.operators
+            for tensor in operator.tensors
         )
         return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 

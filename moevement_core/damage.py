@@ -30,8 +30,8 @@ class Damage:
     @staticmethod
     def parse(text: str) -> Damage | None:
         """The inverse of ``str``; None for any other line."""
-        found = _LINE.fullmatch(text)
-        return Damage(**found.groupdict()) if found else None
+        match = _LINE.fullmatch(text)
+        return Damage(**match.groupdict()) if match else None
 
 
 def report(by: str, what: str, instead: str) -> None:

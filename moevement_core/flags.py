@@ -88,8 +88,8 @@ def flags_of(config: type) -> list[tuple[Field[Any], Flag]]:
 def add_flags(group: Any, *configs: type) -> None:
     """Add the flags of configuration dataclasses to a parser, or a group of one."""
     for config in configs:
-        for _, its in flags_of(config):
-            its.add_to(group)
+        for _, declared in flags_of(config):
+            declared.add_to(group)
 
 
 def from_args[Config](config: type[Config], args: argparse.Namespace, **others: Any) -> Config:
@@ -103,7 +103,9 @@ def from_args[Config](config: type[Config], args: argparse.Namespace, **others: 
     Raises:
         ConfigError: a value cannot be.
     """
-    values = {each.name: its.check(its.name, getattr(args, its.dest)) for each, its in flags_of(config)}
+    values = {
+        each.name: declared.check(declared.name, getattr(args, declared.dest)) for each, declared in flags_of(config)
+    }
     return config(**values, **others)
 
 
@@ -151,8 +153,8 @@ def within(least: float, most: float = math.inf) -> Check:
 
 def gigabytes(name: str, value: float | None) -> float:
     """Return a number of gigabytes in whole bytes, so that it is not a byte short of itself; infinite without a cap."""
-    given = positive(math.inf)(name, value)
-    return round(given * 1e9) if math.isfinite(given) else given
+    checked = positive(math.inf)(name, value)
+    return round(checked * 1e9) if math.isfinite(checked) else checked
 
 
 def bandwidth(name: str, text: str) -> float | None:

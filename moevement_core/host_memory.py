@@ -51,7 +51,7 @@ def _limits(root: Path) -> list[int]:
         for each in (folder, *folder.parents):
             if each.is_relative_to(base) and (text := _read(each / name)).isdecimal():
                 limits.append(int(text))
-    return [one for one in limits if one < _UNLIMITED]
+    return [limit for limit in limits if limit < _UNLIMITED]
 
 
 def _read(path: Path) -> str:

@@ -190,7 +190,7 @@ def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]
     Raises:
         ConfigError: it is no trace.
     """
-    found, places = [], dict[str, int]()
+    failures, places = [], dict[str, int]()
     try:
         with trace.open(newline="") as file:
             for number, row in enumerate(csv.reader(file), start=1):
@@ -202,7 +202,7 @@ def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]
                 node = places.setdefault(row[2], len(places)) % nodes
                 NOT_NEGATIVE.check(f"trace {trace}, line {number}: milliseconds", float(row[0]))
                 if row[1] == "remove":
-                    found.append((float(row[0]) / 1e3 / speedup, node))
+                    failures.append((float(row[0]) / 1e3 / speedup, node))
     except (OSError, ValueError) as error:
         raise ConfigError(f"trace {trace}: {error}") from None
-    return sorted(found)
+    return sorted(failures)

@@ -75,4 +75,4 @@ def _first_of(path: Path | str, field: str) -> list[str]:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return [found[1].strip() for found in [re.search(rf"^{field}\s*:(.*)$", text, re.MULTILINE)] if found]
+    return [match[1].strip() for match in [re.search(rf"^{field}\s*:(.*)$", text, re.MULTILINE)] if match]

@@ -80,9 +80,9 @@ def _online(sys: Path) -> frozenset[int]:
 
 def _processors(path: Path) -> frozenset[int]:
     """Read a list as the kernel writes it: ``0-3,8``."""
-    found: set[int] = set()
+    processors: set[int] = set()
     for word in path.read_text().strip().split(","):
         if word:
             first, _, last = word.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+            processors.update(range(int(first), int(last or first) + 1))
+    return frozenset(processors)

@@ -249,8 +249,8 @@ class OperatorTable:
 
 def _layer_of(name: str) -> int:
     """The layer number in an operator's name, -1 if there is none."""
-    found = re.match(r"layers\.(\d+)", name)
-    return int(found[1]) if found else -1
+    match = re.match(r"layers\.(\d+)", name)
+    return int(match[1]) if match else -1
 
 
 def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:

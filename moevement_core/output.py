@@ -52,9 +52,9 @@ def never_fails() -> None:
         elif stream is getattr(sys, f"__{name}__") and not isinstance(getattr(stream.buffer, "raw", None), _Forgiving):
             is_line_buffered = stream.line_buffering or name == "stderr"
             stream.flush()
-            made = io.TextIOWrapper(
+            wrapper = io.TextIOWrapper(
                 io.BufferedWriter(_Forgiving(name)), encoding=stream.encoding, errors=stream.errors,
                 line_buffering=is_line_buffered, write_through=stream.write_through,
             )  # fmt: skip
-            setattr(sys, name, made)
-            setattr(sys, f"__{name}__", made)
+            setattr(sys, name, wrapper)
+            setattr(sys, f"__{name}__", wrapper)

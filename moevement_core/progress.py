@@ -129,10 +129,10 @@ class Progress:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return the identity of a file among all that have had its name."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _has_loss(line: dict[str, Any]) -> bool:

@@ -81,12 +81,12 @@ def summary_complaint(summary: Any) -> str | None:
         return "its state_digest is none; it was damaged after writing"
     if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
         return "its state_digest has no ranks; it was damaged after writing"
-    told = summary.get("checkpointing")
-    if told is not None:
-        if not isinstance(told, dict) or not all(_is_number(told.get(name)) for name in _COST):
+    checkpointing = summary.get("checkpointing")
+    if checkpointing is not None:
+        if not isinstance(checkpointing, dict) or not all(_is_number(checkpointing.get(name)) for name in _COST):
             return "its checkpointing lacks numbers; it was not written by this version"
-        recoveries = told.get("recoveries")
-        if not isinstance(recoveries, list) or any(_fields_of(Recovery, one) for one in recoveries):
+        recoveries = checkpointing.get("recoveries")
+        if not isinstance(recoveries, list) or any(_fields_of(Recovery, recovery) for recovery in recoveries):
             return "its recoveries are none; it was not written by this version"
     return _numbers(summary)
 
@@ -95,13 +95,13 @@ def processes_complaint(processes: Any) -> str | None:
     """Return what is wrong with ``ranks.json``; None if nothing is."""
     if not isinstance(processes, list):
         return f"holds {type(processes).__name__}, not a list; it was damaged after writing"
-    for one in processes:
-        if not isinstance(one, dict) or one.get("role") not in ("active", "spare", "starting"):
-            return f"{_shown(one)} is no process; it was damaged after writing"
-        if not isinstance(one.get("host"), str) or not isinstance(one.get("node", ""), str):
-            return f"a process of host {_shown(one.get('host'))}; needs its name"
-        if one["role"] == "active" and not _is_whole(one.get("rank")):
-            return f"a process of rank {_shown(one.get('rank'))}; needs a whole number"
+    for process in processes:
+        if not isinstance(process, dict) or process.get("role") not in ("active", "spare", "starting"):
+            return f"{_shown(process)} is no process; it was damaged after writing"
+        if not isinstance(process.get("host"), str) or not isinstance(process.get("node", ""), str):
+            return f"a process of host {_shown(process.get('host'))}; needs its name"
+        if process["role"] == "active" and not _is_whole(process.get("rank")):
+            return f"a process of rank {_shown(process.get('rank'))}; needs a whole number"
     return None
 
 
@@ -142,17 +142,17 @@ def _numbers(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fields_of(kind: type, found: Any) -> str | None:
+def _fields_of(kind: type, fields: Any) -> str | None:
     """Return what is wrong with the fields of an event of a dataclass; None if nothing is."""
-    if not isinstance(found, Mapping):
-        return f"{_shown(found)} has no fields"
+    if not isinstance(fields, Mapping):
+        return f"{_shown(fields)} has no fields"
     for name, (wanted, is_optional) in _annotated(kind).items():
-        if name not in found:
+        if name not in fields:
             if is_optional:
                 continue
             return f"no {name}; it was not written by this version"
-        if not _fits(found[name], wanted):
-            return f"{name} {_shown(found[name])}; needs {getattr(wanted, '__name__', wanted)}"
+        if not _fits(fields[name], wanted):
+            return f"{name} {_shown(fields[name])}; needs {getattr(wanted, '__name__', wanted)}"
     return None
 
 
@@ -161,8 +161,8 @@ def _annotated(kind: type) -> dict[str, tuple[Any, bool]]:
     """Type of each field of a dataclass, and whether it may be missing."""
     hints = typing.get_type_hints(kind)
     return {
-        one.name: (hints[one.name], one.default is not dataclasses.MISSING)
-        for one in dataclasses.fields(kind)
+        field.name: (hints[field.name], field.default is not dataclasses.MISSING)
+        for field in dataclasses.fields(kind)
     }  # fmt: skip
 
 
@@ -171,11 +171,11 @@ def _fits(value: Any, wanted: Any) -> bool:
         return True
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, kind) for kind in inner)
     if origin in (Mapping, dict):
-        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
     if origin in (Sequence, list, tuple):
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
     if wanted is int:
         return _is_whole(value)
     if wanted is float:
@@ -183,8 +183,8 @@ def _fits(value: Any, wanted: Any) -> bool:
     return isinstance(value, wanted)
 
 
-def _missing(found: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    return [name for name in names if name not in found]
+def _missing(fields: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    return [name for name in names if name not in fields]
 
 
 def _is_whole(value: Any) -> bool:

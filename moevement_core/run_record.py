@@ -126,17 +126,17 @@ class RunRecord:
             RunRecordError: it is damaged, or of another version.
         """
         try:
-            found = json.loads(read_regular(self.job_path))
+            entry = json.loads(read_regular(self.job_path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
             raise RunRecordError(
                 f"{self.job_path}: cannot be read ({error}); the file was damaged after writing"
             ) from None
-        if (complaint := job_complaint(found)) is not None:
+        if (complaint := job_complaint(entry)) is not None:
             raise RunRecordError(f"{self.job_path}: {complaint}")
-        known = {field.name for field in dataclasses.fields(JobEntry)} & found.keys()
-        return JobEntry(**{name: found[name] for name in known})
+        known = {field.name for field in dataclasses.fields(JobEntry)} & entry.keys()
+        return JobEntry(**{name: entry[name] for name in known})
 
     def write_strangers(self, values: int) -> None:
         """Replace the file ``strangers.json``."""

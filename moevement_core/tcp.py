@@ -45,11 +45,11 @@ class Connection:
 def connections() -> Iterator[Connection]:
     """Yield every TCP connection of this process; one that listens is none."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if (one := duplicate(descriptor)) is None:
+        if (connection := duplicate(descriptor)) is None:
             continue
-        with one:
-            if (ends := _ends_of(one)) is not None:
-                yield Connection(descriptor, ends, one)
+        with connection:
+            if (ends := _ends_of(connection)) is not None:
+                yield Connection(descriptor, ends, connection)
 
 
 def _ends_of(connection: socket.socket) -> Ends | None:

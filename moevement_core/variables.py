@@ -30,9 +30,9 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         VariableError: one cannot be; the message has its name, its value and what is needed.
     """
-    for name, its in NUMBERS.items():
-        if (text := environment.get(name)) and not its.holds(value := _whole(name, text)):
-            raise VariableError(f"{name}={value}: needs a whole number, {its}")
+    for name, allowed in NUMBERS.items():
+        if (text := environment.get(name)) and not allowed.holds(value := _whole(name, text)):
+            raise VariableError(f"{name}={value}: needs a whole number, {allowed}")
     for name, known in CHOICES.items():
         if (text := environment.get(name)) and text not in known:
             raise VariableError(f"{name}={text[:_SHOWN]!r}: needs one of {', '.join(known)}, or not to be set")

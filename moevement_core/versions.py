@@ -13,13 +13,13 @@ _PACKAGES = {"megatron-core": "megatron-core", "torch": "torch", "NVRx": "nvidia
 
 def versions() -> dict[str, str]:
     """Return the version of each package that is installed, MoEvement's first and Python's last."""
-    found = {"moevement": __version__}
+    versions = {"moevement": __version__}
     for name, distribution in _PACKAGES.items():
         try:
-            found[name] = metadata.version(distribution)
+            versions[name] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "Python": platform.python_version()}
+    return {**versions, "Python": platform.python_version()}
 
 
 def version_line() -> str:

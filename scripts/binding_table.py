@@ -1,4 +1,7 @@
-"""Writes docs/binding.md: the methods by which a trainer is described. ``python scripts/binding_table.py``."""
+"""Generator of docs/binding.md, the reference of the methods that describe a trainer.
+
+Run it with ``python scripts/binding_table.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ and a test compares.
 
 
 def page() -> str:
-    """Return the whole file: methods that have to be written, then those that have a default."""
+    """Return the whole page: methods that a binding must write, then methods with a default."""
     methods = [node for node in _class().body if isinstance(node, ast.FunctionDef)]
     needed = [method for method in methods if _is_abstract(method)]
     others = [method for method in methods if method not in needed]
@@ -43,7 +46,7 @@ def _rows(methods: list[ast.FunctionDef]) -> list[str]:
 
 
 def _parameters(method: ast.FunctionDef) -> str:
-    """Return the parameters in parentheses; nothing for an attribute."""
+    """Return the parameters in parentheses, or an empty string for an attribute."""
     if any("property" in ast.unparse(decorator) for decorator in method.decorator_list):
         return ""
     arguments = method.args

@@ -1,9 +1,9 @@
-"""Two processes that crash within a minute or two: torch's coalesced collectives over gloo corrupt the heap.
+"""Reproduction of a fault of torch: coalesced collectives over gloo corrupt the heap of two processes.
 
-``python scripts/coalesced_gloo.py`` ends with a signal of malloc's, or a segmentation fault, where torch has the fault
-(2.13.0 does); with ``--one-by-one``, as ``megatron/moevement/platform/megatron_cpu.py`` issues them, it does not.
-Nothing of Megatron or of this project is in it: sends and receives in pairs, gradients that are reduced from hooks of
-the backward pass, parameters that are gathered in place.
+``python scripts/coalesced_gloo.py`` crashes within a minute or two where torch has the fault (2.13.0 has it), with a
+signal of malloc's or a segmentation fault. It does not crash with ``--one-by-one``, which issues the collectives as
+``megatron/moevement/platform/megatron_cpu.py`` does. The script uses nothing of Megatron or this project: it sends and
+receives in pairs, reduces gradients from hooks of the backward pass, and gathers parameters in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _run(rank: int, port: int, seconds: float, one_by_one: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     pair, other = dist.new_group([0, 1]), 1 - rank
-    alone = [dist.new_group([one]) for one in range(2)][rank]
+    alone = [dist.new_group([member]) for member in range(2)][rank]
     sending, receiving = (pair, dist.group.WORLD) if rank == 0 else (dist.group.WORLD, pair)
     parameters = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)) for _ in range(PARAMETERS)]
     gradients = [torch.zeros(WIDTH * WIDTH) for _ in parameters]
@@ -80,8 +80,10 @@ def _run(rank: int, port: int, seconds: float, one_by_one: bool) -> None:
             work.wait()
         flat = [parameter.data.view(-1) for parameter in parameters]
         under_way[:] = [
-            _collective(dist.all_gather_into_tensor, one, one.view(1, -1)[0], group=alone, one_by_one=one_by_one)
-            for one in flat
+            _collective(
+                dist.all_gather_into_tensor, parameter, parameter.view(1, -1)[0], group=alone, one_by_one=one_by_one
+            )
+            for parameter in flat
         ]
         for work in under_way:
             work.wait()

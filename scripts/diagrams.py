@@ -1,7 +1,7 @@
-"""Writes docs/diagrams/*.svg: the parts of a job, a window's slots, and where a recovery's seconds go.
+"""Generator of docs/diagrams/*.svg: the parts of a job, the slots of a window, and the seconds of a recovery.
 
-``python scripts/diagrams.py``. What a slot holds is asked of the schedule that a job has, and the seconds are those of
-benchmarks/kills.md, so neither can be drawn otherwise than it is; a test compares the files.
+Run it with ``python scripts/diagrams.py``. The slots come from the schedule code of a job, and the seconds from
+benchmarks/kills.md, so the drawings cannot differ from them. A test compares the files.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ KILLS = ROOT / "benchmarks" / "kills.md"
 PHASES = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore")
 
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and compared
-    "svg.hashsalt": "moevement",  # names inside the file do not change from one drawing to the next
+    "svg.fonttype": "none",  # text stays text: readers can search and compare it, and a screen reader can read it
+    "svg.hashsalt": "moevement",  # names inside the file are the same in each drawing
     "font.family": "sans-serif",
-    "font.size": 12,  # 16 px at full width: legible on a phone, too
+    "font.size": 12,  # 16 px at full width, which is legible on a phone, too
 }
 INK = "#123456"
-"""Stands for the ink of the page: dark on a light page, light on a dark one."""
+"""Placeholder for the color of text, which is dark on a light page and light on a dark one."""
 DARK, FULL, COMPUTE = "#111111", "#3f51b5", "#b9c2ea"
 WIDTH = 6.4
-"""Inches, as wide as a column of text."""
+"""Width of a figure in inches, that of a column of text."""
 
 
 def architecture() -> Figure:
-    """Processes of a job on two nodes and a spare one, and where snapshots go."""
+    """Draw the processes of a job on two nodes and a spare node, and the ways of snapshots."""
     figure, axes = _canvas(WIDTH, 4.6)
     _box(axes, 0.1, 3.75, 6.2, 0.75, "launcher, or coordinator under Slurm", "gives out ranks; decides who lives", FULL)
     for place, (name, members) in enumerate(
@@ -64,7 +64,7 @@ def architecture() -> Figure:
 
 
 def window() -> Figure:
-    """Draw what each snapshot of two aligned windows holds, from the schedule itself."""
+    """Draw the contents of each snapshot of two aligned windows, from the schedule itself."""
     schedule = _example_schedule()
     snapshots = schedule.start + np.arange(2 * schedule.size)
     figure, axes = _canvas(WIDTH, 3.9)
@@ -88,7 +88,7 @@ def window() -> Figure:
 
 
 _HELD = {Saved.FULL: (FULL, "all"), Saved.COMPUTE: (COMPUTE, "weights"), Saved.NOTHING: (None, "")}
-"""Colour and word of what a snapshot holds of an operator."""
+"""Color and word for the part of an operator that a snapshot holds."""
 
 
 def recovery() -> Figure:
@@ -113,7 +113,7 @@ def recovery() -> Figure:
 
 
 COLOURS = {phase: COLORS.get(phase, COLORS["replay"]) for phase in PHASES}
-"""Colours by phase, as reports and ``moevement top`` use them."""
+"""Colors of phases, the same as in reports and ``moevement top``."""
 _WORDS = {"restore": "replay or redo"}
 
 
@@ -121,7 +121,7 @@ DIAGRAMS = {"architecture": architecture, "window": window, "recovery": recovery
 
 
 def svg(name: str) -> str:
-    """Return one diagram as a file; the same whenever it is drawn."""
+    """Return one diagram as the text of an SVG file, the same each time."""
     with matplotlib.rc_context(STYLE):
         figure = DIAGRAMS[name]()
         file = io.StringIO()
@@ -130,7 +130,7 @@ def svg(name: str) -> str:
 
 
 def in_the_ink_of_the_page(drawn: str) -> str:
-    """Return an SVG file of matplotlib's with ink that follows the reader's theme, light or dark, and no background."""
+    """Return matplotlib's SVG without background, in a text color that follows the reader's light or dark theme."""
     text = "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
     return text.replace(INK, "currentColor").replace("</metadata>", f"</metadata>\n{_INKS}", 1)
 
@@ -139,7 +139,7 @@ _INKS = "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg
 
 
 def _example_schedule() -> SparseSchedule:
-    """Six experts of one layer, two to a slot, the least popular first."""
+    """Return a schedule of six experts of one layer, two per slot, the least popular first."""
     state = StateBytes(compute=2, master=4, optimizer=8)
     table = OperatorTable([Operator(expert_name(0, expert), OperatorKind.EXPERT, state) for expert in range(6)])
     order = np.array([3, 0, 5, 1, 4, 2])
@@ -147,15 +147,15 @@ def _example_schedule() -> SparseSchedule:
 
 
 def _seconds_of_phases() -> dict[str, dict[str, float]]:
-    """The rows of benchmarks/kills.md that have all phases."""
+    """Return the rows of benchmarks/kills.md that have all phases, in seconds by phase."""
     table = [line for line in KILLS.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
-    found = {}
+    seconds = {}
     for cells in rows:
         row = dict(zip(names, cells, strict=True))
         if all(row[phase] for phase in PHASES):
-            found[row["way"]] = {name: float(row[name]) for name in (*PHASES, "total")}
-    return found
+            seconds[row["way"]] = {name: float(row[name]) for name in (*PHASES, "total")}
+    return seconds
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -171,7 +171,7 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 def _box(
     axes: Axes, x: float, y: float, width: float, height: float, title: str, text: str, colour: str | None
 ) -> None:
-    """Draw a box with a bold title, a text, or one below the other; without a colour it has an outline only."""
+    """Draw a box with a bold title, a text, or both. A box without a color has only an outline."""
     from matplotlib.patches import FancyBboxPatch
 
     style = "round,pad=0,rounding_size=0.06"
@@ -190,7 +190,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, 
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all diagrams, and write their files."""
     OUTPUT.mkdir(exist_ok=True)
     for name in DIAGRAMS:
         (OUTPUT / f"{name}.svg").write_text(svg(name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes docs/events.md: every record of events.jsonl. ``python scripts/events_table.py``."""
+"""Generator of docs/events.md, the reference of the records of events.jsonl. Run ``python scripts/events_table.py``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _section(kind: Any) -> list[str]:
     rows, body = [], tree.body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id != "kind":
-            said = after.value if isinstance(after, ast.Expr) else None
-            text = str(said.value) if isinstance(said, ast.Constant) else ""
+            statement_value = after.value if isinstance(after, ast.Expr) else None
+            text = str(statement_value.value) if isinstance(statement_value, ast.Constant) else ""
             annotation = ast.unparse(node.annotation).replace("|", "\\|")
             rows.append(f"| `{node.target.id}` | `{annotation}` | {' '.join(text.split())} |")
     about = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())

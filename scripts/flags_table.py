@@ -1,4 +1,4 @@
-"""Writes docs/flags.md: every flag that this project adds to Megatron's. ``python scripts/flags_table.py``."""
+"""Generator of docs/flags.md, the flags that this project adds to Megatron's. Run ``python scripts/flags_table.py``."""
 
 from __future__ import annotations
 

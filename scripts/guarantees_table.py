@@ -1,4 +1,4 @@
-"""Writes the table of docs/guarantees.md, which the program knows. ``python scripts/guarantees_table.py``."""
+"""Generator of the table in docs/guarantees.md, from the program itself. Run ``python scripts/guarantees_table.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "guarantees.md"
 
 
 def page() -> str:
-    """Return the page with its table, the only one in it whose first column has no heading, made again."""
+    """Return the page with a new table, the only one on it whose first column has no heading."""
     lines = OUTPUT.read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
     last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))

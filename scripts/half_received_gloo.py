@@ -1,8 +1,9 @@
-"""A receive of which a part has come: torch's gloo never ends it when its connection does.
+"""Reproduction of a fault of torch: gloo never ends a partly completed receive when its connection closes.
 
-``python scripts/half_received_gloo.py`` says within seconds whether the wait ended, with torch alone: a process sends
-to another and is stopped in the middle of it, and the other shuts its connections down. That is why copies of snapshots
-travel over sockets (``moevement_core/replication/connections.py``).
+``python scripts/half_received_gloo.py`` reports within seconds whether the wait ended. It uses torch alone: a process
+    is
+stopped while it sends to another one, and the other one shuts its connections down. Because of this fault, copies of
+snapshots travel over sockets (``moevement_core/replication/connections.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _send(port: int) -> None:
     _wait_for(dist.isend(torch.zeros(BYTES, dtype=torch.uint8), dst=0))
 
 
-def _receive(port: int, sender: int, said: Connection) -> None:
+def _receive(port: int, sender: int, results: Connection) -> None:
     _join(0, port)
     data = torch.ones(BYTES, dtype=torch.uint8)
     ended = threading.Event()
@@ -54,15 +55,15 @@ def _receive(port: int, sender: int, said: Connection) -> None:
     while data[0]:
         time.sleep(0.0001)
     os.kill(sender, signal.SIGSTOP)
-    for one in psutil.Process().net_connections("tcp"):
-        if one.raddr and port not in (one.laddr.port, one.raddr.port):
-            with socket.socket(fileno=os.dup(one.fd)) as duplicate:
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and port not in (connection.laddr.port, connection.raddr.port):
+            with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
-    said.send((int((data == 0).sum()), ended.wait(PATIENCE_S)))
+    results.send((int((data == 0).sum()), ended.wait(PATIENCE_S)))
 
 
 def main() -> None:
-    """Say whether the wait ended."""
+    """Run the two processes, and print whether the wait ended."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     processes = multiprocessing.get_context("fork")
@@ -72,8 +73,8 @@ def main() -> None:
     receiver = processes.Process(target=_receive, args=(port, sender.pid, there), daemon=True)
     receiver.start()
     received, has_ended = here.recv()
-    for one in (sender, receiver):
-        one.kill()
+    for process in (sender, receiver):
+        process.kill()
     print(
         f"torch {torch.__version__}: {received:,} of {BYTES:,} bytes had come when connections were shut down; the "
         + ("wait ended" if has_ended else f"wait did not end within {PATIENCE_S:g} s")

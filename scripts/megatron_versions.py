@@ -1,8 +1,8 @@
-"""Writes docs/megatron_versions.md: what of other versions of Megatron-Core differs where we replace or read it.
+"""Generator of docs/megatron_versions.md, the differences of other Megatron-Core versions from the pinned one.
 
     python scripts/megatron_versions.py        (installs each wheel into a folder of its own; a minute)
 
-Each version is looked at in a process of its own, which has its wheel before the installed one on its path.
+The script examines each version in a separate process, whose path has that wheel before the installed one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Differences = dict[str, str]
 
 
 def differences_of(version: str) -> Differences:
-    """Return the differences in a version that is installed for it.
+    """Return the differences of a version, which the function installs into a temporary folder.
 
     Raises:
-        subprocess.CalledProcessError: it cannot be installed.
+        subprocess.CalledProcessError: the version cannot be installed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # No byte code: it would take longer than to look.
+        # Byte code is off, because compiling would take longer than the examination.
         install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", folder]
         subprocess.run([*install, f"megatron-core=={version}"], check=True, capture_output=True)
         environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -59,44 +59,48 @@ def differences_of(version: str) -> Differences:
 
 
 def look() -> Differences:
-    """Return the differences in the version that this process imports."""
+    """Return the differences of the version that this process imports."""
     from megatron.moevement import platform
     from megatron.moevement.patches import LOOKED_UP
 
-    found: Differences = {}
+    differences: Differences = {}
     try:
         platform.install()
     except ImportError as error:
-        found["megatron.moevement.platform"] = f"cannot be installed: {error.msg.partition(' (')[0]}"
+        differences["megatron.moevement.platform"] = f"cannot be installed: {error.msg.partition(' (')[0]}"
     for name, pinned in yaml.safe_load(PINNED.read_text()).items():
         try:
             parameters = inspect.signature(inspect.unwrap(_resolve(name))).parameters.values()
         except (ImportError, AttributeError):
-            found[name] = "is not there"
+            differences[name] = "is not there"
             continue
         here = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
         if ", ".join(here) != pinned:
-            found[name] = _changed(pinned, here)
+            differences[name] = _changed(pinned, here)
     for module, names in LOOKED_UP.items():
         try:
             words = set(re.findall(r"\w+", inspect.getsource(import_module(module))))
         except ImportError:
-            found[module] = "is not there"
+            differences[module] = "is not there"
             continue
-        found |= {f"{module}: {name}": "is not there" for name in names if name not in words}
-    return found
+        differences |= {f"{module}: {name}": "is not there" for name in names if name not in words}
+    return differences
 
 
 def _changed(pinned: str, here: list[str]) -> str:
-    """Return how parameters differ from pinned ones."""
+    """Return the difference between actual and pinned parameters, in words."""
     more = [parameter for parameter in here if parameter not in pinned]
-    fewer = [name for name in re.findall(r"(?<![=\w])\w+(?=[=,]|$)", pinned) if not any(name in one for one in here)]
+    fewer = [
+        name
+        for name in re.findall(r"(?<![=\w])\w+(?=[=,]|$)", pinned)
+        if not any(name in parameter for parameter in here)
+    ]
     parts = [f"takes `{', '.join(more)}`"] * bool(more) + [f"does not take `{', '.join(fewer)}`"] * bool(fewer)
     return " and ".join(parts) or f"takes its parameters in another order: `{', '.join(here)}`"
 
 
 def _resolve(name: str) -> Any:
-    """``module:Class.attribute``, or ``module.attribute``."""
+    """Return the object that ``module:Class.attribute`` or ``module.attribute`` names."""
     module, _, path = name.partition(":")
     if not path:
         module, _, path = name.rpartition(".")
@@ -118,7 +122,7 @@ def page(found: dict[str, Differences]) -> str:
 
 
 def main() -> None:
-    """Look at all of them, and write."""
+    """Examine all versions and write the page, or with ``--look`` print the differences of the imported one."""
     if sys.argv[1:] == ["--look"]:
         print(json.dumps(look()))
         return

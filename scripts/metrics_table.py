@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md: every figure that a run shows. ``python scripts/metrics_table.py``."""
+"""Generator of docs/metrics.md, the figures that a run shows. Run ``python scripts/metrics_table.py``."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def table() -> str:
     )
 
 
-def _rows(of: tuple[Figure, ...]) -> list[str]:
+def _rows(shown: tuple[Figure, ...]) -> list[str]:
     rows = [
         f"| `{_with_label(figure)}` | {figure.kind} | {figure.unit or '-'} | "
         f"{f'`{_tag(figure)}`' if figure.tag else '-'} | {figure.help} |"
-        for figure in of
+        for figure in shown
     ]
     return ["| Prometheus | | unit | TensorBoard | |", "|---|---|---|---|---|", *rows]
 

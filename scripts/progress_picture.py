@@ -1,7 +1,8 @@
-"""Draws two runs over wall time, failure-free and killed, with the parts of the recovery and the loss that both have.
+"""Picture of two runs over wall time, failure-free and killed, with the parts of the recovery and the loss of both.
 
-``python scripts/progress_picture.py runs/demo/failure_free runs/demo/killed`` after ``make demo``. The picture claims
-that the runs are equal, so runs that differ, or without exactly one recovery, are refused with exit code 2.
+Run ``python scripts/progress_picture.py runs/demo/failure_free runs/demo/killed`` after ``make demo``. The picture
+claims that the runs are equal. The script therefore refuses runs that differ, or that do not have exactly one recovery,
+with exit code 2.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ FAILURE_FREE, KILLED = "#8c8c8c", "#0072b2"
 
 
 def progress(run: RunRecord) -> tuple[list[float], list[int]]:
-    """Return seconds since training began and the newest committed iteration at each of them."""
+    """Return seconds since training began, and the newest committed iteration at each of them."""
     lines, began = run.metrics(), _began(run)
     return [0.0, *(line["time"] - began for line in lines)], [0, *(line["iteration"] for line in lines)]
 
 
 def picture(failure_free: RunRecord, killed: RunRecord) -> str:
-    """Return the picture as an SVG file.
+    """Return the picture as the text of an SVG file.
 
     Raises:
-        RunRecordError: the runs are not equal, or the second has no recovery or several.
+        RunRecordError: the runs differ, or the killed run does not have exactly one recovery.
     """
     verdict = compare(failure_free, killed)
     if not verdict.equal:
@@ -92,7 +93,7 @@ def _draw_progress(axes: Axes, failure_free: RunRecord, killed: RunRecord, failu
 
 
 def _draw_parts(axes: Axes, parts: dict[str, float]) -> None:
-    """Draw the recovery as one bar, with the seconds of each part below it."""
+    """Draw the recovery as one bar, with the seconds of each part below."""
     start, total = 0.0, sum(parts.values())
     for place, (part, seconds) in enumerate(parts.items()):
         axes.barh(0.0, seconds, left=start, height=0.8, color=COLORS[part])
@@ -115,7 +116,7 @@ def _ink(axes: Axes) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Draw and write the picture."""
+    """Draw the picture, and write its file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("failure_free", metavar="FAILURE_FREE", type=Path, help="run directory without a failure")
     parser.add_argument("killed", metavar="KILLED", type=Path, help="run directory with one recovery")

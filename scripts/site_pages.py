@@ -1,9 +1,9 @@
-"""Puts the pages of the repository where a site of it has them; mkdocs calls it (mkdocs.yml, hooks).
+"""Hooks of mkdocs that place the repository's pages on a site (mkdocs.yml, hooks).
 
-mkdocs knows one folder of pages. Here README, docs and benchmarks link each other as they stand in the repository, and
-the site has the same folders, so that the links are right in both. Other files that a page links to (the Dockerfile, a
-batch script) come along as they are. On the site a link is named by the title of its page rather than by its file, and
-diagrams stand in the page, where their ink follows the theme.
+mkdocs expects one folder of pages. README, docs and benchmarks link each other by their places in the repository. The
+site has the same folders, so the links work in both. Other files that a page links to (the Dockerfile, a batch script)
+are included unchanged. On the site a link has the title of its page as text instead of the file name. Diagrams are
+inlined, so that their ink follows the theme.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DIAGRAM = re.compile(r'<img alt="([^"]*)" src="([^"]+\.svg)"\s*/?>')
 
 
 def pages() -> list[Path]:
-    """Every page, as a path in the repository."""
+    """Return every page, as a path relative to the repository."""
     return sorted(path.relative_to(ROOT) for pattern in PAGES for path in ROOT.glob(pattern))
 
 
 def linked_files(page: Path) -> Iterator[Path]:
-    """Files that are no pages and that a page links to, as paths in the repository."""
+    """Yield the files other than pages that a page links to, as paths relative to the repository."""
     for target in _LINK.findall((ROOT / page).read_text(encoding="utf-8")):
         path = (ROOT / page.parent / target).resolve()
         if path.is_file() and path.is_relative_to(ROOT) and path.suffix != ".md":
@@ -41,7 +41,7 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def named_by_title(markdown: str, folder: Path) -> str:
-    """Return the text of a page of ``folder`` with each link whose text is a file name renamed to its page's title."""
+    """Return the text of a page of ``folder``, in which a link by file name has the title of its page as text."""
 
     def rename(link: re.Match[str]) -> str:
         page = folder / link[1]
@@ -51,7 +51,7 @@ def named_by_title(markdown: str, folder: Path) -> str:
 
 
 def inline_diagrams(html: str, folder: Path) -> str:
-    """Return the content of a page of ``folder`` with its SVG files in place, labelled by their alternative text."""
+    """Return the content of a page of ``folder`` with its SVG files inlined and labelled by their alternative text."""
 
     def inline(image: re.Match[str]) -> str:
         path = folder / unescape(image[2])
@@ -65,26 +65,28 @@ def inline_diagrams(html: str, folder: Path) -> str:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Name the version at the foot of each page."""
+    """Set the version in the footer of each page."""
     config.copyright = f"Version {__version__}, Apache-2.0"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return all pages and what they link to, instead of the files of one folder."""
-    theirs = [file for file in files if Path(config.docs_dir) not in Path(file.abs_src_path or "/").parents]
+    """Return all pages and the files that they link to, instead of the files of one folder."""
+    generated = [file for file in files if Path(config.docs_dir) not in Path(file.abs_src_path or "/").parents]
     assets = (path.relative_to(ROOT) for path in ASSETS.iterdir())
-    ours = {*pages(), *assets, *(file for page in pages() for file in linked_files(page))}
-    made = [File.generated(config, path.as_posix(), abs_src_path=str(ROOT / path)) for path in sorted(ours)]
-    return Files([*theirs, *made])
+    wanted = {*pages(), *assets, *(file for page in pages() for file in linked_files(page))}
+    files_of_repository = [
+        File.generated(config, path.as_posix(), abs_src_path=str(ROOT / path)) for path in sorted(wanted)
+    ]
+    return Files([*generated, *files_of_repository])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Name links by the titles of their pages."""
+    """Replace file names in the text of links by titles of pages."""
     return named_by_title(markdown, _folder(page))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put diagrams into the page."""
+    """Inline the diagrams of the page."""
     return inline_diagrams(html, _folder(page))
 
 

@@ -1,1 +1,1 @@
-"""Checks that only a GPU can settle, in one call: ``python -m benchmarks.gpu``."""
+"""Checks that only a GPU can settle, as one command: ``python -m benchmarks.gpu``."""

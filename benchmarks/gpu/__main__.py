@@ -1,11 +1,11 @@
-"""Checks on GPUs what the documentation says of them: twenty checks of one device, ten of several.
+"""Checks on GPUs of what the documentation states: twenty checks of one device, ten of several.
 
 python -m benchmarks.gpu
 
-Each check runs in a process of its own, with a time limit of its own, so a check that crashes or hangs harms no other. Results
-stand in one folder (--out), a JSON file a check. A check that has a result is not run again, so a call that was cut off
-goes on where it was. After each check the page gpu.md and all results in one file, gpu.json, are written there.
-Without a GPU the parts that a CPU can run are rehearsed.
+Each check runs in its own process with its own time limit, so a check that crashes or hangs harms no other. The command
+writes a JSON file for each check into one folder (--out). It skips a check that has a result, so an interrupted call
+can continue. After each check it also writes the page gpu.md, and gpu.json with all results. Without a GPU it rehearses
+the parts that a CPU can run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUT = ROOT / "runs" / "gpu"
 PAGE, ALL, LOCK = "gpu.md", "gpu.json", ".lock"
 USAGE_ERROR = 2
 DESCRIBE_S = 120
-"""Limit for asking what hardware there is, seconds."""
+"""Seconds that the description of the hardware may take."""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -42,7 +42,10 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run checks; returns 0, 1 if one of those that ran now failed, crashed or timed out, 2 for bad input."""
+    """Run the chosen checks, and return the exit code.
+
+    It is 0, or 1 if a check of this call failed, crashed or timed out. It is 2 for bad input.
+    """
     parser = _OneLineParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,30 +56,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run checks that have a result, too")
     parser.add_argument("--limit", type=float, metavar="S", help="seconds for each check, instead of its own limit")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder of results (default: runs/gpu)")
-    given = parser.parse_args(argv)
-    checks = _chosen(given.only, parser)
-    if given.limit is not None and not (0 < given.limit < math.inf):
-        parser.error(f"--limit {given.limit:g}: needs seconds above 0")
-    if given.list:
+    arguments = parser.parse_args(argv)
+    checks = _chosen(arguments.only, parser)
+    if arguments.limit is not None and not (0 < arguments.limit < math.inf):
+        parser.error(f"--limit {arguments.limit:g}: needs seconds above 0")
+    if arguments.list:
         for check in checks:
             print(f"{check.number:4} {check.name:18} {duration(check.limit_s):>6} {check.devices} GPU  {check.claim}")
         return 0
-    with _locked_folder(given.out, parser):
-        return _run(checks, given)
+    with _locked_folder(arguments.out, parser):
+        return _run(checks, arguments)
 
 
-def _run(checks: Sequence[Check], given: argparse.Namespace) -> int:
+def _run(checks: Sequence[Check], arguments: argparse.Namespace) -> int:
     machine = call(describe, DESCRIBE_S)
     if machine["devices"] == "0":
         print("benchmarks.gpu: there is no GPU here: a rehearsal, which settles nothing", file=sys.stderr)
     is_good = True
-    _write(given.out, machine)
-    for result in run(checks, given.out, machine, again=given.again, limit_s=given.limit):
+    _write(arguments.out, machine)
+    for result in run(checks, arguments.out, machine, again=arguments.again, limit_s=arguments.limit):
         is_good &= result.status not in (Status.FAILED, Status.CRASHED, Status.TIMED_OUT)
         why = result.why.splitlines()[-1] if result.why else ""
         print(f"{result.number:4} {result.name:18} {duration(result.took_s):>6}  {result.status}  {why}", flush=True)
-        _write(given.out, machine)
-    print(f"benchmarks.gpu: results are in {given.out / PAGE} and {given.out / ALL}", file=sys.stderr)
+        _write(arguments.out, machine)
+    print(f"benchmarks.gpu: results are in {arguments.out / PAGE} and {arguments.out / ALL}", file=sys.stderr)
     return 0 if is_good else 1
 
 
@@ -85,15 +88,18 @@ def _chosen(words: Sequence[str] | None, parser: argparse.ArgumentParser) -> lis
         return list(CHECKS)
     chosen = set()
     for word in words:
-        found = {check.name for check in CHECKS if word in (check.name, check.number, check.number[0])}
-        if not found:
+        matches = {check.name for check in CHECKS if word in (check.name, check.number, check.number[0])}
+        if not matches:
             parser.error(f"--only {word}: no such check; --list names them")
-        chosen |= found
+        chosen |= matches
     return [check for check in CHECKS if check.name in chosen]
 
 
 def _locked_folder(out: Path, parser: argparse.ArgumentParser) -> IO[str]:
-    """Return the open lock of the folder, which is made if need be; two calls would overwrite each other's results."""
+    """Return the open lock of the result folder, which the function creates if it is missing.
+
+    The lock keeps two calls from overwriting each other's results.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("w")

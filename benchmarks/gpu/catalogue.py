@@ -1,11 +1,11 @@
-"""The checks in their order: twenty on one device, ten on several, the most valuable first in each."""
+"""Checks in their order: twenty on one device, ten on several. The most valuable ones come first."""
 
 from __future__ import annotations
 
 from benchmarks.gpu.check import Check
 
 ONE_DEVICE_S = 870
-"""Limits of all checks on one device together, seconds: half a minute less than a quarter of an hour."""
+"""Limit of all checks on one device together, in seconds: half a minute less than a quarter of an hour."""
 
 CHECKS = (
     Check(

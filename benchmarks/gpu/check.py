@@ -1,4 +1,4 @@
-"""Checks, and how the body of a check reports its findings."""
+"""Class of a check, and the report through which its body records findings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 OWN_PACKAGES = ("benchmarks", "megatron.moevement", "moevement_cli", "moevement_core", "moevement_kernels", "tests")
-"""Packages of this repository: if one of their modules is missing, that is a defect and no missing requirement."""
+"""Packages of this repository. A missing module in one of them is a defect, not a missing requirement."""
 
 
 class Form(StrEnum):
-    """Hardware that the checks of a call run on."""
+    """Kind of hardware that the checks of a call run on."""
 
     GPU = "gpu"
     CPU = "cpu"
-    """A rehearsal: gloo, host memory, Triton's interpreter, tiny sizes. Settles nothing about a GPU."""
+    """Rehearsal with gloo, host memory, Triton's interpreter and tiny sizes. It settles nothing about a GPU."""
 
 
 class Status(StrEnum):
@@ -31,14 +31,14 @@ class Status(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     FIGURE = "figure"
-    """Measured; the check makes no claim that could fail."""
+    """Result with measurements but without a claim that could fail."""
     NOT_RUN = "not run"
     TIMED_OUT = "timed out"
     CRASHED = "crashed"
 
 
 class NotRun(Exception):
-    """Reason why a check cannot run here, in words."""
+    """Exception that a body raises if the check cannot run here. Its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,55 +46,55 @@ class Check:
     """Question that only a GPU answers."""
 
     number: str
-    """``E1`` to ``E20`` on one device, ``M1`` to ``M10`` on several."""
+    """Number of the check: ``E1`` to ``E20`` on one device, ``M1`` to ``M10`` on several."""
     name: str
-    """Word by which it is chosen, and name of its result file."""
+    """Name to choose the check by, and name of its result file."""
     claim: str
-    """Statement of the documentation that it settles, as a sentence."""
+    """Statement of the documentation that the check settles, as a sentence."""
     page: str
-    """Page that makes the statement, from the root of the repository."""
+    """Path of the page with the statement, from the root of the repository."""
     body: str
-    """``module:function``, called with a :class:`Report` in a process of its own."""
+    """Function of the check as ``module:function``. It gets a :class:`Report` and runs in its own process."""
     limit_s: float
-    """Seconds after which its processes are killed."""
+    """Seconds after which the processes of the check are killed."""
     devices: int = 1
-    """GPUs that it needs."""
+    """Number of GPUs that the check needs."""
     has_cpu_form: bool = False
-    """True if a part of it runs without a GPU."""
+    """True if a part of the check runs without a GPU."""
 
 
 @dataclass
 class Found:
-    """Findings of a body so far."""
+    """Findings of a check's body so far."""
 
     figures: list[list[str]] = field(default_factory=list)
     """Name, value and unit of each measurement."""
     claims: list[list[Any]] = field(default_factory=list)
-    """Statements that were tested, each with whether it held."""
+    """Tested statements, each with True if it held."""
     not_run: str = ""
-    """Why the body stopped without an answer; empty if it did not."""
+    """Reason why the body stopped without an answer. Empty: it did not."""
     is_complete: bool = False
     """True if the body returned."""
 
 
 class Report:
-    """Findings of one check, written to a file at every addition, so that a kill loses nothing.
+    """Findings of one check. Each addition writes them to a file, so that a kill loses nothing.
 
     Args:
-        path: of the file.
+        path: file of the findings.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._found = path, Found()
 
     def figure(self, name: str, value: float | str, unit: str = "") -> None:
-        """Record a measurement; numbers are rounded to four digits."""
+        """Record a measurement. Floats are rounded to four digits."""
         text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
         self._found.figures.append([name, text, unit])
         self._keep()
 
     def claim(self, statement: str, holds: bool) -> None:
-        """Record whether a statement held here; the check fails if one did not."""
+        """Record whether a statement held here. The check fails if one did not."""
         self._found.claims.append([statement, bool(holds)])
         self._keep()
 
@@ -113,7 +113,7 @@ class Report:
 
 
 def read_found(path: Path) -> Found:
-    """Return what a body has reported; nothing if it was killed before it reported anything."""
+    """Return the findings that a body wrote. They are empty if it was killed before its first one."""
     try:
         return Found(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def read_found(path: Path) -> Found:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at ``path``, so that a reader, or a kill, finds the old text or the new one and no part of it."""
+    """Replace the file at ``path``, so that a reader finds the old or the new text as a whole, even after a kill."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -144,7 +144,7 @@ def run_body(body: str, path: str) -> None:
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # with a broken CUDA context the interpreter may hang on its way out
+        os._exit(1)  # the interpreter may hang at exit with a broken CUDA context
     report.complete()
 
 

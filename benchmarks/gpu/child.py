@@ -1,4 +1,4 @@
-"""A process that runs one function; started by :mod:`benchmarks.gpu.processes`."""
+"""Process that runs one function for :mod:`benchmarks.gpu.processes`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moevement_core.restart.environment import PARENT_ENV
 
 
 def main(name: str, arguments: str, result: str) -> None:
-    """Call the function and write what it returns."""
+    """Call the function, and write its return value to the file ``result`` as JSON."""
     end_with_parent()
-    os.environ.pop(PARENT_ENV, None)  # it names the parent of this process; what this one starts has another
+    os.environ.pop(PARENT_ENV, None)  # the variable names the parent of this process, and must not reach its children
     returned = function_of(name)(**json.loads(arguments))
     write_whole(Path(result), json.dumps(returned))
     sys.stdout.flush()
-    os._exit(0)  # groups and contexts that a check has broken would be waited for
+    os._exit(0)  # a normal exit would wait for groups and contexts that the check broke
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Process groups that are aborted as a failure aborts them (``AbortAll``): alone with work queued, while a neighbour
-waits in a collective, seconds apart; and collectives of a group that spans nodes.
+"""Checks of process groups that ``AbortAll`` aborts, and of collectives that span nodes.
+
+The aborts happen with work queued, while a neighbour waits in a collective, and seconds apart.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from moevement_core.restart.leaving import Leaving
 
 GENERATIONS = 20
 LEFT_BYTES = 256 << 20
-"""Device memory that the generations after the third may keep."""
+"""Bytes of device memory that the generations after the third may keep."""
 ABORT_S = 10.0
-"""Limit of an abort with two seconds of work queued."""
+"""Seconds that an abort may take with two seconds of work queued."""
 QUEUED_S, BEHIND_WORK = 2.0, 3
-"""Seconds of queued work, and in how many of the first generations."""
+"""Seconds of queued work, and the number of first generations that have it."""
 COLLECTIVE_S = timedelta(seconds=20)
 LEAVE_S = 2.0
-"""Seconds for which the neighbour of an aborted collective is left to itself."""
+"""Seconds that the neighbour of an aborted collective has to end it."""
 SKEW_S = 5.0
 
 
 def abort_alone(report: Report) -> None:
-    """Abort a communicator of one rank behind queued work, again and again, with the cache of torch kept and emptied."""
+    """Abort a communicator of one rank behind queued work several times, with torch's cache kept and emptied."""
     is_gpu = torch.cuda.is_available()
     for empties in (False, True) if is_gpu else (False,):
         case = call_ranks(
@@ -48,7 +49,7 @@ def abort_alone(report: Report) -> None:
 
 
 def nvls(report: Report) -> None:
-    """Abort groups of all ranks twenty times with NVLS off and on; and the rate of an all-reduce."""
+    """Abort groups of all ranks twenty times with NVLS off and on, and measure the rate of an all-reduce."""
     is_gpu = torch.cuda.is_available()
     world = torch.cuda.device_count() if is_gpu else 2
     for value in ("0", "1") if is_gpu else ("0",):
@@ -75,9 +76,9 @@ def _report_generations(report: Report, name: str, case: Any) -> None:
 def generations(
     rank: int, world: int, port: int, number: int, queued_s: float = 0.0, empties: bool = False, skew_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Make the default group, reduce, queue work, abort, forget, as often as asked; return seconds and memory of each."""
+    """Return seconds and device memory of each generation, after its group was made, used and aborted."""
     device, listeners = device_of(rank), listening()
-    found: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
+    measured: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
     values = torch.ones((16 << 20) if device.type == "cuda" else (1 << 16), device=device)
     for generation in range(number):
         join(rank, world, port, f"generation {generation}", device)
@@ -86,7 +87,7 @@ def generations(
         began = time.perf_counter()
         dist.all_reduce(values)
         _synchronize(device)
-        found["reduce_s"].append(time.perf_counter() - began)
+        measured["reduce_s"].append(time.perf_counter() - began)
         if device.type == "cuda" and queued_s and generation < BEHIND_WORK:
             torch.cuda._sleep(int(queued_s * 1.5e9))
             dist.all_reduce(values)
@@ -94,15 +95,15 @@ def generations(
             time.sleep(skew_s)
         began = time.perf_counter()
         _abort(rank, world, port, listeners)
-        found["abort_s"].append(time.perf_counter() - began)
+        measured["abort_s"].append(time.perf_counter() - began)
         forget_groups()
         gc.collect()
         if device.type == "cuda":
             if empties:
                 torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
-            found["used_bytes"].append(total - free)
-    return found
+            measured["used_bytes"].append(total - free)
+    return measured
 
 
 def torn(report: Report) -> None:
@@ -112,14 +113,16 @@ def torn(report: Report) -> None:
     for protocol in protocols:
         for nbytes in (8, 64 << 20) if is_gpu else (8,):
             environment: dict[str, str] = {"NCCL_PROTO": protocol} if protocol else {}
-            found = call_ranks(torn_rank, 3, 35, [environment] * 3, nbytes=nbytes)
+            results = call_ranks(torn_rank, 3, 35, [environment] * 3, nbytes=nbytes)
             name = f"{protocol or 'gloo'}, {nbytes} bytes"
-            report.figure(f"{name}: the neighbour's collective", str(found[1]))
-            report.claim(f"{name}: it gives no number", isinstance(found[1], str) and not found[1].startswith("ended"))
+            report.figure(f"{name}: the neighbour's collective", str(results[1]))
+            report.claim(
+                f"{name}: it gives no number", isinstance(results[1], str) and not results[1].startswith("ended")
+            )
 
 
 def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
-    """Return what became of this rank's collective; rank 2 never comes to it, and rank 0 aborts it."""
+    """Return the outcome of this rank's collective. Rank 2 never joins it, and rank 0 aborts it."""
     device, listeners = device_of(rank), listening()
     join(rank, world, port, "torn", device)
     dist.all_reduce(torch.ones(1, device=device))
@@ -132,7 +135,7 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
     ended: list[str] = []
 
     def reduce() -> None:
-        device_of(rank)  # the current device of this thread
+        device_of(rank)  # sets the current device of this thread
         try:
             work = dist.all_reduce(values, async_op=True)
             assert work is not None
@@ -165,15 +168,15 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
 
 
 def skewed(report: Report) -> None:
-    """Let the last rank of a node abort seconds after the others, with memory imported and not."""
+    """Let the last rank of a node abort seconds after the others, with memory imported and without."""
     is_gpu = torch.cuda.is_available()
     world = torch.cuda.device_count() if is_gpu else 2
     for value in ("1", "0") if is_gpu else ("1",):
-        found = call_ranks(
+        results = call_ranks(
             generations, world, 55, [{"NCCL_CUMEM_ENABLE": value}] * world, number=2,
             skew_s=SKEW_S if is_gpu else 0.2,
         )  # fmt: skip
-        failed = [text for text in found if isinstance(text, str)]
+        failed = [text for text in results if isinstance(text, str)]
         report.figure(f"NCCL_CUMEM_ENABLE={value}: ranks that failed", len(failed))
         if failed:
             report.figure(f"NCCL_CUMEM_ENABLE={value}: the first of them", failed[0][-300:])
@@ -181,7 +184,7 @@ def skewed(report: Report) -> None:
 
 
 def split(report: Report) -> None:
-    """Time collectives of a layer with all ranks on one node, and with one that NCCL takes to be on another."""
+    """Time collectives of a layer: with all ranks on one node, and with one rank that NCCL takes to be on another."""
     is_gpu = torch.cuda.is_available()
     world = torch.cuda.device_count() if is_gpu else 2
     cases: dict[str, list[Mapping[str, str]]] = {"one node": [{}] * world}
@@ -200,13 +203,13 @@ def split(report: Report) -> None:
 
 
 def layer_collectives(rank: int, world: int, port: int) -> dict[str, float]:
-    """Return the seconds of an all-reduce and an all-to-all of a layer's size."""
+    """Return the seconds of an all-reduce and of an all-to-all of a layer's size."""
     device = device_of(rank)
     join(rank, world, port, "layer", device)
     elements = (32 << 20) if device.type == "cuda" else (1 << 14)
     values = torch.ones(elements // world * world, device=device)
     received = torch.empty_like(values)
-    found = {}
+    seconds = {}
     for name, run in (
         ("all-reduce", lambda: dist.all_reduce(values)),
         ("all-to-all", lambda: dist.all_to_all_single(received, values)),
@@ -217,12 +220,12 @@ def layer_collectives(rank: int, world: int, port: int) -> dict[str, float]:
         for _ in range(5):
             run()
         _synchronize(device)
-        found[name] = (time.perf_counter() - began) / 5
-    return found
+        seconds[name] = (time.perf_counter() - began) / 5
+    return seconds
 
 
 def device_of(rank: int) -> torch.device:
-    """Return the device of a rank, which becomes the current one."""
+    """Return the device of a rank, and make it the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(rank)
@@ -247,5 +250,5 @@ def join(rank: int, world: int, port: int, name: str, device: torch.device) -> N
 
 
 def _abort(rank: int, world: int, port: int, listeners: Collection[int]) -> None:
-    """Abort as the monitoring thread of a rank does; connections to the store of the check stay."""
+    """Abort as the monitoring thread of a rank does, but keep connections to the store of the check."""
     AbortAll({("127.0.0.1", port)}, set(), lambda: None, Leaving(), listeners)(State(rank, world).freeze())

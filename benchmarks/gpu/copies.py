@@ -1,5 +1,7 @@
-"""Copies of live state to page-locked host memory, by the engine that takes snapshots: what they do to a small copy of
-training's, to products and to memory-bound kernels beside them, from each memory node, and to the thread that waits.
+"""Checks of copies of live state to page-locked host memory by the copy engine of snapshots.
+
+They measure the effect on a small copy of training and on kernels beside it, the rate from each memory node, and the
+processor time of the waiting thread.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ QUEUES: dict[str, dict[str, str | None]] = {
 }
 CHUNK_BYTES = 8 << 20
 ELEMENTS = 64
-"""Elements of the small copy: what a dispatcher asks for in every layer."""
+"""Number of elements of the small copy, which a dispatcher needs in every layer."""
 WAITS_FOR_COPY = 0.25
-"""Share of a snapshot's copying time from which a small copy is said to have waited behind it."""
+"""Share of a snapshot's copying time from which a small copy counts as delayed by it."""
 CORE_SHARE = 0.5
-"""Share of a copy's time from which the thread that waits is said to burn a core."""
+"""Share of a copy's time from which the waiting thread counts as burning a core."""
 ROUNDS = 5
 
 
 def latency(report: Report) -> None:
-    """Time a small copy while the engine copies a snapshot, by the queues that the driver makes."""
+    """Time a small copy while the engine copies a snapshot, for each setting of the driver's queues."""
     nbytes = (2 << 30) if torch.cuda.is_available() else (16 << 20)
     latest = {}
     for name, environment in QUEUES.items() if torch.cuda.is_available() else list(QUEUES.items())[:1]:
@@ -55,7 +57,7 @@ def latency(report: Report) -> None:
 
 
 def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
-    """Return milliseconds of the small copy, quiet and beside a snapshot of ``nbytes``, and of the snapshot."""
+    """Return milliseconds of the small copy, alone and beside a snapshot of ``nbytes``, and of the snapshot."""
     device = current_device()
     engine, stream = copy_engine(device), device.stream()
     source, target = _buffers(device, nbytes)
@@ -71,7 +73,7 @@ def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
         event.synchronize()
         return 1e3 * (time.perf_counter() - began)
 
-    copy_in_chunks(engine, source, target, chunk_bytes)  # everything is made and warm
+    copy_in_chunks(engine, source, target, chunk_bytes)  # warms up
     quiet = statistics.median(small_copy() for _ in range(20))
     beside: list[float] = []
     began = time.perf_counter()
@@ -86,7 +88,7 @@ def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
 
 
 def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> None:
-    """Copy by the engine with at most two chunks under way, and return when all is copied."""
+    """Copy with the engine, with at most two chunks under way, and return after the last one."""
     under_way: list[Capture] = []
     for from_, to in zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True):
         under_way.append(_start(engine, from_, to))
@@ -97,7 +99,7 @@ def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tenso
 
 
 def numa(report: Report) -> None:
-    """Rates and slow-downs with this process on each memory node."""
+    """Measure rates and slow-downs with this process on each memory node."""
     for node, cpus in _nodes().items():
         case = call(numa_case, 45, cpus=cpus)
         for name, (value, unit) in case.items():
@@ -107,7 +109,7 @@ def numa(report: Report) -> None:
 
 
 def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
-    """Return rates of copies alone and beside work, and by how much the work slows down, on these processors."""
+    """Return rates of copies alone and beside work, and how much the work slows down, on these processors."""
     os.sched_setaffinity(0, cpus)
     device = current_device()
     nbytes = (2 << 30) if device.kind == "cuda" else (16 << 20)
@@ -115,7 +117,7 @@ def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
     source, target = _buffers(device, nbytes)
     to_host = _median(lambda: copy_s(engine, source, target))
     back = _median(lambda: timed(device, partial(source.copy_, target, non_blocking=True)))
-    found = {"to the host": (nbytes / to_host / 1e9, "GB/s"), "back": (nbytes / back / 1e9, "GB/s")}
+    figures = {"to the host": (nbytes / to_host / 1e9, "GB/s"), "back": (nbytes / back / 1e9, "GB/s")}
     for name, work in (("products", products(device)), ("memory-bound kernels", _memory_bound(device))):
         alone, beside, copied, stalls = [], [], [], []
         for _ in range(ROUNDS):
@@ -128,15 +130,15 @@ def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
             stalls.append(capture.wait_copied())
             capture.finished.wait()
             copied.append(capture.copy_s)
-        found[f"to the host beside {name}"] = (nbytes / statistics.median(copied) / 1e9, "GB/s")
-        found[f"{name} beside copies over alone"] = (statistics.median(beside) / statistics.median(alone), "")
-        found[f"stall after {name}"] = (1e3 * statistics.median(stalls), "ms")
+        figures[f"to the host beside {name}"] = (nbytes / statistics.median(copied) / 1e9, "GB/s")
+        figures[f"{name} beside copies over alone"] = (statistics.median(beside) / statistics.median(alone), "")
+        figures[f"stall after {name}"] = (1e3 * statistics.median(stalls), "ms")
     engine.close()
-    return found
+    return figures
 
 
 def waiting(report: Report) -> None:
-    """Processor time of the thread that waits for a copy: of the engine, and of events that spin or block."""
+    """Measure the processor time of threads that wait for a copy: the engine's, and one with a torch event."""
     device = current_device()
     nbytes = (4 << 30) if device.kind == "cuda" else (16 << 20)
     engine = copy_engine(device)
@@ -147,7 +149,7 @@ def waiting(report: Report) -> None:
     report.figure("copy of the engine", capture.copy_s, "s")
     report.figure("processor time of its thread", capture.copy_cpu_s / (nbytes / 1e9), "s/GB")
     if device.kind != "cuda":
-        return  # without a device that thread makes the copy itself
+        return  # the engine's thread makes the copy itself
     report.claim("the engine's thread does not burn a core", capture.copy_cpu_s < CORE_SHARE * capture.copy_s)
     for is_blocking in (False, True):
         event = torch.cuda.Event(blocking=is_blocking)
@@ -171,14 +173,14 @@ def _start(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> Ca
 
 
 def copy_s(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the seconds that the engine's copy takes, by the device's clock."""
+    """Return the seconds that the engine's copy takes, by the clock of the device."""
     capture = _start(engine, source, target)
     capture.finished.wait()
     return capture.copy_s
 
 
 def products(device: Device) -> Callable[[], object]:
-    """Return about 50 ms of products on a Hopper GPU."""
+    """Return a function that runs products for about 50 ms on a Hopper GPU."""
     size = 8192 if device.kind == "cuda" else 256
     dtype = torch.bfloat16 if device.kind == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device.torch_device, dtype=dtype) for _ in range(2))
@@ -203,7 +205,7 @@ def _memory_bound(device: Device) -> Callable[[], object]:
 
 
 def timed(device: Device, function: Callable[[], object]) -> float:
-    """Return the seconds until the device has done what ``function`` issues."""
+    """Return the seconds until the device has finished the work that ``function`` issues."""
     device.synchronize()
     began = time.perf_counter()
     function()
@@ -216,7 +218,7 @@ def _median(sample: Callable[[], float]) -> float:
 
 
 def _nodes() -> dict[str, list[int]]:
-    """Return the processors of each memory node that this process may run on."""
+    """Return the processors of each memory node that this process may use."""
     allowed, nodes = os.sched_getaffinity(0), {}
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
         if cpus := sorted(allowed & _numbers(path.read_text())):

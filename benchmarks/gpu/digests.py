@@ -1,4 +1,4 @@
-"""Digests of the whole state where it is: launches, seconds of host and device, memory, and what training loses beside."""
+"""Check of digests of the whole state on its device: launches, time, memory, and slow-down of training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moevement_core.device import current_device
 from moevement_core.snapshot.whole import begin_whole
 
 HOST_S = 0.05
-"""Seconds of the training thread that a digest of all state may take."""
+"""Seconds of the training thread that a digest of the whole state may take."""
 
 
 def digests(report: Report) -> None:
-    """Digest as much as a rank of 10 GB has."""
+    """Digest as much state as a rank of 10 GB has."""
     device = current_device()
     is_gpu = device.kind == "cuda"
     nbytes = (10 << 30) if is_gpu else (16 << 20)

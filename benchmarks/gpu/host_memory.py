@@ -1,4 +1,4 @@
-"""Page-locked host memory of snapshots: what locking it costs, what a fork does with it, what a failed lock leaves."""
+"""Checks of page-locked host memory for snapshots: the cost of locking, the effect of a fork, and a failed lock."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from moevement_core.host_memory import node_memory
 from moevement_core.snapshot.copies import copy_engine
 
 LARGEST_SHARE = 0.4
-"""Share of the memory of the host that a check may lock."""
+"""Share of the host's memory that a check may lock."""
 GAP_S = 1.0
-"""Seconds for which another thread may stand still; the lease of a rank is ten times as long."""
+"""Seconds for which another thread may stand still. The lease of a rank is ten times as long."""
 COPY_SHARE = 0.05
-"""Share of the memory that a forked process may have for itself."""
+"""Share of the memory that a forked process may have as its own copy."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 
 
 def page_lock(report: Report) -> None:
-    """Seconds of a page-lock by size and kind of mapping; whether another thread runs meanwhile; whose context it makes."""
+    """Measure page-locking by size and kind of mapping: seconds, stops of another thread, and new contexts."""
     if torch.cuda.is_available():
         kinds = {"private": PRIVATE, "private, huge pages": PRIVATE, "shared": SHARED}
         for name, flags in kinds.items():
@@ -49,20 +49,20 @@ def page_lock(report: Report) -> None:
 
 
 def page_lock_case(nbytes: int) -> dict[str, Any]:
-    """Lock memory by a thread that has not used the device yet, as one that serves peers does."""
+    """Lock memory in a thread that has not used the device yet, as a thread that serves peers does."""
     device = current_device()
     if device.kind == "cuda":
         torch.zeros(1, device=device.torch_device)
     before = _used_on_devices()
-    found: dict[str, Any] = {}
+    seconds: dict[str, Any] = {}
 
     def lock() -> None:
         began = time.perf_counter()
         memory = device.host_empty(nbytes)
-        found["lock_s"] = time.perf_counter() - began
+        seconds["lock_s"] = time.perf_counter() - began
         began = time.perf_counter()
         memory.zero_()
-        found["zero_s"] = time.perf_counter() - began
+        seconds["zero_s"] = time.perf_counter() - began
 
     thread = threading.Thread(target=lock)
     thread.start()
@@ -74,11 +74,11 @@ def page_lock_case(nbytes: int) -> dict[str, Any]:
     own = device.torch_device.index
     after = _used_on_devices()
     others = [number for number, used in after.items() if number != own and used > before[number] + (64 << 20)]
-    return {**found, "gap_s": longest, "others": others}
+    return {**seconds, "gap_s": longest, "others": others}
 
 
 def _used_on_devices() -> dict[int, int]:
-    """Return bytes in use on each device, asked in a way that makes no context on it."""
+    """Return the bytes in use on each device. The query creates no context on a device."""
     if not torch.cuda.is_available() or torch.cuda.device_count() == 1:
         return {}
     return {number: torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())}
@@ -107,7 +107,7 @@ def _register(memory: torch.Tensor) -> None:
 
 
 def fork(report: Report) -> None:
-    """Fork with much page-locked memory; copy into it afterwards; compare what arrives."""
+    """Fork with much page-locked memory, copy into it afterwards, and compare the result."""
     device = current_device()
     wanted = (8 << 30) if device.kind == "cuda" else (16 << 20)
     nbytes = min(wanted, int(LARGEST_SHARE * node_memory().nbytes) >> 20 << 20)
@@ -122,7 +122,7 @@ def fork(report: Report) -> None:
 
 
 def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
-    """Return seconds of the fork, memory that only the child has, and whether a copy made after it is right."""
+    """Return seconds of the fork, bytes that only the child has, and whether a copy made after it is right."""
     device = current_device()
     if kind == "ours":
         memory = device.host_empty(nbytes)
@@ -154,7 +154,7 @@ def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
 
 
 def failed_page_lock(report: Report) -> None:
-    """Lock a range that is locked already, and launch a kernel: with the error left, and with it taken back."""
+    """Lock a range that is already locked, and launch a kernel: with the error kept, and with it cleared."""
     device = current_device()
     memory = device.host_empty(1 << 20)
     runtime: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""Jobs of several ranks whose ranks are killed: Megatron on GPUs, the trainer in plain torch where there are none."""
+"""Checks of jobs whose ranks are killed: Megatron on GPUs, the trainer in plain torch without them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MOMENTS = (
     ("usable_at", "prepared_at", "state found"), ("prepared_at", "replay_at", "loop entered"),
     ("replay_at", "resumed_at", "state recovered"),
 )  # fmt: skip
-"""Fields of the event of a failure, and what lies between two of them."""
+"""Pairs of fields of the failure event, with the name of the time between them."""
 LATE_S = ("0.1", "2.0")
-"""Seconds between two checks of the monitoring threads: the longer, the later a rank learns of a failure."""
+"""Seconds between two checks of the monitoring threads. A longer interval lets a rank notice a failure later."""
 REPEATS = 3
 DETERMINISTIC = ("--deterministic-mode",)
 FP8 = (
@@ -40,7 +40,7 @@ FP8 = (
 
 
 def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
-    """Train on all GPUs, or on two ranks without; with one spare."""
+    """Train on all GPUs, or on two ranks without GPUs, with one spare."""
     if not torch.cuda.is_available():
         plain = [word for word in words if word not in DETERMINISTIC]
         return train_plain(folder, ITERATIONS, "--moevement-window", "4", *plain, nproc=2, spares=1)
@@ -48,24 +48,24 @@ def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = No
 
 
 def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
-    """Train with faults among ``words``.
+    """Train with the faults in ``words``.
 
     Raises:
-        JobFailed: no rank was lost, so that equal bits would say nothing.
+        JobFailed: no rank failed, so equal bits would prove nothing.
     """
     record = _train(folder, *words, environment=environment)
-    if not (events(record, "failure") or events(record, "restart")):  # restart: all ranks were lost, two of two say
+    if not (events(record, "failure") or events(record, "restart")):  # restart: all ranks failed, as in a job of two
         raise JobFailed(f"no rank was lost in {folder.name}: {' '.join(words)}")
     return record
 
 
 def _training_phase() -> str:
-    """Return the phase in the middle of an iteration; the trainer in plain torch knows no backward phase."""
+    """Return the phase in the middle of an iteration. The trainer in plain torch has no backward phase."""
     return "backward" if torch.cuda.is_available() else "reduce"
 
 
 def _ranks() -> int:
-    """Return the largest power of two that there are GPUs for, at most 8."""
+    """Return the number of ranks: the largest power of two that the GPUs allow, at most 8."""
     return int(max(size for size in (2, 4, 8) if size <= torch.cuda.device_count()))
 
 
@@ -75,10 +75,10 @@ def _fault(rank: int, phase: str, iteration: int | None = KILLED_AT) -> tuple[st
 
 
 def late_monitor(report: Report) -> None:
-    """Kill a rank in the last reduction while monitors look seldom, and compare what was committed."""
+    """Kill a rank in the last reduction while monitors check seldom, and compare the committed state."""
     with tempfile.TemporaryDirectory() as folder:
         free = _train(Path(folder, "free"), *DETERMINISTIC)
-        if not torch.cuda.is_available():  # this trainer has no flag for the monitor
+        if not torch.cuda.is_available():  # the trainer in plain torch has no flag for the monitor
             equal = is_equal(free, _train_killed(Path(folder, "killed"), *_fault(1, "reduce")))
             report.claim("killed while gradients were reduced: equal bits", equal)
             return
@@ -92,15 +92,15 @@ def late_monitor(report: Report) -> None:
 
 
 def kills(report: Report) -> None:
-    """Kill one rank in each phase of an iteration; seconds of each part of the recovery."""
+    """Kill one rank in each phase of an iteration, and measure the parts of the recovery in seconds."""
     phases = PHASES if torch.cuda.is_available() else ("commit",)
     with tempfile.TemporaryDirectory() as folder:
         free = _train(Path(folder, "free"), *DETERMINISTIC)
         for phase in phases:
             killed = _train_killed(Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
-            found = events(killed, "failure")
-            report.claim(f"{phase}: the job goes on", len(found) == 1)
-            for event in found:
+            failures = events(killed, "failure")
+            report.claim(f"{phase}: the job goes on", len(failures) == 1)
+            for event in failures:
                 for before, after, name in MOMENTS:
                     report.figure(f"{phase}: {name}", float(str(event[after])) - float(str(event[before])), "s")
             report.claim(f"{phase}: equal bits", is_equal(free, killed))
@@ -111,7 +111,7 @@ def kills(report: Report) -> None:
 
 
 def second_kill(report: Report) -> None:
-    """Kill a second rank while the groups of the next generation are made, with and without nonblocking communicators."""
+    """Kill a second rank while the next groups form, with and without nonblocking communicators."""
     settings: dict[str, dict[str, str]] = {"default": {}}
     if torch.cuda.is_available():
         settings["nonblocking"] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
@@ -130,7 +130,7 @@ def second_kill(report: Report) -> None:
 
 
 def replacement_bits(report: Report) -> None:
-    """Replace a rank on its own device, by number of ranks and by how gradients are summed."""
+    """Replace a rank on its own device, for several layouts and ways to sum gradients."""
     settings: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         "deterministic": (DETERMINISTIC, {}),
         "default": ((), {}),
@@ -152,7 +152,7 @@ def replacement_bits(report: Report) -> None:
 
 
 def fp8_survivors(report: Report) -> None:
-    """Kill a rank of a job with delayed scaling, and compare with the run that lost none."""
+    """Kill a rank of a job with delayed scaling, and compare the job with one that had no failure."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise NotRun("Transformer Engine is not installed")
     layers = ("--transformer-impl", "transformer_engine")

@@ -1,4 +1,4 @@
-"""Kernels of the expert layers: right on every shape, equal bits of mixed experts, rates, and what the host pays."""
+"""Checks of the kernels of expert layers: results on every shape, bits of mixed experts, rates, host time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from benchmarks.gpu.processes import ROOT, ProcessFailed, call
 ODD_COUNTS = [0, 1, 127, 129]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 TINY = Tiles(rows=16, columns=16, inner=16, warps=4, stages=2)
-"""The interpreter takes its time for each program."""
+"""Small tiles for Triton's interpreter, which is slow for each program."""
 SANITIZER_S = 40
 MASKS = 50
 
 
 def right(report: Report) -> None:
-    """Compare every kernel with its reference; odd shapes under compute-sanitizer where that is installed."""
+    """Compare every kernel with its reference, and run odd shapes under compute-sanitizer if it is installed."""
     if not torch.cuda.is_available():
         for name, is_near in call(odd_shapes, 120, INTERPRETED, backend=Backend.TRITON).items():
             report.claim(f"interpreted, {name}", is_near)
@@ -70,36 +70,36 @@ def _problem(counts: list[int], hidden: int, inner: int, kind: Activation, devic
 
 
 def odd_shapes(backend: str) -> dict[str, bool]:
-    """Return by what was computed whether kernels agree with references, on empty, tiny and uneven experts."""
+    """Return whether kernels agree with references on empty, tiny and uneven experts, by the output."""
     select(Backend(backend))
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
     counts, hidden, inner = (ODD_COUNTS, 328, 456) if is_gpu else ([0, 1, 15, 17], 24, 20)
     tiles = None if is_gpu else TINY
-    found, active = {}, [True] * len(counts)
+    agree, active = {}, [True] * len(counts)
     for kind in (Activation.SWIGLU, Activation.GELU):
         x, dy, p, w1, w2 = _problem(counts, hidden, inner, kind, device)
         weights = Weights(w1), Weights(w2)
         wanted = reference.forward(x, p, counts, *weights, kind)
-        ours = launch.forward(x, p, counts, *weights, kind, tiles)
-        found[f"{kind}: outputs"] = all(_near(*pair) for pair in zip(ours, wanted, strict=True))
+        outputs = launch.forward(x, p, counts, *weights, kind, tiles)
+        agree[f"{kind}: outputs"] = all(_near(*pair) for pair in zip(outputs, wanted, strict=True))
         back = reference.input_gradient(dy, wanted.h, p, counts, *weights, kind, active)
         backward = launch.input_gradient(dy, wanted.h, p, counts, *weights, kind, active, tiles)
-        found[f"{kind}: input gradients"] = all(_near(*pair) for pair in zip(backward, back, strict=True))
-        into = tuple([torch.zeros_like(one, dtype=torch.float32) for one in weight] for weight in (w1, w2))
+        agree[f"{kind}: input gradients"] = all(_near(*pair) for pair in zip(backward, back, strict=True))
+        into = tuple([torch.zeros_like(tensor, dtype=torch.float32) for tensor in weight] for weight in (w1, w2))
         launch.weight_gradient(dy, back.dh, x, back.a, counts, (into[0], into[1]), True, tiles)
-        made = reference.weight_gradient(dy, back.dh, x, back.a, counts, active)
-        pairs = [(a, b) for one, other in zip(into, made, strict=True) for a, b in zip(one, other, strict=True)]
-        found[f"{kind}: weight gradients"] = all(b is not None and _near(a, b, 2**-6) for a, b in pairs)
+        gradients = reference.weight_gradient(dy, back.dh, x, back.a, counts, active)
+        pairs = [(a, b) for sums, other in zip(into, gradients, strict=True) for a, b in zip(sums, other, strict=True)]
+        agree[f"{kind}: weight gradients"] = all(b is not None and _near(a, b, 2**-6) for a, b in pairs)
     if is_gpu:
         torch.cuda.synchronize()
-    return found
+    return agree
 
 
-def _near(found: torch.Tensor, wanted: torch.Tensor, error: float | None = None) -> bool:
-    error = error or (2**-6 if found.dtype == torch.bfloat16 else 1e-4)
+def _near(actual: torch.Tensor, wanted: torch.Tensor, error: float | None = None) -> bool:
+    error = error or (2**-6 if actual.dtype == torch.bfloat16 else 1e-4)
     largest = float(wanted.float().abs().max()) if wanted.numel() else 0.0
-    return not wanted.numel() or bool((found.float() - wanted.float()).abs().max() <= error * max(largest, 1e-30))
+    return not wanted.numel() or bool((actual.float() - wanted.float()).abs().max() <= error * max(largest, 1e-30))
 
 
 def _sanitized(report: Report) -> None:
@@ -127,7 +127,7 @@ def _sanitized(report: Report) -> None:
 
 
 def mixed(report: Report) -> None:
-    """Compare gradients of experts that are frozen by random masks with those of all-active ones."""
+    """Compare the gradients of experts frozen by random masks with those of all-active experts."""
     backends = [Backend.TRITON]
     if torch.cuda.is_available():
         from benchmarks.kernels.__main__ import _backends
@@ -142,7 +142,7 @@ def mixed(report: Report) -> None:
 
 
 def differing_masks(backend: str, masks: int) -> int:
-    """Return how many random masks give another bit than all-active experts do."""
+    """Return the number of random masks whose gradients differ from those of all-active experts."""
     select(Backend(backend))
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
@@ -152,7 +152,8 @@ def differing_masks(backend: str, masks: int) -> int:
     def gradients(active: list[bool]) -> dict[str, torch.Tensor]:
         leaf, prob = x.clone().requires_grad_(), p.clone().requires_grad_()
         parts = [
-            [w.clone().requires_grad_(is_active) for w, is_active in zip(one, active, strict=True)] for one in (w1, w2)
+            [w.clone().requires_grad_(is_active) for w, is_active in zip(weights, active, strict=True)]
+            for weights in (w1, w2)
         ]
         y = grouped_mlp(leaf, prob, counts, parts[0], parts[1], Activation.SWIGLU)
         y.backward(dy)
@@ -164,13 +165,13 @@ def differing_masks(backend: str, masks: int) -> int:
     draw = random.Random(5)
     differing = 0
     for _ in range(masks):
-        found = gradients([draw.random() < 0.5 for _ in counts])
-        differing += not all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+        masked = gradients([draw.random() < 0.5 for _ in counts])
+        differing += not all(torch.equal(gradient, wanted[name]) for name, gradient in masked.items())
     return differing
 
 
 def rates(report: Report) -> None:
-    """Time one layer of the paper's table, by tiles and backends, beside cuBLAS by expert and torch's grouped product."""
+    """Time a layer of the paper's table by tiles and backends, beside cuBLAS and Transformer Engine's GroupedLinear."""
     from benchmarks.kernels import __main__ as timing
     from benchmarks.kernels.layers import counts_of, layer_of
 
@@ -212,7 +213,7 @@ def _transformer_engine(x: torch.Tensor, counts: list[int], hidden: int, rows: i
 
 
 def host_time(report: Report) -> None:
-    """Time calls with few tokens on the host, count copies to the device, and variants that new token counts compile."""
+    """Time calls with few tokens on the host, and count copies to the device and newly compiled variants."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden, inner = (1024, 512) if device.type == "cuda" else (32, 16)
     for experts in (8, 64):

@@ -1,4 +1,4 @@
-"""Jobs that checks launch by the command of this project, and their records."""
+"""Jobs that checks launch with the ``moevement`` command, and their records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moevement_core.verify import compare
 MEGATRON = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
 PLAIN = ROOT / "examples" / "plain_torch" / "train.py"
 JOB_S = 300
-"""Limit of one job, seconds; the check that launches it usually has a lower one."""
+"""Limit of one job in seconds. The check that launches it usually has a lower one."""
 MODEL = {
     "num-layers": 4, "hidden-size": 1024, "num-attention-heads": 16, "ffn-hidden-size": 2048, "num-experts": 8,
     "moe-router-topk": 2, "moe-ffn-hidden-size": 2048, "seq-length": 512, "max-position-embeddings": 512,
@@ -28,9 +28,9 @@ SMALL = {
     "moe-ffn-hidden-size": 48, "seq-length": 32, "max-position-embeddings": 32, "micro-batch-size": 2,
     "global-batch-size": 4,
 }  # fmt: skip
-"""Sizes of a model for machines without a GPU."""
+"""Sizes of the model on machines without a GPU."""
 LOCAL = ("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm")
-"""Layers of Megatron that need no Transformer Engine."""
+"""Flags for Megatron's own layers, which need no Transformer Engine."""
 SWITCHES = (
     "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16",
     "--use-distributed-optimizer", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion",
@@ -39,18 +39,18 @@ SWITCHES = (
 
 
 class JobFailed(RuntimeError):
-    """A job that should have ended well and did not."""
+    """Exception for a job that failed unexpectedly."""
 
 
 def launch(
     words: Sequence[str], environment: Mapping[str, str] | None = None, limit_s: float = JOB_S
 ) -> tuple[int, str]:
-    """Run ``moevement launch`` with these words; return exit code and output.
+    """Run ``moevement launch`` with these words, and return its exit code and the end of its output.
 
     Raises:
-        TimeoutError: it runs longer.
+        TimeoutError: the job exceeds ``limit_s``.
     """
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch reads it once; else each look into the store is a warning
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch reads it at import; without it each poll of the store warns
     with Process(_launch, {"words": list(words)}, {**quiet, **(environment or {})}) as process:
         code = process.result(limit_s) if process.wait(limit_s) == 0 else process.wait(0)
         return int(code), process.tail(40)
@@ -74,7 +74,7 @@ def pretrain(
     layers: Sequence[str] = LOCAL,
     environment: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """Train with Megatron; return the record.
+    """Train with Megatron, and return the record of the run.
 
     Raises:
         JobFailed: the exit code is not 0.
@@ -89,7 +89,7 @@ def pretrain(
 
 
 def train_plain(run_dir: Path, iterations: int, *words: str, nproc: int, spares: int) -> RunRecord:
-    """Train with the trainer in plain torch, which needs no GPU; return the record.
+    """Train with the trainer in plain torch, which needs no GPU, and return the record of the run.
 
     Raises:
         JobFailed: the exit code is not 0.
@@ -110,10 +110,10 @@ def _job(words: list[str], run_dir: Path, environment: Mapping[str, str] | None)
 
 
 def is_equal(one: RunRecord, other: RunRecord) -> bool:
-    """Return whether two runs have the same bits, as ``moevement verify`` finds."""
+    """Return True if two runs have the same bits, as ``moevement verify`` compares them."""
     return compare(one, other).first_difference is None
 
 
 def events(record: RunRecord, kind: str) -> list[dict[str, object]]:
-    """Return the events of a kind, in their order."""
+    """Return the events of a kind, in the order of the record."""
     return [event for event in record.events() if event["event"] == kind]

@@ -1,4 +1,4 @@
-"""A rank whose device breaks, and one that makes a long C call, under the real launcher and the real restarts."""
+"""Checks of a rank whose device breaks, and of one in a long C call, with the real launcher and in-process restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "troubled.py"
 
 
 def broken_device(report: Report) -> None:
-    """Let one rank read out of bounds, with one spare on the same device."""
+    """Let one rank read out of bounds on a device that a spare shares."""
     code, lines, _ = _run("broken-device")
     first = [line for line in lines if line["pid"] == lines[0]["pid"]]
     ended = [line for line in lines if line["what"] == "ended"]
@@ -28,7 +28,7 @@ def broken_device(report: Report) -> None:
 
 
 def long_call(report: Report) -> None:
-    """Let one rank make a C call that is longer than the limit for a hang, before it has trained."""
+    """Let one rank make a C call longer than the limit for a hang, before it has trained."""
     code, lines, _ = _run("long-call")
     report.figure("the call, and the limit for a hang", f"{CALL_S:g}, {HANG_S['long-call']:g}", "s")
     report.figure("exit code of the job", code)

@@ -1,4 +1,4 @@
-"""Hardware and versions that figures were measured on; asked for in a process of its own, which leaves no context."""
+"""Description of the hardware and versions behind figures. It runs in its own process, which leaves no context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "nvidia-resiliency-ext", "transf
 
 
 def describe() -> dict[str, str]:
-    """Return what stands beside figures, as words by name; ``devices`` is the number of GPUs."""
+    """Return hardware and versions as words by name. ``devices`` is the number of GPUs."""
     facts = {"devices": "0", "GPUs": "none"}
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

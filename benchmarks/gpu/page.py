@@ -1,4 +1,4 @@
-"""The page of results, made from their files alone."""
+"""Page of results, made from their files alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def page(checks: Sequence[Check], results: Mapping[str, Result], machine: Mappin
     """Return the page in Markdown.
 
     Args:
-        checks: all that there are, in their order.
-        results: by the name of the check; a check without one has not been reached.
+        checks: all checks in their order.
+        results: results by the name of the check. A check without one has not been reached.
         machine: hardware and versions of this call.
-        command: by which it was made.
+        command: command line that wrote the page.
     """
     form = Form.GPU if int(machine["devices"]) else Form.CPU
     rows = "\n".join(_row(check, results.get(check.name), form) for check in checks)

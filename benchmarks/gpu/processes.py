@@ -1,7 +1,7 @@
-"""Functions in processes of their own: with an environment, a time limit, and an end that takes their children along.
+"""Functions in processes of their own, with an environment, a time limit, and an end that includes their children.
 
-A process here ends with the one that started it, also where that one is killed. What it starts in turn by these
-functions does the same, so a call that is cut off leaves nothing on the GPU.
+A process here ends with its parent, even if the parent is killed. The same holds for the processes that it starts with
+these functions, so an interrupted call leaves nothing on the GPU.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ ROOT = Path(__file__).parents[2]
 
 
 class ProcessFailed(RuntimeError):
-    """A process that ended without a result."""
+    """Exception for a process that ended without a result."""
 
 
 class Process:
-    """A function of a module in a new interpreter.
+    """New interpreter that runs one function of a module.
 
     Args:
-        function: at the top of a module.
-        arguments: of it, as JSON can hold them.
-        environment: beside that of this process; None: the variable is not set.
-        log: file for its output; None: it is kept for the message of :class:`ProcessFailed`.
+        function: function at the top level of a module.
+        arguments: keyword arguments of the function. JSON must be able to hold them.
+        environment: variables in addition to those of this process. None as a value removes a variable.
+        log: file for the output. None: the output is kept only for the message of :class:`ProcessFailed`.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Process:
         return self._popen.pid
 
     def wait(self, limit_s: float) -> int:
-        """Wait for the end; return the exit code.
+        """Wait for the end of the process, and return its exit code.
 
         Raises:
-            TimeoutError: it runs longer.
+            TimeoutError: the process runs longer than ``limit_s``.
         """
         try:
             return self._popen.wait(limit_s)
@@ -95,11 +95,11 @@ class Process:
             raise TimeoutError(f"did not end in {limit_s:g} s") from None
 
     def result(self, limit_s: float) -> Any:
-        """Return what the function returned.
+        """Return the return value of the function.
 
         Raises:
-            TimeoutError: it runs longer.
-            ProcessFailed: it ended without a result.
+            TimeoutError: the process runs longer than ``limit_s``.
+            ProcessFailed: the process ended without a result.
         """
         code = self.wait(limit_s)
         if code != 0 or not self._result.exists():
@@ -107,11 +107,11 @@ class Process:
         return json.loads(self._result.read_text(encoding="utf-8"))
 
     def tail(self, lines: int = 12) -> str:
-        """Return the end of the output."""
+        """Return the last lines of the output."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
     def kill(self) -> None:
-        """End it and everything that it has started, and wait for that."""
+        """Kill the process and all its descendants, and wait for their end."""
         with contextlib.suppress(psutil.NoSuchProcess):
             started = psutil.Process(self.pid).children(recursive=True)
             for process in started:
@@ -129,8 +129,8 @@ def call(
     """Return what ``function`` returns in a process of its own.
 
     Raises:
-        TimeoutError: it runs longer than ``limit_s``.
-        ProcessFailed: it ended without a result.
+        TimeoutError: the process runs longer than ``limit_s``.
+        ProcessFailed: the process ended without a result.
     """
     with Process(function, arguments, environment) as process:
         return process.result(limit_s)
@@ -145,15 +145,16 @@ def call_ranks(
 ) -> list[Any]:
     """Return what ``function`` returns on each of ``world`` ranks, which can meet in a store on this host.
 
-    A rank that fails, or does not end in time, gives its error as text that begins with ``failed:``.
+    The result of a rank that fails or exceeds the limit is its error, as text that begins with ``failed:``.
 
     Args:
-        function: called with ``rank``, ``world``, ``port`` of a ``torch.distributed.TCPStore`` on loopback, and
-            ``arguments``.
+        function: function of each rank. It gets ``rank``, ``world``, the ``port`` of a ``torch.distributed.TCPStore``
+            on
+            loopback, and ``arguments``.
         world: number of ranks.
-        limit_s: for all of them together, seconds.
-        environments: of each rank.
-        arguments: of all ranks.
+        limit_s: limit for all ranks together, in seconds.
+        environments: additional environment variables of each rank.
+        arguments: arguments that are the same on all ranks.
     """
     from torch.distributed import TCPStore
 

@@ -1,5 +1,7 @@
-"""FP8 with Transformer Engine: our quantisers (docs/fp8.md) against its own, byte for byte, for each recipe that the GPU has
-(MXFP8 needs Blackwell); and whether the scales of a survivor go on moving after the abort of a failure.
+"""Check of FP8 with Transformer Engine.
+
+It compares our quantisers (docs/fp8.md) with Transformer Engine's byte for byte, for each recipe that the GPU has.
+MXFP8 needs Blackwell. It also checks that the scales of a survivor go on moving after the abort of a failure.
 """
 
 from __future__ import annotations
@@ -16,21 +18,21 @@ from megatron.moevement.fp8.formats import E4M3, Form
 
 
 def fp8(report: Report) -> None:
-    """Compare quantisers, then abort between iterations of a layer with delayed scaling."""
+    """Compare quantisers, and abort between iterations of a layer with delayed scaling."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise NotRun("Transformer Engine is not installed")
     _survivor(report)
     values = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)) / 32).bfloat16()
-    for name, (theirs, ours) in _cases().items():
+    for name, (quantise, quantise_here) in _cases().items():
         try:
-            made = theirs(values.cuda())
-        except Exception as error:  # a recipe that this GPU does not have
+            quantised = quantise(values.cuda())
+        except Exception as error:  # this GPU lacks the recipe
             report.figure(name, f"not run: {str(error).splitlines()[0][:100]}")
             continue
-        codes, scales = _buffers(made)
-        found = _compared(codes.cpu(), scales.cpu(), ours(values))
-        report.figure(f"{name}: equal codes, equal inverse scales", ", ".join(f"{share:.6%}" for share in found))
-        report.claim(f"{name}: all bytes are Transformer Engine's", found == (1.0, 1.0))
+        codes, scales = _buffers(quantised)
+        shares = _compared(codes.cpu(), scales.cpu(), quantise_here(values))
+        report.figure(f"{name}: equal codes, equal inverse scales", ", ".join(f"{share:.6%}" for share in shares))
+        report.claim(f"{name}: all bytes are Transformer Engine's", shares == (1.0, 1.0))
 
 
 def _survivor(report: Report) -> None:
@@ -54,8 +56,8 @@ def _survivor(report: Report) -> None:
     first, second = histories(), histories()
     AbortAll(set(), set(), lambda: None, Leaving(), listening())(State(0, 1).freeze())
     third = histories()
-    moves = [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
-    still = [not torch.equal(one, other) for one, other in zip(second, third, strict=True)]
+    moves = [not torch.equal(before, after) for before, after in zip(first, second, strict=True)]
+    still = [not torch.equal(before, after) for before, after in zip(second, third, strict=True)]
     report.figure("histories that move: before the abort, after it", f"{sum(moves)}, {sum(still)}")
     report.claim("scales go on moving after an abort", still == moves)
 
@@ -91,19 +93,19 @@ def _cases() -> dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.T
     }
 
 
-def _buffers(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _buffers(quantised: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.moevement.optimizer.quantised import quantised_buffers
 
-    buffers = quantised_buffers(made)
+    buffers = quantised_buffers(quantised)
     assert buffers is not None
     return buffers.codes, next(iter(buffers.scales.values()))
 
 
-def _compared(codes: torch.Tensor, scales: torch.Tensor, ours: Form) -> tuple[float, float]:
-    """Return the shares of equal codes and inverse scales; Transformer Engine pads scales, and what is ours counts."""
-    rows, columns = ours.scale_inv.shape
-    theirs = scales.reshape(1, 1) if scales.numel() == 1 else scales[:rows, :columns]
+def _compared(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> tuple[float, float]:
+    """Return the shares of equal codes and inverse scales, without the padding of Transformer Engine's scales."""
+    rows, columns = form.scale_inv.shape
+    scales_unpadded = scales.reshape(1, 1) if scales.numel() == 1 else scales[:rows, :columns]
     return (
-        float((codes.view(torch.uint8) == ours.codes.view(torch.uint8)).double().mean()),
-        float((theirs == ours.scale_inv).double().mean()),
+        float((codes.view(torch.uint8) == form.codes.view(torch.uint8)).double().mean()),
+        float((scales_unpadded == form.scale_inv).double().mean()),
     )

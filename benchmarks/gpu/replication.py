@@ -1,5 +1,6 @@
-"""Copies to a peer by the connections that snapshots take: rates by streams and interface, and what they do to the
-collectives of training beside them.
+"""Check of copies to a peer over the connections of snapshots.
+
+It measures rates by streams and interface, and how much the copies slow collectives of training.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ SLOWER = 1.1
 
 
 def replication(report: Report) -> None:
-    """Send from the first rank to the second over each interface of this host, by 1, 2 and 4 streams."""
+    """Send from the first rank to the second over each interface of this host, with 1, 2 and 4 streams."""
     is_gpu = torch.cuda.is_available()
     nbytes = (1 << 30) if is_gpu else (4 << 20)
     interfaces = _addresses() if is_gpu else {"lo": "127.0.0.1"}
     for interface, host in interfaces.items():
         for streams in STREAMS if is_gpu else STREAMS[:1]:
-            found = call_ranks(replicating_rank, 2, 40, host=host, streams=streams, nbytes=nbytes)
+            results = call_ranks(replicating_rank, 2, 40, host=host, streams=streams, nbytes=nbytes)
             name = f"{interface}, {streams} streams"
-            if isinstance(found[0], str):
-                report.figure(name, found[0][-200:])
+            if isinstance(results[0], str):
+                report.figure(name, results[0][-200:])
                 continue
-            report.figure(f"{name}: copies", found[0]["rate"] / 1e9, "GB/s")
-            report.figure(f"{name}: all-to-all beside copies over alone", found[0]["slower"])
+            report.figure(f"{name}: copies", results[0]["rate"] / 1e9, "GB/s")
+            report.figure(f"{name}: all-to-all beside copies over alone", results[0]["slower"])
             if is_gpu:
-                report.claim(f"{name}: collectives are not slowed down", found[0]["slower"] < SLOWER)
+                report.claim(f"{name}: collectives are not slowed down", results[0]["slower"] < SLOWER)
     report.figure("both ranks", "are on this host, so that an interface carries what the host does not keep inside")
 
 
 def replicating_rank(rank: int, world: int, port: int, host: str, streams: int, nbytes: int) -> dict[str, float]:
-    """Return the rate of copies to the other rank, and the ratio of collective times beside and without them."""
+    """Return the rate of copies to the other rank, and the ratio of collective times with copies and without."""
     device = device_of(rank)
     join(rank, world, port, "replication", device)
     connections = Connections(host, streams)
@@ -88,9 +89,9 @@ def replicating_rank(rank: int, world: int, port: int, host: str, streams: int, 
 
 def _addresses() -> dict[str, str]:
     """Return an address of each interface that is up."""
-    found = {}
+    by_interface = {}
     for name, addresses in psutil.net_if_addrs().items():
         with suppress(KeyError, StopIteration):
             if psutil.net_if_stats()[name].isup:
-                found[name] = next(one.address for one in addresses if one.family.name == "AF_INET")
-    return found
+                by_interface[name] = next(address.address for address in addresses if address.family.name == "AF_INET")
+    return by_interface

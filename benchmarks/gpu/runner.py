@@ -1,7 +1,7 @@
-"""Runs checks one after the other, each in a process of its own, and keeps a result of each in a folder.
+"""Runner of checks, which runs each one in its own process and keeps its result in a folder.
 
-A result is there in whole or not at all. A call that is cut off, by SIGKILL too, loses the check that was under way and
-nothing else: the next call goes on with it.
+A result file is either complete or missing. A call that is interrupted, even by SIGKILL, loses only the check that was
+running. The next call starts with it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from benchmarks.gpu.processes import Process
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a check."""
+    """Result of one check."""
 
     number: str
     name: str
     status: Status
     form: Form
     why: str = ""
-    """Why there is no answer, or the end of the output of what crashed."""
+    """Reason for a missing answer, or the end of the output after a crash."""
     figures: Sequence[Sequence[str]] = ()
     claims: Sequence[Sequence[Any]] = ()
     began: str = ""
-    """Date and time, UTC."""
+    """Date and time at which the check began, UTC."""
     took_s: float = 0.0
     limit_s: float = 0.0
     machine: dict[str, str] = field(default_factory=dict)
-    """Hardware and versions."""
+    """Hardware and versions of the machine."""
 
 
 def result_of(folder: Path, check: Check) -> Result | None:
-    """Return the result that is in the folder; None if there is none that can be read."""
+    """Return the result in the folder. None: there is no readable result."""
     try:
         read = json.loads((folder / f"{check.name}.json").read_text(encoding="utf-8"))
         return Result(**{**read, "status": Status(read["status"]), "form": Form(read["form"])})
@@ -49,21 +49,21 @@ def result_of(folder: Path, check: Check) -> Result | None:
 
 
 def is_answered(result: Result | None, form: Form) -> bool:
-    """Return whether a check need not be run again: not where it could not run, or ran in another form."""
+    """Return True if a check need not run again. A check that could not run, or ran in another form, has no answer."""
     return result is not None and result.form is form and result.status is not Status.NOT_RUN
 
 
 def run(
     checks: Iterable[Check], folder: Path, machine: dict[str, str], *, again: bool = False, limit_s: float | None = None
 ) -> Iterator[Result]:
-    """Run the checks that have no answer yet, in their order; yields each result when it has been written.
+    """Run the checks that have no answer yet, and yield each result after writing it.
 
     Args:
-        checks: in their order.
-        folder: of results.
-        machine: what :func:`benchmarks.gpu.machine.describe` says; ``devices`` is the number of GPUs.
-        again: also those that have an answer.
-        limit_s: instead of each check's own limit.
+        checks: checks in their order.
+        folder: folder of results.
+        machine: description from :func:`benchmarks.gpu.machine.describe`. ``devices`` is the number of GPUs.
+        again: True to run checks that have an answer, too.
+        limit_s: limit in seconds that replaces each check's own.
     """
     for check in checks:
         form = Form.GPU if int(machine["devices"]) else Form.CPU
@@ -77,10 +77,20 @@ def run(
 def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_s: float) -> Result:
     began, began_s = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", time.monotonic()
 
-    def result(status: Status, why: str, found: Found) -> Result:
+    def result(status: Status, why: str, findings: Found) -> Result:
         took_s = round(time.monotonic() - began_s, 1)
         return Result(
-            check.number, check.name, status, form, why, found.figures, found.claims, began, took_s, limit_s, machine
+            check.number,
+            check.name,
+            status,
+            form,
+            why,
+            findings.figures,
+            findings.claims,
+            began,
+            took_s,
+            limit_s,
+            machine,
         )
 
     if (reason := why_not(check, form, int(machine["devices"]))) is not None:
@@ -96,30 +106,30 @@ def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_
             status = None
         except TimeoutError as error:
             why, status = str(error), Status.TIMED_OUT
-    found = read_found(partial)
+    findings = read_found(partial)
     partial.unlink(missing_ok=True)
-    if status is None and found.not_run:
-        return result(Status.NOT_RUN, found.not_run, found)
-    if status is None and not found.is_complete:
+    if status is None and findings.not_run:
+        return result(Status.NOT_RUN, findings.not_run, findings)
+    if status is None and not findings.is_complete:
         status = Status.CRASHED
     if status is not None:
-        return result(status, why, found)
-    return result(_verdict(found), "", found)
+        return result(status, why, findings)
+    return result(_verdict(findings), "", findings)
 
 
 def why_not(check: Check, form: Form, devices: int) -> str | None:
-    """Return why a check cannot run on this machine; None if it can."""
+    """Return the reason why a check cannot run on this machine. None: it can."""
     if form is Form.CPU:
         return None if check.has_cpu_form else "no GPU"
     return None if devices >= check.devices else f"needs {check.devices} GPUs, there are {devices}"
 
 
-def _verdict(found: Found) -> Status:
-    if not found.claims:
+def _verdict(findings: Found) -> Status:
+    if not findings.claims:
         return Status.FIGURE
-    return Status.PASSED if all(holds for _, holds in found.claims) else Status.FAILED
+    return Status.PASSED if all(holds for _, holds in findings.claims) else Status.FAILED
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds in words for a table."""
+    """Return a number of seconds as text for a table."""
     return f"{math.ceil(seconds)} s"

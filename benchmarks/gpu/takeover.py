@@ -1,5 +1,7 @@
-"""A spare takes over the GPU of a process that is killed: seconds from SIGKILL until as much memory can be had by another
-process that has its CUDA context already, and by one that makes it then.
+"""Check of a spare that takes over the GPU of a killed process.
+
+It measures the seconds from SIGKILL until another process can allocate as much memory, with an existing CUDA context
+and with a new one.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from moevement_core.device import current_device
 from moevement_core.host_memory import node_memory
 
 SHARE = 0.6
-"""Share of the GPU's memory: two processes cannot have so much at once."""
+"""Share of the GPU's memory that each process takes. Two processes cannot have so much at once."""
 LOCKED_BYTES = 32 << 30
 UP_S, TAKEN_S = 40.0, 15.0
-"""Limits: until both processes are up, and from the kill until the memory is had."""
+"""Limits in seconds: until both processes are up, and from the kill until the spare has the memory."""
 BUILT_S = 5.0
-"""Seconds that a replacement takes until it asks for the memory, and within which it is to be free."""
+"""Seconds that a replacement takes before it allocates the memory, which must be free by then."""
 
 
 def takeover(report: Report) -> None:
-    """Kill a process that holds most of the memory, in four situations."""
+    """Kill a process that holds most of the device's memory, in four situations."""
     locked_bytes = min(LOCKED_BYTES, int(0.4 * node_memory().nbytes))
     cases = {
         "spare with a context": (True, False, 0),
@@ -87,7 +89,7 @@ def hold(folder: str, forks: bool, locked_bytes: int) -> None:
 
 
 def take(folder: str, is_warm: bool) -> None:
-    """Take as much memory once the other process is killed."""
+    """Allocate as much memory as soon as the other process is killed."""
     if is_warm:
         torch.zeros(1, device="cuda")
     Path(folder, "ready").touch()

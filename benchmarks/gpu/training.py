@@ -1,6 +1,4 @@
-"""Training on one rank: its device memory wiped and brought back from snapshots; operators that are run again; and
-iterations with and without snapshots.
-"""
+"""Checks of training on one rank: recovery from wiped device memory, recomputed operators, cost of snapshots."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ ITERATIONS, WIPED_AT = 16, 11
 SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window")
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 STALL_ERROR = 0.02
-"""Share of an iteration by which the reported stall may miss what snapshots cost."""
+"""Share of an iteration by which the reported stall may miss the cost of snapshots."""
 TIMES = 20
 
 
 def recovery(report: Report) -> None:
-    """Wipe all state with default kernels, then in deterministic mode, and compare with runs that lost nothing."""
+    """Wipe all state with default kernels, then in deterministic mode, and compare with runs without a failure."""
     modes: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {"default": ((), {})}
     if torch.cuda.is_available():
         modes["deterministic"] = (("--deterministic-mode",), DETERMINISTIC)
@@ -50,14 +48,14 @@ def recovery(report: Report) -> None:
             record = pretrain(
                 Path(folder, "te"), ITERATIONS, *SNAPSHOTS, "4", "--moevement-wipe-at", str(WIPED_AT), layers=layers
             )
-            found = events(record, "recovery")
-            report.figure("Transformer Engine: largest_difference", str(found[-1]["largest_difference"]))
+            recoveries_te = events(record, "recovery")
+            report.figure("Transformer Engine: largest_difference", str(recoveries_te[-1]["largest_difference"]))
         else:
             report.figure("Transformer Engine's layers", "not run: not installed")
 
 
 def first_difference(report: Report) -> None:
-    """Run the operators of an expert layer, forward and backward, many times on the same values."""
+    """Compute the operators of an expert layer, forward and backward, many times on the same values."""
     for name, operator in _operators().items():
         first = operator()
         largest, scale = 0.0, float(first.abs().max())
@@ -68,7 +66,7 @@ def first_difference(report: Report) -> None:
 
 
 def _operators() -> dict[str, Callable[[], torch.Tensor]]:
-    """Return functions that compute in FP32 what an operator gives: Megatron's own, in the order of a layer."""
+    """Return functions that compute the results of Megatron's own operators in FP32, in the order of a layer."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +99,7 @@ def _operators() -> dict[str, Callable[[], torch.Tensor]]:
     def attention_backward() -> torch.Tensor:
         parts = [x.view(1, -1, 8, hidden // 8)[:, :1024].transpose(1, 2).detach().requires_grad_() for _ in range(3)]
         torch.nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True).sum().backward()
-        return torch.cat([one.grad.flatten() for one in parts if one.grad is not None]).float()
+        return torch.cat([part.grad.flatten() for part in parts if part.grad is not None]).float()
 
     return {
         "unpermute": routed_and_back, "permute, backward": routed_backward,
@@ -134,6 +132,6 @@ def _iteration_s(record: RunRecord) -> float:
 
 
 def _median(record: RunRecord, name: str) -> float:
-    """Return the median of the later half: the first iterations compile and allocate."""
+    """Return the median over the later half. The first iterations compile and allocate."""
     values = [line[name] for line in record.metrics()[ITERATIONS // 2 :] if line.get(name) is not None]
     return float(statistics.median(values))

@@ -1,5 +1,6 @@
-"""An update of some operators alone, from gradients that were logged, against the first update of all of them; by the
-Adam that Megatron takes here: Transformer Engine's, Apex's or torch's.
+"""Check of updates of some operators from logged gradients against the first update of all operators.
+
+The check uses the Adam that Megatron chooses here: Transformer Engine's, Apex's or torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SUBSETS = ([0], [5], [1, 3], [0, 2, 4, 5])
 
 
 def redo(report: Report) -> None:
-    """Update all operators for some iterations; bring some of them back and update these alone."""
+    """Update all operators for some iterations, then repeat the updates of some operators alone, and compare."""
     device = current_device().torch_device
     for name, cases in _optimizers().items():
         for what, arguments in cases.items():
@@ -27,7 +28,7 @@ def redo(report: Report) -> None:
 
 
 def _optimizers() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the arguments of each case by the Adam that Megatron has chosen here."""
+    """Return the arguments of each case for the Adam that Megatron has chosen here."""
     from megatron.core.optimizer import Adam
 
     name = f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}"
@@ -73,7 +74,10 @@ def _step(optimizer: Any, parameters: list[Any], gradients: list[Any], arguments
     optimizer.step()
 
 
-def _has_same_bits(first: Any, second: Any, one: torch.Tensor, other: torch.Tensor) -> bool:
-    left, right = first.state[one], second.state[other]
-    pairs = [(one, other), *((left[key], right[key]) for key in left if torch.is_tensor(left[key]))]
+def _has_same_bits(first: Any, second: Any, first_parameter: torch.Tensor, second_parameter: torch.Tensor) -> bool:
+    left, right = first.state[first_parameter], second.state[second_parameter]
+    pairs = [
+        (first_parameter, second_parameter),
+        *((left[key], right[key]) for key in left if torch.is_tensor(left[key])),
+    ]
     return left.keys() == right.keys() and all(torch.equal(a, b) for a, b in pairs)

@@ -1,1 +1,1 @@
-"""Kernels on a GPU: are they right, and how fast."""
+"""Checks and timings of the kernels on a GPU."""

@@ -1,4 +1,4 @@
-"""Checks and times every kernel on the GPU of this machine, in one call, and writes benchmarks/kernels.md.
+"""Checks and timings of every kernel on the GPU of this machine, in one call that writes benchmarks/kernels.md.
 
 python -m benchmarks.kernels
 """
@@ -28,12 +28,12 @@ from benchmarks.kernels.layers import MODELS, Layer, counts_of, layer_of
 OUTPUT = Path(__file__).parents[1] / "kernels.md"
 ROUNDS, WARM_UP = 20, 3
 FLUSH_BYTES = 256 << 20
-"""Written between two runs: weights and tokens come from memory, as in training."""
+"""Bytes written between two runs to flush caches, so that weights and tokens come from memory as in training."""
 
 
 @dataclass
 class Row:
-    """A layer with one routing: median milliseconds of each pass, None where it did not run."""
+    """Times of a layer with one routing: median milliseconds of each pass. None: the pass did not run."""
 
     layer: Layer
     routing: str
@@ -41,23 +41,23 @@ class Row:
     frozen: float
     frozen_cuda: float | None
     frozen_fp8: float
-    """Milliseconds with FP8 weights that are widened: products in BF16."""
+    """Milliseconds with FP8 weights that are widened for products in BF16."""
     products_fp8: dict[str, float]
-    """Milliseconds with FP8 products, by how they are scaled."""
+    """Milliseconds with FP8 products, by their scaling."""
     floor_full: float | None
     floor_frozen: float | None
 
     def rate(self, milliseconds: float) -> float:
-        """TFLOP/s of a frozen pass."""
+        """Return the rate of a frozen pass in TFLOP/s."""
         return self.layer.product_flop / milliseconds / 1e9
 
 
 def main() -> int:
-    """Check, time, write; returns the exit code."""
+    """Check and time the kernels, write the page, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of all passes, in turns (default: {ROUNDS})")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.kernels: there is no GPU here; run it where one is", file=sys.stderr)
         return 2
@@ -70,9 +70,11 @@ def main() -> int:
     rows = []
     for model in MODELS:
         for is_skewed in (False, True):
-            rows.append(measure(layer_of(model), is_skewed, given.rounds))
+            rows.append(measure(layer_of(model), is_skewed, arguments.rounds))
             print(_line(rows[-1], peak), flush=True)
-    given.output.write_text(report(rows, peak, failed, _bandwidths(), torch.cuda.get_device_name()), encoding="utf-8")
+    arguments.output.write_text(
+        report(rows, peak, failed, _bandwidths(), torch.cuda.get_device_name()), encoding="utf-8"
+    )
     return 1 if failed else 0
 
 
@@ -88,7 +90,7 @@ def _backends() -> list[Backend]:
 
 
 def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
-    """Time all passes in turns, so that clocks and neighbours affect all alike."""
+    """Time all passes in turns, so that clocks and neighbours affect all of them alike."""
     counts, kind = counts_of(layer, is_skewed), layer.kind
     rows = layer.inner * (2 if kind.is_gated else 1)
 
@@ -99,15 +101,15 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     x, dy = (torch.randn(layer.tokens, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     p = torch.rand(layer.tokens, device="cuda")
     h = launch.forward(x, p, counts, w1, w2, kind).h
-    into = tuple([torch.zeros_like(one, dtype=torch.float32) for one in weight.data] for weight in (w1, w2))
+    into = tuple([torch.zeros_like(tensor, dtype=torch.float32) for tensor in weight.data] for weight in (w1, w2))
     fp8 = tuple(_as_fp8(weight) for weight in (w1, w2))
 
     def frozen() -> torch.Tensor:
         return launch.input_gradient(dy, h, p, counts, w1, w2, kind).dh
 
     def full() -> None:
-        made = launch.input_gradient(dy, h, p, counts, w1, w2, kind, [True] * len(counts))
-        launch.weight_gradient(dy, made.dh, x, made.a, counts, (into[0], into[1]), True)
+        gradients = launch.input_gradient(dy, h, p, counts, w1, w2, kind, [True] * len(counts))
+        launch.weight_gradient(dy, gradients.dh, x, gradients.a, counts, (into[0], into[1]), True)
 
     def frozen_cuda() -> None:
         select(Backend.CUDA)
@@ -121,8 +123,8 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     if Backend.CUDA in _backends():
         passes["frozen_cuda"] = frozen_cuda
     for mode in _scalings():
-        given = checks.fp8_problem(counts, layer.hidden, layer.inner, kind, torch.float8_e5m2, mode)
-        passes[mode] = functools.partial(fp8_launch.input_gradient, *given)
+        problem = checks.fp8_problem(counts, layer.hidden, layer.inner, kind, torch.float8_e5m2, mode)
+        passes[mode] = functools.partial(fp8_launch.input_gradient, *problem)
     passes |= _floor(x, dy, h, counts, w1, w2)
     times = _times(passes, rounds)
     return Row(
@@ -138,16 +140,20 @@ def _scalings() -> tuple[str, ...]:
 
 
 def _as_fp8(weights: Weights) -> Weights:
-    one = torch.ones(1, device="cuda")
+    scale = torch.ones(1, device="cuda")
     return Weights(
-        [weight.float().to(torch.float8_e4m3fn).view(torch.uint8) for weight in weights.data], [one] * len(weights.data)
+        [weight.float().to(torch.float8_e4m3fn).view(torch.uint8) for weight in weights.data],
+        [scale] * len(weights.data),
     )
 
 
 def _floor(
     x: torch.Tensor, dy: torch.Tensor, h: torch.Tensor, counts: list[int], w1: Weights, w2: Weights
 ) -> dict[str, Callable[[], object]]:
-    """The products alone by torch's grouped GEMM, weights lying together; activations and probabilities cost nothing."""
+    """Return passes of the products alone, by torch's grouped GEMM on weights in one block of memory.
+
+    They leave out activations and probabilities, so their time is a lower bound.
+    """
     if not hasattr(torch, "_grouped_mm"):
         return {}
     ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
@@ -185,7 +191,7 @@ def _times(passes: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
             end.synchronize()
             if number >= WARM_UP:
                 samples[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(its) for name, its in samples.items()}
+    return {name: statistics.median(milliseconds) for name, milliseconds in samples.items()}
 
 
 def _peak() -> float:
@@ -194,7 +200,7 @@ def _peak() -> float:
 
 
 def _bandwidths() -> dict[str, float]:
-    """GB/s: what a copy on the device reads and writes, and what one to the host moves."""
+    """Return GB/s: bytes that a copy on the device reads and writes, and bytes that a copy to the host moves."""
     source = torch.randn(256 << 20, device="cuda")
     target, host = torch.empty_like(source), torch.empty(source.numel(), pin_memory=True)
     times = _times(

@@ -1,4 +1,4 @@
-"""Kernels against their references on this GPU, and mixed experts against all-active ones, bit for bit."""
+"""Checks of kernels against their references on this GPU, and of mixed experts against all-active ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moevement_kernels.weights import BLOCK, E5M2, Weights
 
 COUNTS = [130, 0, 1, 1517, 64, 300]
 HIDDEN, INNER = 328, 456
-"""Sizes that are no multiples of a tile, and large enough for every ring of stages to go round more than once."""
+"""Sizes that are no multiples of a tile, and large enough to go round every ring of stages more than once."""
 
 
 def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
-    """Yield each check by name, and whether it held."""
+    """Yield the name of each check, and True if it held."""
     for backend in backends:
         select(backend)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -48,26 +48,27 @@ def _problem(kind: Activation, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return x, dy, _draw(tokens, seed=22).sigmoid(), w1, w2
 
 
-def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    error = {torch.bfloat16: 2**-6, torch.float16: 2**-9}.get(found.dtype, 1e-4)
-    return bool((found.float() - wanted.float()).abs().max() <= error * wanted.float().abs().max())
+def _near(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
+    error = {torch.bfloat16: 2**-6, torch.float16: 2**-9}.get(actual.dtype, 1e-4)
+    return bool((actual.float() - wanted.float()).abs().max() <= error * wanted.float().abs().max())
 
 
 def _is_near(kind: Activation, dtype: torch.dtype) -> bool:
     x, dy, p, w1, w2 = _problem(kind, dtype)
     weights = Weights(list(w1)), Weights(list(w2))
     wanted = reference.forward(x, p, COUNTS, *weights, kind)
-    found = launch.forward(x, p, COUNTS, *weights, kind)
-    everyone = [True] * len(COUNTS)
-    back = reference.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, everyone)
-    ours = launch.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, everyone)
-    gradients = reference.weight_gradient(dy, back.dh, x, back.a, COUNTS, everyone)
+    outputs = launch.forward(x, p, COUNTS, *weights, kind)
+    all_active = [True] * len(COUNTS)
+    back = reference.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, all_active)
+    gradients_in = launch.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, all_active)
+    gradients = reference.weight_gradient(dy, back.dh, x, back.a, COUNTS, all_active)
     into = (torch.zeros_like(w1, dtype=torch.float32), torch.zeros_like(w2, dtype=torch.float32))
     launch.weight_gradient(dy, back.dh, x, back.a, COUNTS, (list(into[0]), list(into[1])), True)
-    made = [torch.stack([one for one in part if one is not None]) for part in gradients]
-    pairs = [*zip(found, wanted, strict=True), *zip(ours, back, strict=True)]
+    wanted_gradients = [torch.stack([gradient for gradient in part if gradient is not None]) for part in gradients]
+    pairs = [*zip(outputs, wanted, strict=True), *zip(gradients_in, back, strict=True)]
     return all(_near(*pair) for pair in pairs) and all(
-        bool((one - other).abs().max() <= 2**-6 * other.abs().max()) for one, other in zip(into, made, strict=True)
+        bool((sums - wanted_sums).abs().max() <= 2**-6 * wanted_sums.abs().max())
+        for sums, wanted_sums in zip(into, wanted_gradients, strict=True)
     )
 
 
@@ -77,19 +78,19 @@ def _is_equal_mixed(dtype: torch.dtype) -> bool:
         x.requires_grad_()
         p.requires_grad_()
         weights = [
-            [weight.clone().requires_grad_(is_active) for weight, is_active in zip(one, active, strict=True)]
-            for one in (w1, w2)
+            [weight.clone().requires_grad_(is_active) for weight, is_active in zip(part_weights, active, strict=True)]
+            for part_weights in (w1, w2)
         ]
         y = grouped_mlp(x, p, COUNTS, weights[0], weights[1], Activation.SWIGLU)
         y.backward(dy)
-        named = {f"{part}.{number}": one.grad for part in (0, 1) for number, one in enumerate(weights[part])}
+        named = {f"{part}.{number}": weight.grad for part in (0, 1) for number, weight in enumerate(weights[part])}
         every = {"y": y.detach(), "x": x.grad, "p": p.grad, **named}
         return {name: gradient for name, gradient in every.items() if gradient is not None}
 
-    everyone = gradients([True] * len(COUNTS))
+    all_active = gradients([True] * len(COUNTS))
     for active in ([False] * len(COUNTS), [True, False, True, False, False, True]):
         mixed = gradients(active)
-        if not all(torch.equal(gradient, everyone[name]) for name, gradient in mixed.items()):
+        if not all(torch.equal(gradient, all_active[name]) for name, gradient in mixed.items()):
             return False
     return True
 
@@ -104,30 +105,36 @@ def _is_near_fp8() -> bool:
         w2 = Weights([_fp8(HIDDEN, inner, 9 + number) for number in range(len(COUNTS))], [scales] * len(COUNTS))
         h = reference.forward(x, p, COUNTS, w1, w2, Activation.SWIGLU).h
         for gradient in (dy, E5M2(dy.float().to(torch.float8_e5m2).view(torch.uint8), scale)):
-            given = (gradient, h, p, COUNTS, w1, w2, Activation.SWIGLU)
-            pairs = zip(launch.input_gradient(*given), reference.input_gradient(*given), strict=True)
+            arguments = (gradient, h, p, COUNTS, w1, w2, Activation.SWIGLU)
+            pairs = zip(launch.input_gradient(*arguments), reference.input_gradient(*arguments), strict=True)
             is_right &= all(_near(*pair) for pair in pairs)
     return is_right
 
 
 def _fp8_products() -> Iterator[tuple[str, bool]]:
-    """Check FP8 products within what the tensor cores' sums lose beside FP32: either of two
-    adjacent codes is allowed.
+    """Yield the name of each check of FP8 products, and True if it held.
+
+    Tensor cores sum with less precision than FP32. The check allows either of two adjacent codes.
     """
     hidden, inner = 384, 512
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):
         for mode in ("delayed", "current", "by block"):
-            given = fp8_problem(COUNTS, hidden, inner, Activation.SWIGLU, dtype, mode)
-            found, wanted = fp8_launch.input_gradient(*given), fp8_reference.input_gradient(*given)
-            pairs = [(found.dp, wanted.dp), (found.amax, wanted.amax), (found.dx.float(), wanted.dx.float()),
-                     (found.dh.dense(COUNTS), wanted.dh.dense(COUNTS))]  # fmt: skip
-            yield f"{dtype}, {mode}", all(bool((one - other).norm() <= 2**-6 * other.norm()) for one, other in pairs)
+            problem = fp8_problem(COUNTS, hidden, inner, Activation.SWIGLU, dtype, mode)
+            actual, wanted = fp8_launch.input_gradient(*problem), fp8_reference.input_gradient(*problem)
+            pairs = [(actual.dp, wanted.dp), (actual.amax, wanted.amax), (actual.dx.float(), wanted.dx.float()),
+                     (actual.dh.dense(COUNTS), wanted.dh.dense(COUNTS))]  # fmt: skip
+            yield (
+                f"{dtype}, {mode}",
+                all(
+                    bool((value - wanted_value).norm() <= 2**-6 * wanted_value.norm()) for value, wanted_value in pairs
+                ),
+            )
 
 
 def fp8_problem(
     counts: list[int], hidden: int, inner: int, kind: Activation, dtype: torch.dtype, mode: str
 ) -> tuple[Any, ...]:
-    """Arguments of the backward pass with FP8 products, on the GPU."""
+    """Return arguments of the backward pass with FP8 products, on the GPU."""
     tokens, rows = sum(counts), inner * (2 if kind.is_gated else 1)
     by_block = mode == "by block"
     dy, h = _draw(tokens, hidden, seed=21), _draw(tokens, rows, dtype=torch.bfloat16, seed=23)

@@ -1,4 +1,4 @@
-"""The expert layers of the models of the paper's table 2, from our presets, and how tokens fall on their experts."""
+"""Expert layers of the models of the paper's table 2, from our presets, and the distribution of tokens over experts."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ MODELS = ("moe_llava", "gpt_moe", "qwen_moe", "deepseek_moe")
 
 @dataclass(frozen=True)
 class Layer:
-    """Expert layer of one rank, and the tokens that come to it in a micro-batch."""
+    """Expert layer of one rank, and the tokens routed to it in a micro-batch."""
 
     model: str
     hidden: int
     inner: int
     experts: int
-    """Experts on this rank."""
+    """Number of experts on this rank."""
     tokens: int
-    """Routed to this rank's experts if the routing is even; a token counts as often as it is routed."""
+    """Number of tokens routed to this rank's experts if the routing is even. A token counts once per expert."""
     kind: Activation
 
     @property
     def product_flop(self) -> int:
-        """Operations of one product of every token with both weights; a full backward pass has two,
-        a frozen one one.
+        """Operations of one product of every token with both weights.
+
+        A full backward pass has two such products, a frozen one has one.
         """
         return 2 * self.tokens * self.hidden * self.inner * (3 if self.kind.is_gated else 2)
 
@@ -48,7 +49,7 @@ def layer_of(model: str) -> Layer:
 
 
 def counts_of(layer: Layer, is_skewed: bool, seed: int = 11) -> list[int]:
-    """Tokens of each expert: the same, or by Zipf's law with an exponent of 1 over a random order."""
+    """Return the tokens of each expert: equal, or by Zipf's law with an exponent of 1 over a random order."""
     share = np.ones(layer.experts)
     if is_skewed:
         share = np.random.default_rng(seed).permutation(1 / np.arange(1, layer.experts + 1))

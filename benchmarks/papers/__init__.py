@@ -1,1 +1,1 @@
-"""Published results of the papers, computed again and set beside them."""
+"""Published results of the papers, computed again and compared with them."""

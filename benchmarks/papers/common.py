@@ -1,4 +1,4 @@
-"""Common parts of the scripts of this folder: jobs at stated and at implied bandwidths, trainings, tables."""
+"""Helpers of the scripts in this folder: jobs at stated and at implied bandwidths, trainings, tables."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from moevement_core.simulator.training import train
 
 SEEDS = 20
 SYSTEMS = {**STRATEGIES, "gemini": STRATEGIES["gemini-stalling"]}
-"""Strategies by name, GEMINI as MoEvement measured it: each checkpoint hides beside one iteration."""
+"""Strategies by name. GEMINI is as MoEvement measured it: each checkpoint hides beside one iteration."""
 
 
 def scenario(preset: str) -> Scenario:
     """Return the scenario of a model, with copies at the whole bandwidth that the paper states."""
-    found = load(SCENARIOS / f"{preset}.yaml")
-    return replace(found, cluster=replace(found.cluster, network_share=1.0))
+    loaded = load(SCENARIOS / f"{preset}.yaml")
+    return replace(loaded, cluster=replace(loaded.cluster, network_share=1.0))
 
 
 def gemini(costs: Costs, mtbf_s: float, interval: int | None = None) -> Gemini:
-    """Return that GEMINI at its best interval, or at one that is given."""
+    """Return GEMINI as in :data:`SYSTEMS`, at its best interval or at ``interval``."""
     return Gemini(costs, mtbf_s, interval=interval, is_spread=False)
 
 
 def implied_bandwidth(costs: Costs, checkpoint_s: float) -> float:
-    """Bytes per second of all ranks together, at which a dense checkpoint takes so long; the heaviest rank is the last."""
+    """Return the bytes per second of all ranks together at which a dense checkpoint takes ``checkpoint_s`` seconds.
+
+    The heaviest rank ends last, so its bytes count for each rank.
+    """
     return costs.full_bytes * costs.plan.given.job.ranks / checkpoint_s
 
 
 def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
-    """The same job with one bandwidth of all ranks together, for copies and for replication alike."""
-    given = costs.plan.given
-    each = bytes_per_s / given.job.ranks
+    """Return the job with one bandwidth of all ranks together, the same for copies to the host and to peers."""
+    inputs = costs.plan.given
+    rank_bytes_per_s = bytes_per_s / inputs.job.ranks
     cluster = replace(
-        given.cluster,
-        d2h_bytes_per_s=each,
-        network_bytes_per_s=each * given.cluster.gpus_per_node * max(1, given.replicas),
+        inputs.cluster,
+        d2h_bytes_per_s=rank_bytes_per_s,
+        network_bytes_per_s=rank_bytes_per_s * inputs.cluster.gpus_per_node * max(1, inputs.replicas),
     )
-    # Nothing is known of what logs do to it, so they are left out.
-    job = replace(given.job, boundary_bytes=0)
-    return replace(costs, plan=CheckpointPlan(replace(given, cluster=cluster, job=job)))
+    # The papers say nothing of the effect of logs on it, so the job has none.
+    job = replace(inputs.job, boundary_bytes=0)
+    return replace(costs, plan=CheckpointPlan(replace(inputs, cluster=cluster, job=job)))
 
 
 def simulated(strategy: Strategy, mtbf_s: float, hours: float = HOURS) -> float:
-    """ETTR, mean of trainings."""
+    """Return the mean ETTR of simulated trainings."""
     model = FailureModel(mtbf_s, strategy.costs.nodes)
     return statistics.fmean(
         train(strategy.fresh(), model.draw(hours * 3600, seed), hours * 3600).ettr for seed in range(SEEDS)

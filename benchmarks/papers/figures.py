@@ -1,9 +1,10 @@
-"""MoEvement's figures 1, 10, 11, 13, 15 and 16; writes benchmarks/papers/figures.md and figures.png.
+"""Computation of MoEvement's figures 1, 10, 11, 13, 15 and 16. It writes benchmarks/papers/figures.md and figures.png.
 
     python -m benchmarks.papers.figures [--trace gcp.csv]
 
-Each is computed at the bandwidths that the paper states and, where its measurements are of another world, at the one that
-follows from its own statement that Gemini slows DeepSeek-MoE 2.5 times if it checkpoints in every iteration.
+Each figure is computed at the bandwidths that the paper states. Some measurements do not fit these. They are also
+computed at the bandwidth implied by the paper's statement that Gemini slows DeepSeek-MoE 2.5 times with a checkpoint in
+every iteration.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ Draw = Callable[[Any], None]
 
 
 def main() -> None:
-    """Compute, draw the figure, and write the page."""
+    """Compute and draw all figures, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="the GCP trace of figure 10, which is left out without it")
     arguments = parser.parse_args()
     stated = scenario("deepseek_moe").costs()
     bandwidth = implied_bandwidth(stated, GEMINI_EVERY_ITERATION * stated.iteration_s)
     slow = at_bandwidth(stated, bandwidth)
-    made = [
+    figures = [
         figure_1(stated, slow),
         figure_10(stated, slow, arguments.trace),
         figure_11(),
@@ -59,33 +60,34 @@ def main() -> None:
         figure_16(stated, slow),
     ]
     with figure(OUTPUT.with_suffix(".png"), 3, (18, 9), rows=2) as axes:
-        for axis, (_, draw) in zip(axes, made, strict=True):
+        for axis, (_, draw) in zip(axes, figures, strict=True):
             draw(axis)
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=7)
-    OUTPUT.write_text(report([text for text, _ in made], stated, bandwidth), encoding="utf-8")
+    OUTPUT.write_text(report([text for text, _ in figures], stated, bandwidth), encoding="utf-8")
 
 
 def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
-    """Gemini's overhead and recovery over its interval, and its best ETTR."""
+    """Return the text and drawing of figure 1: Gemini's overhead and recovery by interval, and its best ETTR."""
     rows = []
     for interval in INTERVALS:
-        one, other = (common.gemini(costs, 3600.0, interval) for costs in (stated, slow))
+        at_stated, at_implied = (common.gemini(costs, 3600.0, interval) for costs in (stated, slow))
         rows.append(
-            [interval, *(f"{each.overhead_s / each.costs.iteration_s:.1%}" for each in (one, other)),
-             *(f"{each.expected_recovery_s():.0f} s" for each in (one, other))]
+            [interval,
+             *(f"{strategy.overhead_s / strategy.costs.iteration_s:.1%}" for strategy in (at_stated, at_implied)),
+             *(f"{strategy.expected_recovery_s():.0f} s" for strategy in (at_stated, at_implied))]
         )  # fmt: skip
     best = [
         [f"{mtbf_s / 60:g} min", f"{published:.2f}",
-         *(f"{one.analytic_ettr(mtbf_s):.3f} (every {one.interval})"
-           for one in (common.gemini(costs, mtbf_s) for costs in (stated, slow)))]
+         *(f"{strategy.analytic_ettr(mtbf_s):.3f} (every {strategy.interval})"
+           for strategy in (common.gemini(costs, mtbf_s) for costs in (stated, slow)))]
         for mtbf_s, published in GEMINI_BEST.items()
     ]  # fmt: skip
 
     def draw(axis: Any) -> None:
         for mtbf_s in GEMINI_BEST:
-            ratios = [common.gemini(slow, mtbf_s, one).analytic_ettr(mtbf_s) for one in INTERVALS]
+            ratios = [common.gemini(slow, mtbf_s, interval).analytic_ettr(mtbf_s) for interval in INTERVALS]
             axis.plot(INTERVALS, ratios, marker="o", label=f"a failure every {mtbf_s / 60:g} min")
         axis.set(xscale="log", xlabel="interval", ylim=(0, 1), title="1: ETTR of Gemini at the implied bandwidth")
 
@@ -102,27 +104,27 @@ something else there that is not in the formula, such as starting processes agai
 
 
 def figure_10(stated: Costs, slow: Costs, trace: Path | None) -> tuple[str, Draw]:
-    """Goodput on six hours of the GCP trace."""
+    """Return the text and drawing of figure 10: goodput on six hours of the GCP trace."""
     if trace is None:
         return "## Figure 10: the GCP trace\n\nLeft out: no --trace.", lambda axis: axis.set(title="10: no trace")
     until_s = 6 * 3600.0
-    failures = [one for one in recorded(trace, stated.nodes) if one.at_s < until_s]
+    failures = [failure for failure in recorded(trace, stated.nodes) if failure.at_s < until_s]
     rows, lines = [], {}
     for name in SYSTEMS:
-        made = [train(common.SYSTEMS[name](one, 1140.0).fresh(), failures, until_s) for one in (stated, slow)]
-        lines[name] = made[1]
-        rows.append((name, made))
-    ours = rows[-1][1]
+        trained = [train(common.SYSTEMS[name](costs, 1140.0).fresh(), failures, until_s) for costs in (stated, slow)]
+        lines[name] = trained[1]
+        rows.append((name, trained))
+    own = rows[-1][1]
     body = [
         [name, f"{GOODPUT_RATIOS[name]:.2f}" if name in GOODPUT_RATIOS else "1",
-         *(f"{mine.iterations / one.iterations:.2f}" for mine, one in zip(ours, made, strict=True)),
-         *(f"{one.ettr:.3f}" for one in made), f"{made[1].tokens_lost:.0f}"]
-        for name, made in rows
+         *(f"{own_result.iterations / result.iterations:.2f}" for own_result, result in zip(own, trained, strict=True)),
+         *(f"{result.ettr:.3f}" for result in trained), f"{trained[1].tokens_lost:.0f}"]
+        for name, trained in rows
     ]  # fmt: skip
 
     def draw(axis: Any) -> None:
-        for name, made in lines.items():
-            points = [(0.0, 0), *made.goodput]
+        for name, trained in lines.items():
+            points = [(0.0, 0), *trained.goodput]
             axis.plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
         axis.set(xlabel="hours", title="10: iterations on the GCP trace, implied bandwidth")
 
@@ -145,7 +147,7 @@ At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the publi
 
 
 def figure_11() -> tuple[str, Draw]:
-    """Draw ETTR over scale."""
+    """Return the text and drawing of figure 11: ETTR over scale."""
     rows, curves = [], {}
     for preset, known in SCALED.items():
         costs = scenario(preset).costs()
@@ -162,7 +164,9 @@ def figure_11() -> tuple[str, Draw]:
     def draw(axis: Any) -> None:
         for (preset, name), values in curves.items():
             style = "-" if name == "moevement" else "--"
-            axis.plot([one / 60 for one in values], list(values.values()), style, marker="o", label=f"{name}, {preset}")
+            axis.plot(
+                [mtbf_s / 60 for mtbf_s in values], list(values.values()), style, marker="o", label=f"{name}, {preset}"
+            )
         axis.set(xlabel="minutes between failures", ylim=(0.8, 1), title="11: ETTR over scale, stated bandwidths")
 
     return (
@@ -179,7 +183,7 @@ replaying with all stages or with one.""",
 
 
 def figure_13() -> tuple[str, Draw]:
-    """Draw one technique after the other."""
+    """Return the text and drawing of figure 13: recovery time with one technique after the other."""
     steps = {
         "sparse": Techniques(False, False, False), "and skipping": Techniques(True, False, False),
         "and reordering": Techniques(True, True, False), "and upstream logs": Techniques(),
@@ -190,17 +194,23 @@ def figure_13() -> tuple[str, Draw]:
         window = next(system.interval for system in model.systems if system.name == "moevement")
         plan = CheckpointPlan(replace(costs.plan.given, window=window))
         costs = replace(costs, plan=plan, skew=0.25)
-        made = {name: MoEvement(costs, techniques) for name, techniques in steps.items()}
-        bars[model.preset] = [one.expected_recovery_s() for one in made.values()]
+        strategies = {name: MoEvement(costs, techniques) for name, techniques in steps.items()}
+        bars[model.preset] = [strategy.expected_recovery_s() for strategy in strategies.values()]
         rows.append(
             [model.preset, f"{model.sparse_only:.2f}", "0.97",
-             *(f"{one.expected_recovery_s():.1f} s, {simulated(one, 600):.3f}" for one in made.values())]
+             *(f"{strategy.expected_recovery_s():.1f} s, {simulated(strategy, 600):.3f}"
+               for strategy in strategies.values())]
         )  # fmt: skip
 
     def draw(axis: Any) -> None:
         width = 0.2
         for number, name in enumerate(steps):
-            axis.bar(np.arange(len(bars)) + width * number, [one[number] for one in bars.values()], width, label=name)
+            axis.bar(
+                np.arange(len(bars)) + width * number,
+                [recoveries[number] for recoveries in bars.values()],
+                width,
+                label=name,
+            )
         axis.set_xticks(np.arange(len(bars)) + 1.5 * width, list(bars))
         axis.set(title="13: E[R] in seconds, one technique after the other")
 
@@ -221,7 +231,7 @@ is short.""",
 
 
 def figure_15(costs: Costs) -> tuple[str, Draw]:
-    """Draw how many of 64 experts get a token in an iteration."""
+    """Return the text and drawing of figure 15: how many of 64 experts get a token in an iteration."""
     generator = np.random.default_rng(0)
     experts, draws = 64, 400
     job = costs.plan.given.job
@@ -231,7 +241,7 @@ def figure_15(costs: Costs) -> tuple[str, Draw]:
         if np.isinf(alpha):
             counts = np.full(draws, experts)
         else:
-            # Dirichlet shares by their logarithms: with so small an alpha most are below what a double can hold.
+            # Dirichlet shares by their logarithms, because at so small an alpha most shares underflow a double.
             logs = np.log(generator.random((draws, experts))) / alpha
             shares = np.exp(logs - np.log(np.exp(logs - logs.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
                             - logs.max(axis=1, keepdims=True))  # fmt: skip
@@ -240,7 +250,7 @@ def figure_15(costs: Costs) -> tuple[str, Draw]:
         rows.append([skew, alpha, *(f"{value:.0f}" for value in np.percentile(counts, (25, 50, 75)))])
 
     def draw(axis: Any) -> None:
-        axis.boxplot(list(boxes.values()), tick_labels=[str(one) for one in boxes])
+        axis.boxplot(list(boxes.values()), tick_labels=[str(skew) for skew in boxes])
         axis.set(xlabel="skew", title="15: experts of 64 with a token, by Dirichlet shares")
 
     return (
@@ -258,7 +268,7 @@ drawn again within it.""",
 
 
 def figure_16(stated: Costs, slow: Costs) -> tuple[str, Draw]:
-    """ETTR over skew at a failure every ten minutes."""
+    """Return the text and drawing of figure 16: ETTR over skew at a failure every ten minutes."""
     skews = (0.0, *SKEW_ALPHAS)
     window = replace(stated, plan=CheckpointPlan(replace(stated.plan.given, window=6)))
     rows, curves = [], {}
@@ -269,7 +279,7 @@ def figure_16(stated: Costs, slow: Costs) -> tuple[str, Draw]:
         ]
         curves[name] = values[0]
         known = f"{SKEWED[name][0]} to {SKEWED[name][1]}" if name in SKEWED else "0.95 at 0, rising"
-        rows.append([name, known, *(", ".join(f"{one:.3f}" for one in line) for line in values)])
+        rows.append([name, known, *(", ".join(f"{ettr:.3f}" for ettr in line) for line in values)])
     frozen = [MoEvement(replace(window, skew=skew)).frozen_share for skew in skews]
 
     def draw(axis: Any) -> None:
@@ -284,7 +294,7 @@ A failure every ten minutes, skew {", ".join(map(str, skews))}; MoEvement at W =
 
 {table(("system", "published", "stated bandwidths", "implied"), rows)}
 
-The share of a replay's work that is frozen rises with skew, {", ".join(f"{one:.2f}" for one in frozen)}, as the paper says;
+The share of a replay's work that is frozen rises with skew, {", ".join(f"{share:.2f}" for share in frozen)}, as the paper says;
 what it moves in ETTR is in the third decimal, because a replay is short against ten minutes. CheckFreq and Gemini do not
 depend on it. MoC ({MoC(stated).experts_saved} of 64 experts at first) loses more with some failures and less with others; on
 average its round robin is as stale for a popular expert as for any.""",

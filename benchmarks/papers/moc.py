@@ -1,4 +1,4 @@
-"""MoC-System's scaling simulations (its section 6.2.4); writes benchmarks/papers/moc.md and moc.png.
+"""Computation of MoC-System's scaling simulations (its section 6.2.4). It writes benchmarks/papers/moc.md and moc.png.
 
 python -m benchmarks.papers.moc
 """
@@ -31,55 +31,57 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of one configuration."""
+    """Times and bytes of one configuration."""
 
     label: str
     compute_s: float
     full_s: float
-    """Snapshot of everything ..."""
+    """Seconds of a snapshot of everything."""
     partial_s: float
-    """... and with an eighth of the experts."""
+    """Seconds of a snapshot with an eighth of the experts."""
     full_bytes: float
     partial_bytes: float
-    """Bytes of all ranks, to storage."""
+    """Bytes that all ranks write to storage, with an eighth of the experts. :attr:`full_bytes` has everything."""
 
     @property
     def durations(self) -> tuple[float, float, float]:
-        """Blocking, all of it beside the next iteration, an eighth of the experts beside it."""
+        """Seconds of an iteration with a blocking, an asynchronous, and an asynchronous partial snapshot."""
         return self.compute_s + self.full_s, max(self.compute_s, self.full_s), max(self.compute_s, self.partial_s)
 
 
 def main() -> None:
-    """Compute, draw the figure, and write the page."""
+    """Compute and draw the figure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    made = {name: list(points) for name, points in panels()}
+    by_panel = {name: list(points) for name, points in panels()}
     with figure(OUTPUT.with_suffix(".png"), 3, (18, 9), rows=2) as axes:
-        for axis, (name, points) in zip(axes, made.items(), strict=False):
+        for axis, (name, points) in zip(axes, by_panel.items(), strict=False):
             draw(axis, name, points)
-        sizes = made["a. DP and EP, A800"]
-        axes[5].plot([one.label for one in sizes], [one.full_bytes / 1e12 for one in sizes], label="everything")
-        axes[5].plot([one.label for one in sizes], [one.partial_bytes / 1e12 for one in sizes], label="an eighth")
+        sizes = by_panel["a. DP and EP, A800"]
+        axes[5].plot([place.label for place in sizes], [place.full_bytes / 1e12 for place in sizes], label="everything")
+        axes[5].plot(
+            [place.label for place in sizes], [place.partial_bytes / 1e12 for place in sizes], label="an eighth"
+        )
         axes[5].set(title="f. persisted, TB", xlabel="GPUs", yscale="log")
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7)
-    OUTPUT.write_text(report(made), encoding="utf-8")
+    OUTPUT.write_text(report(by_panel), encoding="utf-8")
 
 
 def panels() -> Iterator[tuple[str, Iterator[Point]]]:
-    """Yield the panels of the figure."""
+    """Yield the name and the points of each panel of the figure."""
     yield "a. DP and EP, A800", (point(str(gpus), gpus, A800) for gpus in GPUS)
     yield "b. DP, EP and TP 4, A800", (point(str(gpus), gpus, A800, tensor=4) for gpus in GPUS[1:])
     yield "c. DP and EP, H100", (point(str(gpus), gpus, H100) for gpus in GPUS)
     yield (
         "d. sequence length, 256 A800",
-        (point(str(one), 256, A800, length=one) for one in (512, 1024, 2048, 4096, 8192)),
+        (point(str(length), 256, A800, length=length) for length in (512, 1024, 2048, 4096, 8192)),
     )
-    yield "e. hidden size, 256 A800", (point(str(one), 256, A800, hidden=one) for one in (1024, 2048, 3072))
+    yield "e. hidden size, 256 A800", (point(str(hidden), 256, A800, hidden=hidden) for hidden in (1024, 2048, 3072))
 
 
 def point(label: str, gpus: int, cluster: Cluster, *, tensor: int = 1, length: int = 2048, hidden: int = 2048) -> Point:
-    """A LLaMA-like MoE of 24 layers with one expert of each layer on a GPU (or on a tensor-parallel group)."""
+    """Return the point of a LLaMA-like MoE of 24 layers, with an expert per layer on each GPU or tensor group."""
     experts = gpus // tensor
     model = Transformer(
         num_layers=24, hidden_size=hidden, num_attention_heads=16, kv_channels=128, vocab_size=32000, seq_length=length,
@@ -97,10 +99,12 @@ def point(label: str, gpus: int, cluster: Cluster, *, tensor: int = 1, length: i
 
 
 def draw(axis: Any, name: str, points: list[Point]) -> None:
-    """Durations of an iteration."""
+    """Draw the seconds of an iteration over the points."""
     for number, label in enumerate(("blocking", "async, everything", "async, an eighth of the experts")):
-        axis.plot([one.label for one in points], [one.durations[number] for one in points], marker="o", label=label)
-    axis.plot([one.label for one in points], [one.compute_s for one in points], ":", label="no checkpoint")
+        axis.plot(
+            [place.label for place in points], [place.durations[number] for place in points], marker="o", label=label
+        )
+    axis.plot([place.label for place in points], [place.compute_s for place in points], ":", label="no checkpoint")
     axis.set(title=f"{name}: seconds of an iteration", yscale="log")
 
 
@@ -109,9 +113,10 @@ def report(made: dict[str, list[Point]]) -> str:
     parts = []
     for name, points in made.items():
         rows = [
-            [one.label, f"{one.compute_s:.2f}", f"{one.full_s:.2f}", f"{one.partial_s:.2f}",
-             *(f"{seconds:.2f}" for seconds in one.durations), f"{one.full_bytes / 1e12:.2f}", f"{one.partial_bytes / 1e12:.2f}"]
-            for one in points
+            [place.label, f"{place.compute_s:.2f}", f"{place.full_s:.2f}", f"{place.partial_s:.2f}",
+             *(f"{seconds:.2f}" for seconds in place.durations),
+             f"{place.full_bytes / 1e12:.2f}", f"{place.partial_bytes / 1e12:.2f}"]
+            for place in points
         ]  # fmt: skip
         header = (
             "", "no checkpoint, s", "snapshot, s", "of an eighth, s", "blocking", "async", "async, an eighth",
@@ -119,8 +124,8 @@ def report(made: dict[str, list[Point]]) -> str:
         )  # fmt: skip
         parts.append(f"## {name}\n\n{table(header, rows)}")
     first, h100 = made["a. DP and EP, A800"], made["c. DP and EP, H100"]
-    hidden = [one.label for one in first if one.full_s <= one.compute_s]
-    eighth = [one.label for one in first if one.partial_s <= one.compute_s]
+    hidden = [place.label for place in first if place.full_s <= place.compute_s]
+    eighth = [place.label for place in first if place.partial_s <= place.compute_s]
     text = "\n\n".join(parts)
     return f"""# MoC-System's scaling figures again
 

@@ -1,4 +1,4 @@
-"""MoEtion's figures 4 to 7; writes benchmarks/papers/moetion.md and moetion.png.
+"""Computation of MoEtion's figures 4 to 7. It writes benchmarks/papers/moetion.md and moetion.png.
 
 python -m benchmarks.papers.moetion
 """
@@ -22,26 +22,26 @@ from moevement_core.simulator.strategies import CheckFreq, Costs, Gemini, MoEtio
 OUTPUT = Path(__file__).with_suffix(".md")
 GB = 1e9
 NODES: Cluster = replace(CLUSTERS["moevement-a100"], gpus_per_node=4, network_bytes_per_s=320 / 8 * GB)
-"""Sixteen nodes of four A100, 320 Gb/s between them, 40 Gb/s of storage (its section 7.1)."""
+"""Cluster of the paper (its section 7.1): 16 nodes of four A100, 320 Gb/s between nodes, 40 Gb/s of storage."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """Model of the paper, by what the text says of it."""
+    """Model of the paper, as far as the text describes it."""
 
     name: str
     parameters: float
-    """Parameters of all experts together."""
+    """Number of parameters, all experts included."""
     model: Transformer
     layout: Layout
     selected: int
-    """S: experts of a layer that it saves, where the text says so; otherwise a quarter."""
+    """S, the experts of a layer in a snapshot. The text gives it for some models; it is a quarter otherwise."""
     wasted_s: float
-    """Figure 7: of MoEtion for a failure."""
+    """Seconds that a failure wastes under MoEtion, from figure 7."""
 
 
 def gpt(layers: int, hidden: int, heads: int, experts: int, width: int) -> Transformer:
-    """A GPT whose feed-forward layers are experts, top-1; widths make up the published parameters."""
+    """Return a GPT with top-1 experts as feed-forward layers. The widths give the published parameters."""
     return Transformer(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50257, seq_length=2048,
         num_experts=experts, moe_router_topk=1, moe_ffn_hidden_size=width, swiglu=False, normalization="LayerNorm",
@@ -58,16 +58,16 @@ MODELS = (
 
 
 def main() -> None:
-    """Compute, draw the figure, and write the page."""
+    """Compute and draw the figure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    made = {model.name: strategies(costs_of(model), model) for model in MODELS}
+    by_model = {model.name: strategies(costs_of(model), model) for model in MODELS}
     with figure(OUTPUT.with_suffix(".png"), 4, (20, 4)) as axes:
-        draw(axes, made)
-    OUTPUT.write_text(report(made), encoding="utf-8")
+        draw(axes, by_model)
+    OUTPUT.write_text(report(by_model), encoding="utf-8")
 
 
 def costs_of(model: Model) -> Costs:
-    """Return the costs on its cluster, with two replicas; the iteration follows from what A100 compute."""
+    """Return the costs on the paper's cluster, with two replicas. The speed of an A100 gives the iteration time."""
     job = describe(model.name, model.model, model.layout)
     time = from_machines(job, NODES)
     plan = CheckpointPlan(PlanInput(job, NODES, job.regime, time.total_s))
@@ -76,7 +76,7 @@ def costs_of(model: Model) -> Costs:
 
 
 def strategies(costs: Costs, model: Model) -> dict[str, Strategy]:
-    """Return the strategies of its figures."""
+    """Return the strategies of the paper's figures."""
     every = max(1, costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))))
     return {
         "checkfreq": CheckFreq(costs),
@@ -99,7 +99,7 @@ def checkpoint_s(strategy: Strategy) -> float:
 
 
 def wasted_s(strategy: Strategy) -> float:
-    """Return the wasted seconds by its formula: a checkpoint, retrieving it, half an interval."""
+    """Return the wasted seconds by the paper's formula: a checkpoint, its retrieval, and half an interval."""
     return checkpoint_s(strategy) + strategy.fetch_s + strategy.interval / 2 * strategy.costs.iteration_s
 
 
@@ -111,15 +111,15 @@ def share(strategy: Strategy) -> float:
 def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
     """Draw one panel for each figure."""
     panels = (
-        ("4: checkpoint, GB", lambda one: share(one) * one.costs.job_bytes / GB),
+        ("4: checkpoint, GB", lambda strategy: share(strategy) * strategy.costs.job_bytes / GB),
         ("5: seconds of a checkpoint", checkpoint_s),
-        ("6: checkpoints in 100 iterations", lambda one: 100 / one.interval),
+        ("6: checkpoints in 100 iterations", lambda strategy: 100 / strategy.interval),
         ("7: wasted seconds of a failure", wasted_s),
     )
     for axis, (title, value) in zip(axes, panels, strict=True):
         for number, (model, own) in enumerate(made.items()):
             places = [place + 0.4 * number for place in range(len(own))]
-            axis.bar(places, [value(one) for one in own.values()], 0.4, label=model)
+            axis.bar(places, [value(strategy) for strategy in own.values()], 0.4, label=model)
             axis.set_xticks([place + 0.2 for place in range(len(own))], list(own), rotation=20, fontsize=7)
         axis.set(title=title, yscale="log")
         axis.grid(alpha=0.3)
@@ -130,20 +130,22 @@ def report(made: dict[str, dict[str, Strategy]]) -> str:
     """Return the text of the page."""
     rows = []
     for model, own in made.items():
-        for name, one in own.items():
+        for name, strategy in own.items():
             rows.append(
-                [model, name, f"{one.costs.iteration_s:.2f}", f"{share(one) * one.costs.job_bytes / GB:.0f}",
-                 f"{checkpoint_s(one):.2f}", f"{100 / one.interval:.1f}", f"{one.overhead_s:.2f}", f"{wasted_s(one):.1f}"]
+                [model, name, f"{strategy.costs.iteration_s:.2f}",
+                 f"{share(strategy) * strategy.costs.job_bytes / GB:.0f}",
+                 f"{checkpoint_s(strategy):.2f}", f"{100 / strategy.interval:.1f}",
+                 f"{strategy.overhead_s:.2f}", f"{wasted_s(strategy):.1f}"]
             )  # fmt: skip
     header = (
         "model", "system", "iteration, s", "checkpoint, GB (fig. 4)", "checkpoint, s (fig. 5)",
         "in 100 iterations (fig. 6)", "overhead of an iteration, s", "wasted, s (fig. 7)",
     )  # fmt: skip
-    ours = [MoEtion(costs_of(model)) for model in MODELS]
+    computed = [MoEtion(costs_of(model)) for model in MODELS]
     selected = [
         [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", own.experts_saved,
          f"{share_of(model):.0f}", f"{own.at_risk:.2f}", model.wasted_s]
-        for model, own in zip(MODELS, ours, strict=True)
+        for model, own in zip(MODELS, computed, strict=True)
     ]  # fmt: skip
     return f"""# MoEtion's figures 4 to 7 again
 
@@ -199,7 +201,7 @@ GPUs' peak and two replicas are assumed. Widths make up the published parameters
 
 
 def share_of(model: Model) -> float:
-    """Gigabytes of non-experts and of the published S."""
+    """Return the gigabytes of the non-experts and of S experts per layer, with the published S."""
     costs = costs_of(model)
     own = MoEtion(costs)
     whole = own.other_bytes + own.expert_bytes * model.selected / model.model.num_experts

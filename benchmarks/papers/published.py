@@ -1,4 +1,4 @@
-"""Published numbers of the papers, as far as their text and tables give them."""
+"""Numbers that the papers publish in their text and tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class System:
 
     name: str
     interval: int | None
-    """Iterations; W for MoEvement; None where it is another one for each failure rate."""
+    """Iterations between checkpoints, or W for MoEvement. None: each failure rate has another one."""
     overhead: float
-    """Share of an iteration, at a failure every two hours."""
+    """Overhead as a share of an iteration, at a failure every two hours."""
     recovery_s: tuple[float, ...]
     """Seconds of recovery in all of twelve hours, by failure rate."""
     ettr: tuple[float, ...]
@@ -24,21 +24,21 @@ class System:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of table 3; ``preset`` is its scenario."""
+    """Model of table 3. ``preset`` is the name of its scenario."""
 
     preset: str
     parameters: float
     systems: tuple[System, ...]
     gemini_gb: float
-    """Table 6: host memory of Gemini, of all nodes together ..."""
+    """Host memory of Gemini in GB, all nodes together (table 6)."""
     sparse_gb: float
-    """Size in GB of MoEvement's snapshots ..."""
+    """Size of MoEvement's snapshots in GB, all nodes together (table 6)."""
     logs_gb: float
-    """... and of its logs."""
+    """Size of MoEvement's logs in GB, all nodes together (table 6)."""
     sparse_only: float
-    """Figure 13: ETTR with sparse checkpoints alone."""
+    """ETTR with sparse checkpoints alone (figure 13)."""
     skewed_gain: float
-    """Figure 13: by which reordering raises it."""
+    """Gain of ETTR by reordering (figure 13)."""
 
 
 MODELS = (
@@ -67,24 +67,24 @@ MODELS = (
         System("moevement", 6, 0.02, (22, 43, 104, 167, 241), (0.975, 0.970, 0.965, 0.956, 0.951)),
     ), 426.4, 478.7, 21.1, 0.49, 0.32),
 )  # fmt: skip
-"""MoEvement, tables 2, 3 and 6 and figure 13. Overheads are rounded to percent there."""
+"""Models of MoEvement's tables 2, 3 and 6 and figure 13. The paper rounds overheads to percent."""
 
 GEMINI_EVERY_ITERATION = 2.5
-"""Figure 1a: by which Gemini slows DeepSeek-MoE on 96 A100 if it checkpoints in every iteration."""
+"""Factor by which Gemini slows DeepSeek-MoE on 96 A100 with a checkpoint in every iteration (figure 1a)."""
 GEMINI_BEST = {7200: 0.93, 1800: 0.79, 600: 0.47}
-"""Figure 1b: its best ETTR by MTBF."""
+"""Best ETTR of Gemini by MTBF in seconds (figure 1b)."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A row of MoEvement's table 7, at failures every hour and every ten minutes."""
+    """Row of MoEvement's table 7, at failures every hour and every ten minutes."""
 
     gemini: tuple[tuple[int, float], ...]
-    """Interval and seconds of overhead of an iteration, for a failure every hour, 30 and 10 minutes."""
+    """Pairs of interval and seconds of overhead of an iteration, for a failure every hour, 30 and 10 minutes."""
     checkfreq: tuple[int, float]
     window: int
     ettr: dict[str, tuple[float, float]]
-    """ETTR by system: a failure every hour, every ten minutes."""
+    """ETTR by system, for a failure every hour and every ten minutes."""
     recovery_s: dict[str, tuple[float, float]]
 
 
@@ -115,26 +115,27 @@ TABLE_7 = (
         {"checkfreq": (1153, 6921), "gemini": (876, 2100), "moc": (40, 162), "moevement": (44, 178)},
     ),
 )  # fmt: skip
-"""Rows in the order of ``moevement_core.precision.TABLE_7``. One column gives the overhead of
-CheckFreq and of Gemini.
+"""Rows of table 7 in the order of ``moevement_core.precision.TABLE_7``.
+
+One column of the paper's table gives the overhead of both CheckFreq and Gemini.
 """
 
 TABLE_7_ITERATION_S = tuple(
     round(stall / share, 2)
     for stall, share in zip((2.91, 8.89, 7.25, 2.92, 2.19), (0.97, 3.86, 3.45, 1.54, 1.29), strict=True)
 )
-"""Quotients of MoC's published overheads in seconds and in percent."""
+"""Seconds of an iteration: quotients of MoC's published overheads in seconds and in percent."""
 
 SCALED = {
     "deepseek_32b": {}, "deepseek_67b": {}, "deepseek_145b": {},
     "deepseek_671b": {("moevement", 600): 0.86, ("gemini", 600): 0.55},
 }  # fmt: skip
-"""Figure 11, where the text gives values; it says too that MoEvement stays above 0.91 at a failure every hour."""
+"""Values of figure 11 that the text gives. It also says that MoEvement stays above 0.91 at a failure every hour."""
 
 SKEWED = {"checkfreq": (0.67, 0.67), "gemini": (0.72, 0.72), "moc": (0.17, 0.13)}
-"""Figure 16: ETTR at skew 0 and 0.99, a failure every ten minutes. MoEvement's rises; its value is not in the text."""
+"""ETTR at skew 0 and 0.99 with a failure every ten minutes (figure 16). MoEvement's rises; the text has no value."""
 SKEW_ALPHAS = {0.25: 0.0469, 0.50: 0.0156, 0.75: 0.0052, 0.99: 0.000158}
-"""Appendix D."""
+"""Dirichlet alphas by skew (appendix D)."""
 
 GOODPUT_RATIOS = {"checkfreq": 1.25, "gemini": 1.15, "moc": 1.98}
-"""Figure 10: MoEvement's goodput over that of each, on six hours of the GCP trace with 24 failures."""
+"""Ratios of MoEvement's goodput to that of each system, on six hours of the GCP trace with 24 failures (figure 10)."""

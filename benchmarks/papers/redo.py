@@ -1,9 +1,9 @@
-"""Redo beside sparse windows, on the paper's cluster and on 16,384 GPUs; writes benchmarks/papers/redo.md.
+"""Comparison of redo with sparse windows on the paper's cluster and on 16,384 GPUs. It writes papers/redo.md.
 
     python -m benchmarks.papers.redo
 
-The four models of MoEvement's table 3 on its cluster, and the scenarios of this repository that are larger, with a failure
-every ten minutes. No row is fitted; where constants come from stands in the file.
+The page has the four models of MoEvement's table 3 on the paper's cluster, and a larger scenario of this repository,
+with a failure every ten minutes. No row is fitted. The page gives the source of each constant.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ HEADER = (
 
 
 def main() -> None:
-    """Compute, and write the page."""
+    """Compute the table, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [row for preset in PRESETS for costs in [scenario(preset).costs()] for row in rows_of(preset, costs)]
     OUTPUT.write_text(report(rows), encoding="utf-8")
 
 
 def rows_of(preset: str, costs: Costs) -> list[list[str]]:
-    """A line for each way of checkpointing."""
+    """Return a row for each way of checkpointing."""
     return [_row(preset, common.SYSTEMS[name](costs, MTBF_S)) for name in SYSTEMS]
 
 

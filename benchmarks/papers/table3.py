@@ -1,9 +1,9 @@
-"""MoEvement's table 3 against its own formula and against our simulator; writes benchmarks/papers/table3.md.
+"""Comparison of MoEvement's table 3 with its own formula and with our simulator. It writes benchmarks/papers/table3.md.
 
     python -m benchmarks.papers.table3
 
-Published intervals, overheads and recovery seconds are put into the formula of section 2.4, and our simulator is run with
-the bandwidths that the paper states; both stand beside what was published. Nothing is fitted.
+The formula of section 2.4 gets the published intervals, overheads and recovery seconds. Our simulator runs with the
+bandwidths that the paper states. The page shows both beside the published values. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -26,42 +26,51 @@ HEADER = (
 
 
 def main() -> None:
-    """Compute, and write the page."""
+    """Compute the table, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [row for model in MODELS for row in rows_of(model, scenario(model.preset).costs())]
     OUTPUT.write_text(report(rows), encoding="utf-8")
 
 
 def rows_of(model: Model, costs: Costs) -> list[list[str]]:
-    """A line for each system and failure rate."""
+    """Return a row for each system and failure rate."""
     rows = []
     for system in model.systems:
         for mtbf_s, total_s, ettr in zip(MTBFS_S, system.recovery_s, system.ettr, strict=True):
             each_s = total_s * mtbf_s / (HOURS * 3600)
-            # Overheads of the others grow as failures become frequent; only the ones at two hours are published.
+            # The overheads of the others grow with the failure rate. The paper publishes only those at two hours.
             is_known = mtbf_s == MTBFS_S[0] or system.name in ("checkfreq", "moevement")
             own = formula(system.overhead, each_s, mtbf_s) if is_known else math.nan
-            ours = simulated(strategy_of(system, costs, mtbf_s), mtbf_s)
+            simulated_ettr = simulated(strategy_of(system, costs, mtbf_s), mtbf_s)
             rows.append(
                 [model.preset, system.name, f"{mtbf_s / 60:g} min", f"{each_s:.1f}", expected(system, costs),
-                 f"{ettr:.3f}", *([f"{own:.3f}", f"{own - ettr:+.3f}"] if is_known else ["-", "-"]), f"{ours:.3f}", f"{ours - ettr:+.3f}"]
+                 f"{ettr:.3f}", *([f"{own:.3f}", f"{own - ettr:+.3f}"] if is_known else ["-", "-"]),
+                 f"{simulated_ettr:.3f}", f"{simulated_ettr - ettr:+.3f}"]
             )  # fmt: skip
     return rows
 
 
 def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
-    """Return a strategy at published interval and overhead where there is one interval; lag and load are this project's
-    strategy's.
+    """Return the strategy of a published system.
+
+    A system with one published interval, CheckFreq, has that interval and overhead. Its lag and load time come from
+    this project's strategy.
     """
     if system.name != "checkfreq":
         return common.SYSTEMS[system.name](costs, mtbf_s)
     assert system.interval is not None
-    ours = CheckFreq(costs)
-    return Dense(costs, system.interval, system.overhead * costs.iteration_s * system.interval, ours.lag, ours.fetch_s)
+    simulated_strategy = CheckFreq(costs)
+    return Dense(
+        costs,
+        system.interval,
+        system.overhead * costs.iteration_s * system.interval,
+        simulated_strategy.lag,
+        simulated_strategy.fetch_s,
+    )
 
 
 def expected(system: System, costs: Costs) -> str:
-    """Recovery seconds by the paper's own expectations: half an interval, 3/2 W, an iteration."""
+    """Return the recovery seconds that the paper's own expectations give: half an interval, 3/2 W, or one iteration."""
     if system.interval is None:
         return "-"
     iterations = {"checkfreq": system.interval / 2, "moc": 1.0, "moevement": 1.5 * system.interval}[system.name]

@@ -1,4 +1,4 @@
-"""MoEvement's table 6, host memory, beside what the plan of the same jobs needs; writes benchmarks/papers/table6.md.
+"""Comparison of MoEvement's table 6, host memory, with our plan of the same jobs. It writes papers/table6.md.
 
 python -m benchmarks.papers.table6
 """
@@ -24,20 +24,20 @@ GB = 1e9
 
 
 def main() -> None:
-    """Compute, and write the page."""
+    """Compute the tables, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    rows = [each for model in MODELS for each in protected(model)]
+    rows = [cells for model in MODELS for cells in protected(model)]
     OUTPUT.write_text(report([row(model) for model in MODELS], rows), encoding="utf-8")
 
 
 def row(model: Model) -> list[str]:
-    """Published and ours, gigabytes of all nodes together."""
+    """Return the published and our numbers of a model, in gigabytes of all nodes together."""
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
     costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.given, window=window)))
     ranks, plan = costs.plan.given.job.ranks, costs.plan
     snapshots, replicas, _ = plan.host_memory
-    # Ranks of all stages, each with its own log.
+    # The logs of all ranks of all stages.
     logs = sum(plan.log_memory(stage) for stage in plan.stages) * costs.ranks_of_stage
     an_iteration = sum(stage.log_bytes for stage in plan.stages) * costs.ranks_of_stage
     dense = Gemini(costs, 3600.0).host_bytes * ranks
@@ -67,15 +67,16 @@ PROTECTIONS: dict[str, dict[str, Any]] = {
 
 
 def protected(model: Model) -> Iterator[list[str]]:
-    """Yield for each way to recover the bytes of each protection, over those of dense ones that
-    survive as many nodes.
+    """Yield a row for each way to recover.
+
+    Its cells have the bytes of each protection divided by those of dense checkpoints that survive as many nodes.
     """
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
-    for way, its in WAYS.items():
+    for way, options in WAYS.items():
         cells = []
         for protection in PROTECTIONS.values():
-            plan = CheckpointPlan(replace(costs.plan.given, window=window, **its, **protection))
+            plan = CheckpointPlan(replace(costs.plan.given, window=window, **options, **protection))
             own, kept, logs = plan.host_memory
             dense = 2 * max(stage.full_bytes for stage in plan.stages) * (1 + plan.given.replicas)
             cells.append(f"{(own + kept) / dense:.2f} ({(own + kept + logs) / dense:.2f})")

@@ -1,4 +1,4 @@
-"""MoEvement's table 7, low precision, at stated and at implied bandwidths; writes benchmarks/papers/table7.md.
+"""Comparison with MoEvement's table 7, low precision, at stated and implied bandwidths. It writes papers/table7.md.
 
 python -m benchmarks.papers.table7
 """
@@ -36,43 +36,43 @@ GB = 1e9
 
 
 def main() -> None:
-    """Compute, and write the page."""
+    """Compute the tables, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     cases = list(zip(TABLE_7, REGIMES, TABLE_7_ITERATION_S, strict=True))
-    found = [implied(costs_of(regime, seconds), one) for one, regime, seconds in cases]
-    middle = statistics.median(value for values in found for value in values)
+    implied_rates = [implied(costs_of(regime, seconds), published_row) for published_row, regime, seconds in cases]
+    middle = statistics.median(value for values in implied_rates for value in values)
     bandwidths, ratios = [], []
-    for (published, regime, seconds), own in zip(cases, found, strict=True):
+    for (published, regime, seconds), own in zip(cases, implied_rates, strict=True):
         stated = costs_of(regime, seconds)
         slow = at_bandwidth(stated, middle)
         bandwidths.append(bandwidth_row(published, regime, stated, slow, own))
         ratios += ettr_rows(published, regime, stated, slow)
     OUTPUT.write_text(
-        report(bandwidths, ratios, sorted(value for values in found for value in values)), encoding="utf-8"
+        report(bandwidths, ratios, sorted(value for values in implied_rates for value in values)), encoding="utf-8"
     )
 
 
 def costs_of(regime: Regime, iteration_s: float) -> Costs:
-    """DeepSeek-MoE on 128 H100 in a regime."""
+    """Return the costs of DeepSeek-MoE on 128 H100 in a regime."""
     base = scenario("deepseek_moe")
     job = describe("deepseek_moe", MODEL, LAYOUT, regime)
     return Scenario(job, CLUSTERS["moevement-h100"], iteration_s, checkpointing=base.checkpointing).costs()
 
 
 def implied(costs: Costs, published: Precision) -> list[float]:
-    """Return the implied rates of all ranks together: full state over the seconds that one of Gemini's checkpoints
-    takes.
+    """Return the bandwidths of all ranks together that Gemini's published checkpoints imply, in bytes per second.
 
-    Interval times overhead of an iteration is what one checkpoint delays training by; one iteration hides as much again.
+    A bandwidth is the full state divided by the seconds of one checkpoint. The product of interval and overhead of an
+    iteration is the delay by one checkpoint. One iteration hides as much again.
     """
     return [bandwidth_of(costs, interval * late_s + costs.iteration_s) for interval, late_s in published.gemini]
 
 
 def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Costs, own: list[float]) -> list[str]:
-    """Return the cost of one checkpoint by what is published, and intervals and windows that follow."""
+    """Return the published delay of a checkpoint, and the intervals and windows that follow from it."""
     delays = ", ".join(f"{interval * late_s:.1f}" for interval, late_s in published.gemini)
     return [
-        str(regime), f"{stated.job_bytes / GB:.0f} GB", delays, ", ".join(f"{one / GB:.1f}" for one in own),
+        str(regime), f"{stated.job_bytes / GB:.0f} GB", delays, ", ".join(f"{rate / GB:.1f}" for rate in own),
         f"{published.window}", f"{MoEvement(stated).costs.plan.size}", f"{MoEvement(slow).costs.plan.size}",
         f"{published.checkfreq[0]}", f"{CheckFreq(stated).interval}", f"{CheckFreq(slow).interval}",
         ", ".join(str(interval) for interval, _ in published.gemini),
@@ -81,7 +81,7 @@ def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Cos
 
 
 def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) -> list[list[str]]:
-    """Return the rows by system and failure rate."""
+    """Return a row for each system and failure rate."""
     rows = []
     for name in SYSTEMS:
         for number, mtbf_s in enumerate(MTBFS_S):
@@ -89,7 +89,7 @@ def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) 
             each_s = published.recovery_s[name][number] * mtbf_s / (HOURS * 3600)
             late = {"checkfreq": published.checkfreq[1], "gemini": published.gemini[-1 if number else 0][1]}.get(name)
             own = formula(late / stated.iteration_s, each_s, mtbf_s) if late is not None else None
-            fast, other = (simulated(common.SYSTEMS[name](one, mtbf_s), mtbf_s) for one in (stated, slow))
+            fast, other = (simulated(common.SYSTEMS[name](costs, mtbf_s), mtbf_s) for costs in (stated, slow))
             rows.append(
                 [str(regime), name, f"{mtbf_s / 60:g} min", f"{each_s:.1f}", f"{ettr:.3f}",
                  "-" if own is None else f"{own:.3f} ({own - ettr:+.3f})", f"{fast:.3f} ({fast - ettr:+.3f})",

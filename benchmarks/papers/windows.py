@@ -1,8 +1,8 @@
-"""W of the paper's models and precision rows, planned, beside the published ones; writes benchmarks/papers/windows.md.
+"""Comparison of planned and published W for the paper's models and precision rows. It writes papers/windows.md.
 
     python -m benchmarks.papers.windows
 
-No constant is fitted. What the paper does not give is left open, and the table says what it would have to be.
+No constant is fitted. The page leaves open what the paper does not give, and shows the value that it would need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moevement_core.description.job import JobShape
 from moevement_core.precision import MIXED, TABLE_7, Regime
 
 OUTPUT = Path(__file__).with_suffix(".md")
-# Eight stages do not divide 28 layers; the paper does not say how it placed them.
+# Eight stages do not divide 28 layers, and the paper does not publish their placement.
 H100_LAYOUT = "Ettt|tttt|ttt|tttt|ttt|tttt|ttt|ttttL"
 H100_FLAGS = [
     "--pipeline-model-parallel-size", "8", "--pipeline-model-parallel-layout", H100_LAYOUT, "--micro-batch-size", "2",
@@ -29,7 +29,7 @@ H100_FLAGS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A row of table 3 or 7."""
+    """Row of table 3 or 7."""
 
     label: str
     preset: str
@@ -37,16 +37,19 @@ class Case:
     cluster: str
     regime: Regime
     stall_s: float
-    """MoC's checkpointing overhead per iteration as published, seconds ..."""
+    """Published checkpointing overhead of MoC per iteration, in seconds."""
     stall_share: float
-    """... and as published share of an iteration; their quotient is the iteration time, which is not published."""
+    """Published checkpointing overhead of MoC as a share of an iteration.
+
+    The quotient of both is the iteration time, which is not published.
+    """
     published: int
-    """W_sparse."""
+    """Published W_sparse, in iterations."""
     flags: tuple[str, ...] = ()
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration, to the two digits that the published quotient has."""
+        """Seconds of an iteration, rounded to the two digits of the published numbers."""
         return round(self.stall_s / self.stall_share, 2)
 
 
@@ -65,7 +68,7 @@ CASES = (
 
 
 def main() -> None:
-    """Plan every case and write the table."""
+    """Plan every case, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     shapes: dict[tuple, JobShape] = {}
     rows = []
@@ -80,13 +83,13 @@ def main() -> None:
 
 
 def row(case: Case, shape: JobShape) -> str:
-    """Return one line of the table."""
+    """Return one row of the table in Markdown."""
     cluster = CLUSTERS[case.cluster]
-    given = PlanInput(shape, cluster, case.regime, case.iteration_s)
-    both, copies_only = CheckpointPlan(given), CheckpointPlan(replace(given, replicas=0))
+    inputs = PlanInput(shape, cluster, case.regime, case.iteration_s)
+    both, copies_only = CheckpointPlan(inputs), CheckpointPlan(replace(inputs, replicas=0))
     low = both.bandwidth_for(case.published)
     high = both.bandwidth_for(case.published - 1)
-    nic = cluster.replication_bytes_per_s / given.replicas
+    nic = cluster.replication_bytes_per_s / inputs.replicas
     return (
         f"| {case.label} | {case.iteration_s:.2f} s | {case.published} | {copies_only.size} | {both.size} | "
         f"{low / GB:.3f} to {high / GB:.3f} GB/s | {low / nic:.0%} to {high / nic:.0%} | "

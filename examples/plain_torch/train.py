@@ -1,14 +1,14 @@
 """A small mixture-of-experts language model in plain torch, with a training loop of its own, made fault tolerant.
 
-Whoever trains with torchtitan, or with a trainer of their own, reads this file and knows what to write: the class
-``Trainer`` below is all that fault tolerance has to know. It is started, with a spare, as::
+The file shows what to write for another trainer, such as torchtitan or your own: fault tolerance needs only the class
+``Trainer`` below. Start it with a spare::
 
     moevement launch --trainer torch --nproc 2 --spares 1 examples/plain_torch/train.py --run-dir runs/plain
 
 Kill a rank: the spare takes over its rank, and ``moevement verify`` finds the bits of a failure-free run.
 
 Every rank trains on its own batches. Experts are spread over the ranks (expert parallelism), and tokens travel to them
-and back; everything else is the same on all ranks (data parallelism). There is no pipeline, so all ranks roll back
+and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks roll back
 together. The model has one operator for each expert, each router, the rest of each layer, the embedding, and the head.
 """
 
@@ -34,7 +34,7 @@ VOCABULARY, WIDTH, LAYERS, EXPERTS, LENGTH, BATCH = 256, 32, 2, 8, 64, 4
 
 
 class Exchange(torch.autograd.Function):
-    """Rows travel to other ranks; their gradients travel back."""
+    """Exchange of rows between ranks, whose backward pass returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -51,18 +51,18 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """A router, and this rank's share of the experts. Every token goes to one of them."""
+    """Router and this rank's share of the experts; every token goes to one expert."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        # Every rank draws the weights of all experts, so that a model does not depend on where its experts are.
+        # Every rank draws the weights of all experts, so the model does not depend on the number of ranks.
         experts = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(EXPERTS)]
         share = EXPERTS // dist.get_world_size()
         self.first = dist.get_rank() * share
         self.experts = nn.ModuleList(experts[self.first : self.first + share])
         self.counts = torch.zeros(EXPERTS, dtype=torch.float64)
-        """Tokens of this rank by expert, since they were last taken."""
+        """Tokens of this rank by expert, since the last :meth:`RouterCounts.take`, float64 ``[EXPERTS]``."""
         self.is_counting = True
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -75,19 +75,21 @@ class Experts(nn.Module):
         dist.all_gather_into_tensor(loads.view(-1), load)
         share = len(self.experts)
         send = load.view(-1, share).sum(1).tolist()
-        mine = loads[:, self.first : self.first + share]
-        arrived = Exchange.apply(tokens[order], send, mine.sum(1).tolist())
-        # From each rank come the rows of its tokens, by expert: the rows of one expert are put together.
-        pieces = [rank.split(mine[index].tolist()) for index, rank in enumerate(arrived.split(mine.sum(1).tolist()))]
+        arriving = loads[:, self.first : self.first + share]
+        arrived = Exchange.apply(tokens[order], send, arriving.sum(1).tolist())
+        # Each rank sends its rows sorted by expert; the rows of one expert, from all ranks, are put together.
+        pieces = [
+            rank.split(arriving[index].tolist()) for index, rank in enumerate(arrived.split(arriving.sum(1).tolist()))
+        ]
         done = [expert(torch.cat([rank[i] for rank in pieces])) for i, expert in enumerate(self.experts)]
-        by_rank = [one.split(mine[:, index].tolist()) for index, one in enumerate(done)]
-        leaving = torch.cat([one[rank] for rank in range(len(pieces)) for one in by_rank])
-        returned = Exchange.apply(leaving, mine.sum(1).tolist(), send)
+        by_rank = [rows.split(arriving[:, index].tolist()) for index, rows in enumerate(done)]
+        leaving = torch.cat([rows[rank] for rank in range(len(pieces)) for rows in by_rank])
+        returned = Exchange.apply(leaving, arriving.sum(1).tolist(), send)
         return torch.empty_like(returned).index_copy(0, order, returned) * gates[:, None]
 
 
 class Layer(nn.Module):
-    """Causal attention, and experts."""
+    """Layer of causal attention and experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +99,12 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + F.dropout(self.out(mixed), 0.1)  # draws from the default generator: it is in the boundary
+        x = x + F.dropout(self.out(mixed), 0.1)  # draws from the default generator, which boundary() saves
         return x + self.moe(self.moe_norm(x).view(-1, WIDTH)).view_as(x)
 
 
 class Model(nn.Module):
-    """Predicts the next byte."""
+    """Language model that predicts the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        if not x.requires_grad:  # frozen, in a replay; gradients must come to every rank's exchanges all the same
+        if not x.requires_grad:  # in a replay with a frozen embedding; all ranks still have to exchange gradients
             x.requires_grad_()
         for layer in self.blocks:
             x = layer(x)
@@ -121,14 +123,16 @@ class Model(nn.Module):
 
 
 def operators_of(model: Model) -> Iterator[tuple[str, ft.OperatorKind, list[nn.Parameter]]]:
-    """The units that are saved and recovered, named by where they are in the model, and not on a rank."""
+    """Yield name, kind and parameters of each operator; the name is its place in the model, whatever the rank."""
     yield "embedding", ft.OperatorKind.EMBEDDING, list(model.embedding.parameters())
     for number, layer in enumerate(model.blocks):
         moe = layer.moe
         for index, expert in enumerate(moe.experts):
             yield ft.expert_name(number, moe.first + index), ft.OperatorKind.EXPERT, list(expert.parameters())
         yield ft.gate_name(number), ft.OperatorKind.GATE, list(moe.router.parameters())
-        rest = [one for part in (layer.norm, layer.qkv, layer.out, layer.moe_norm) for one in part.parameters()]
+        rest = [
+            parameter for part in (layer.norm, layer.qkv, layer.out, layer.moe_norm) for parameter in part.parameters()
+        ]
         yield ft.non_expert_name(number), ft.OperatorKind.NON_EXPERT, rest
     yield "head", ft.OperatorKind.HEAD, list(model.head.parameters())
 
@@ -140,7 +144,7 @@ class Trainer(ft.Binding):
     """Model, optimizer and data of one rank.
 
     Args:
-        seed: of weights, batches, and dropout.
+        seed: seed of weights, batches, and dropout.
     """
 
     def __init__(self, seed: int) -> None:
@@ -149,25 +153,26 @@ class Trainer(ft.Binding):
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        for parameter in self.model.parameters():  # as its first step would make it: snapshots hold it from the start
+        # The optimizer's first step would create this state, but the first snapshots already hold it.
+        for parameter in self.model.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
-        self.gradients = {one: torch.zeros(one.numel()) for one in self.model.parameters()}
-        """Gradients of the last update, which are logged where ``--moevement-recovery`` wants it."""
+        self.gradients = {parameter: torch.zeros(parameter.numel()) for parameter in self.model.parameters()}
+        """Gradients of the last update by parameter, flat, for redo (``--moevement-recovery``)."""
         self.parameters = {name: parameters for name, _, parameters in operators_of(self.model)}
-        self.sparse = [one for layer in self.model.blocks for one in layer.moe.experts.parameters()]
-        experts = {id(one) for one in self.sparse}
-        self.dense = [one for one in self.model.parameters() if id(one) not in experts]
+        self.sparse = [parameter for layer in self.model.blocks for parameter in layer.moe.experts.parameters()]
+        experts = {id(parameter) for parameter in self.sparse}
+        self.dense = [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
         self.corpus = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
         self.seed = seed
         torch.manual_seed(seed + 1 + dist.get_rank())  # ranks drop different values
 
-    # A step, in the parts that a failure may come between
+    # Parts of a step; a failure may fall between two of them
 
     def forward_backward(self, iteration: int) -> None:
-        """Gradients of this rank's batch of ``iteration``, which is a pure function of its number."""
+        """Compute the gradients of this rank's batch, which is a pure function of ``iteration``, rank and seed."""
         draws = torch.Generator().manual_seed((self.seed * 1000 + iteration) * 1000 + dist.get_rank())
         starts = torch.randint(len(self.corpus) - LENGTH - 1, (BATCH,), generator=draws)
         text = torch.stack([self.corpus[start : start + LENGTH + 1] for start in starts])
@@ -176,9 +181,12 @@ class Trainer(ft.Binding):
         self.losses[iteration] = {"lm loss": loss.detach()}
 
     def reduce(self) -> dict[str, Any]:
-        """Mean gradients over ranks, and their norm; its reduction is the last one, and every rank takes part in it."""
+        """Average gradients over ranks, and return their norm.
+
+        Every rank takes part in the last reduction, that of the norm, so ``step_spans_job`` is true.
+        """
         world = dist.get_world_size()
-        # Frozen parameters keep their place: a sum over ranks may depend on where in the buffer a number is.
+        # Frozen parameters keep their place: the bits of a sum over ranks may depend on the place in the buffer.
         flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in self.dense]) / world
         dist.all_reduce(flat)
         for parameter, mean in zip(self.dense, flat.split([p.numel() for p in self.dense]), strict=True):
@@ -190,7 +198,10 @@ class Trainer(ft.Binding):
         return {"norm": float((squares + flat.square().sum()).sqrt())}
 
     def update(self, outcome: Mapping[str, Any]) -> None:
-        """Clip by the norm that all ranks have, and step. Parameters without a gradient do not move."""
+        """Clip gradients by the norm that all ranks share, and step.
+
+        The optimizer leaves parameters without a gradient as they are.
+        """
         scale = min(1.0, 1.0 / (outcome["norm"] + 1e-6))
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -199,7 +210,7 @@ class Trainer(ft.Binding):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    # What there is of this rank
+    # State of this rank
 
     def place(self) -> ft.Place:
         return ft.Place(same_state=dist.get_rank(), step_spans_job=True)
@@ -246,19 +257,19 @@ class Trainer(ft.Binding):
     # After a failure
 
     def regroup(self) -> None:
-        """Do nothing: all communication is in the default group, which nothing here refers to."""
+        """Do nothing: all communication uses the default group, and no object holds a reference to it."""
 
     def build(self, shared: Any) -> bool:
-        return True  # it was just made, as at the start of the job
+        return True  # the constructor just built everything, as at the start of the job
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad()
 
     def gradients_left(self) -> list[str]:
-        return [name for name, one in self.model.named_parameters() if one.grad is not None]
+        return [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
 
     def complete(self) -> None:
-        """Every rank has saved all of what it has."""
+        """Do nothing: every rank has saved all the state that it holds."""
 
     @contextmanager
     def replaying(self, shared_from: int | None, alone: Any) -> Iterator[ft.Trainer]:
@@ -275,21 +286,24 @@ class Trainer(ft.Binding):
 
 
 class Replay(ft.Trainer):
-    """Iterations are run again, while some operators are frozen."""
+    """Trainer of a replay, which executes iterations again while some operators are frozen."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        tensors = (one for state in trainer.states().values() for one in (*state.compute, *state.full))
-        self.live = {(one.operator, one.saved, one.key): one.tensor for one in tensors}
+        tensors = (entry for state in trainer.states().values() for entry in (*state.compute, *state.full))
+        self.live = {(entry.operator, entry.saved, entry.key): entry.tensor for entry in tensors}
 
     def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
         for entry, tensor in snapshot.tensors_of(loads):
             self.live[entry.operator, entry.saved, entry.key].copy_(tensor)
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        """Logged gradients are clipped ones. Adam passes over what has none."""
-        for name, its in gradients.items():
-            for key, gradient in its:
+        """Repeat an update from logged gradients, which are already clipped.
+
+        The optimizer leaves parameters without a gradient as they are.
+        """
+        for name, logged in gradients.items():
+            for key, gradient in logged:
                 parameter = self.trainer.parameters[name][int(key)]
                 parameter.grad = gradient.clone().view_as(parameter)
         self.trainer.optimizer.step()
@@ -309,7 +323,7 @@ class Replay(ft.Trainer):
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         self.trainer.forward_backward(iteration)
         reduced = self.trainer.reduce()
-        # The norm of then counted gradients that frozen operators do not have now.
+        # The norm of the first execution includes gradients that frozen operators do not have in a replay.
         self.came_of = outcome["step"] if outcome is not None else reduced
         self.trainer.update(self.came_of)
         self.trainer.iteration = iteration
@@ -320,7 +334,7 @@ class Replay(ft.Trainer):
 
 
 class RouterCounts:
-    """Tokens by expert, by which operators are ordered: the most popular ones are saved last."""
+    """Counts of tokens by expert; the strategy orders operators by them and saves the most popular ones last."""
 
     def __init__(self, model: Model, table: ft.OperatorTable) -> None:
         self.routers = [layer.moe for layer in model.blocks]
@@ -335,7 +349,7 @@ class RouterCounts:
 
     @paused.setter
     def paused(self, paused: bool) -> None:
-        """Tokens of a replay are not counted again."""
+        """Stop or resume counting, because tokens of a replay are not counted again."""
         for router in self.routers:
             router.is_counting = not paused
 
@@ -352,16 +366,16 @@ class RouterCounts:
 
 
 def _weighed(state: ft.OperatorState) -> Sequence[list[torch.Tensor]]:
-    masters = [one.tensor for one in state.full if one.key.endswith("/master")]
-    moments = [one.tensor for one in state.full if not one.key.endswith("/master")]
-    return [one.tensor for one in state.compute], masters, moments, [one.tensor for one in state.gradient]
+    masters = [entry.tensor for entry in state.full if entry.key.endswith("/master")]
+    moments = [entry.tensor for entry in state.full if not entry.key.endswith("/master")]
+    return [entry.tensor for entry in state.compute], masters, moments, [entry.tensor for entry in state.gradient]
 
 
 # The loop
 
 
 def main() -> None:
-    """Train; everything that a failure interrupts is entered again in here."""
+    """Train; after a failure :func:`moevement_core.train` enters the loop below again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")

@@ -36,10 +36,11 @@ BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids
 def get_batch(
     data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None, config: TransformerConfig
 ) -> dict[str, Any]:
-    """This rank's part of the next micro-batch, or Nones on a stage that reads no data.
+    """Return this rank's part of the next micro-batch, or None for all fields on a stage that reads no data.
 
-    Tensor-parallel rank 0 reads and broadcasts; context-parallel ranks take their slice of the sequence. ``tokens``,
-    ``labels`` and ``position_ids`` are int64 [micro_batch_size, seq_length / CP], ``loss_mask`` float32 alike.
+    Tensor-parallel rank 0 reads and broadcasts the batch, and context-parallel ranks take their slice of the sequence.
+    ``tokens``, ``labels`` and ``position_ids`` are int64 ``[micro_batch_size, seq_length / CP]``, and ``loss_mask`` is
+    float32 of the same shape.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH_FIELDS)
@@ -73,10 +74,10 @@ def get_batch(
 
 
 def language_model_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Sum of the token losses, the number of tokens, and both as one report for the log.
+    """Return the sum of the token losses, the number of tokens, and both as one report for the log.
 
-    Megatron divides by the number of tokens (or micro-batches) itself. A NaN or an infinity is handed to Megatron's
-    rerun machinery, which reruns the micro-batch to tell a broken device from broken mathematics.
+    Megatron divides by the number of tokens (or micro-batches) itself. If the loss is NaN or infinite, Megatron's rerun
+    machinery executes the micro-batch again to distinguish a broken device from broken mathematics.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -95,7 +96,7 @@ def language_model_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[
 
 
 def forward_step(data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """Run one micro-batch forward; called by Megatron's schedules."""
+    """Execute the forward pass of one micro-batch; Megatron's schedules call it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), get_model_config(model))
@@ -111,7 +112,7 @@ def forward_step(data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Megatron's train, validation and test ``GPTDataset``, built on the ranks that read data."""
+    """Return Megatron's train, validation and test ``GPTDataset``, built on the ranks that read data."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -140,7 +141,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron: every rank calls it
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # makes Megatron call it on every rank
 
 
 def main() -> None:

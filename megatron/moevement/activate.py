@@ -1,8 +1,8 @@
-"""The one door: every function of Megatron that this fork replaces, each with its reason.
+"""List of every function of Megatron that this project replaces, each with its reason.
 
-Megatron's own extension points (specs, arguments of ``pretrain`` and the schedules) come first; what stands here has
-none. ``tests/unit/test_activate.py`` pins the signature of each replaced function, so a Megatron that moves one fails
-there, by name, and nowhere else.
+Where Megatron has extension points (specs, arguments of ``pretrain`` and the schedules), the project uses those. The
+functions here have none. ``tests/unit/test_activate.py`` pins the signature of each, so that test, and no other, names
+a function that a new Megatron moves.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Point:
-    """A function of Megatron and what is put around it."""
+    """Function of Megatron, with the wrapper that replaces it."""
 
     modules: tuple[str, ...]
-    """Every module whose name for the function is rebound; the first one defines it."""
+    """Modules, or classes, whose name for the function is rebound; the first one defines it."""
     name: str
     wrapper: Wrapper
     reason: str
 
 
 _process = Process()
-"""The replaced functions share one object in a process, because Megatron hands them nothing."""
+"""Object that the replaced functions of a process share, because Megatron passes none to them."""
 
 
 def process() -> Process:
@@ -43,7 +43,7 @@ def process() -> Process:
 
 
 def activate() -> None:
-    """Make this process fault tolerant; idempotent. To be called before a training script imports Megatron."""
+    """Make this process fault tolerant, before a training script imports Megatron; idempotent."""
     platform.install()
     check_names()
     for point in points():
@@ -58,7 +58,7 @@ def activate() -> None:
 
 
 def points() -> tuple[Point, ...]:
-    """Every replaced function. Imports Megatron's trainer."""
+    """Return all replaced functions, in the order of replacement; the function imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight, rank_order
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
@@ -241,7 +241,7 @@ def points() -> tuple[Point, ...]:
 
 
 def _result_points() -> tuple[Point, ...]:
-    """Results that are not finite, in a job that goes on after failures."""
+    """Return the functions that handle results that are not finite, in a job that continues after failures."""
     from megatron.moevement.runtime import results
 
     machine = ("megatron.core.rerun_state_machine:RerunStateMachine",)
@@ -268,7 +268,7 @@ def _result_points() -> tuple[Point, ...]:
 
 
 def _save_points() -> tuple[Point, ...]:
-    """Dense checkpoints, saved while ranks may fail."""
+    """Return the functions that save dense checkpoints while ranks may fail."""
     from megatron.moevement.restart import saves
     from megatron.moevement.runtime import dense_save, results_queue
 
@@ -300,7 +300,10 @@ def _save_points() -> tuple[Point, ...]:
 
 
 def _optimizer_points() -> tuple[Point, ...]:
-    """Dense checkpoints with torch's Adam, which Megatron meets only without Apex and Transformer Engine."""
+    """Return the functions for dense checkpoints with torch's Adam.
+
+    Megatron uses it only without Apex and Transformer Engine.
+    """
     from megatron.moevement.elastic import masters
     from megatron.moevement.optimizer import chained, torch_adam
 

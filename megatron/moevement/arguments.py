@@ -1,6 +1,6 @@
-"""Our flags among Megatron's, defaults for a machine without a GPU, and one-line answers to what cannot be parsed.
+"""This project's flags among Megatron's, defaults for a machine without a GPU, and one-line errors for invalid flags.
 
-``activate`` puts :func:`parse_args_with_ours` in the place of ``megatron.training.arguments.parse_args``.
+``activate`` replaces ``megatron.training.arguments.parse_args`` by the result of :func:`parse_args_with_ours`.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class RunConfig:
     """Configuration from this project's flags."""
 
     run_dir: Path | None = None
-    """Folder for metrics, events and summary of the run; nothing is written without it."""
+    """Folder for the run's metrics, events and summary; None if the run writes none."""
     session: SessionConfig | None = None
-    """Configuration of saving in every iteration; None without ``--moevement-sparse-ckpt``."""
+    """Configuration of sparse checkpointing; None if it is off."""
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
-        """The flags of :func:`add_arguments`, from the parsed namespace."""
-        use_file_mode(args.moevement_file_mode)  # without sparse checkpointing, too
+        """Return the values of :func:`add_arguments`' flags from the parsed namespace."""
+        use_file_mode(args.moevement_file_mode)  # The file mode applies without sparse checkpointing too.
         return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
 
 
 def session_config(args: argparse.Namespace) -> SessionConfig | None:
-    """Returns the flags of sparse checkpointing; None without ``--moevement-sparse-ckpt``, and where nothing is saved.
+    """Return the configuration of sparse checkpointing; None if the flags turn it off or the strategy saves nothing.
 
     Raises:
-        ConfigError: a flag's value cannot be.
+        ConfigError: a flag has an invalid value.
     """
     if not args.moevement_sparse_ckpt or args.moevement_strategy == NO_STRATEGY:
         return None
@@ -91,7 +91,10 @@ def add_arguments(parser: Parser) -> Parser:
 
 
 def _allow_fp8_masters(parser: Parser) -> None:
-    """Row 5 of MoEvement's table 7; the Adam that stands in for Transformer Engine's has it, and theirs has not."""
+    """Allow FP8 master weights, row 5 of MoEvement's table 7.
+
+    The Adam that stands in for Transformer Engine's supports them, but Transformer Engine's does not.
+    """
     for action in parser._actions:
         if "--main-params-dtype" in action.option_strings:
             action.choices = [*(action.choices or ()), "fp8"]
@@ -99,7 +102,7 @@ def _allow_fp8_masters(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class CpuDefault:
-    """A default of Megatron's that assumes a GPU, and what it is without one."""
+    """Replacement for one of Megatron's defaults that assume a GPU."""
 
     flags: str
     dest: str
@@ -107,7 +110,7 @@ class CpuDefault:
 
 
 def cpu_defaults() -> list[CpuDefault]:
-    """Defaults that are filled in where no GPU is; what a user gives on the command line stays."""
+    """Return the defaults for a machine without a GPU; values on the command line override them."""
     from megatron.core.transformer.enums import AttnBackend
 
     return [
@@ -126,13 +129,16 @@ def cpu_defaults() -> list[CpuDefault]:
 
 RESTART_DEFAULTS = {
     "inprocess_monitor_thread_interval": 0.5,
-    "inprocess_soft_timeout": None,  # six lease times
+    "inprocess_soft_timeout": None,  # set to six lease times after parsing
 }
-"""Settings of Megatron's in-process restart that have a meaning here, with their defaults here."""
+"""Settings of Megatron's in-process restart that this project uses, with its defaults for them."""
 
 
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
-    """``parse_args`` that also knows our flags and raises :class:`ConfigError` where argparse would print its usage."""
+    """Return a ``parse_args`` that knows this project's flags and raises :class:`ConfigError` for invalid ones.
+
+    Argparse would print its usage and exit.
+    """
     from megatron.training import global_vars
 
     @functools.wraps(original)
@@ -140,7 +146,7 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
         extra_args_provider: Callable[[Parser], Parser] | None = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
         if ignore_unknown_args and (parsed := global_vars._GLOBAL_ARGS) is not None:
-            return parsed  # ``pretrain`` asks again whenever it is entered, which takes half a second
+            return parsed  # ``pretrain`` parses again whenever it is entered, which takes half a second.
 
         def provider(parser: Parser) -> Parser:
             if extra_args_provider is not None:
@@ -170,21 +176,24 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
 
 
 def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
-    """Return how lost state is brought back on GPUs if the flags do not say: without replays, where that can be.
+    """Return how lost state is restored on GPUs if no flag says so: by redo if possible, because it is exact.
 
-    Updates that are made again are elementwise and so exact on any device; what a replay sums is not
-    (:mod:`moevement_core.guarantees`). Muon's updates are of whole matrices, which no rank has the gradients of.
+    Updates of a redo are elementwise, and so exact on any device; the sums of a replay are not
+    (:mod:`moevement_core.guarantees`). A redo cannot repeat Muon's updates, which need the gradients of whole matrices
+    that
+    no rank has.
     """
     can_redo = args.moevement_strategy == MoEvement.name and args.optimizer == "adam"
     return Recovery.AUTO if can_redo else Recovery.REPLAY
 
 
 def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
-    """Make ``ArgumentGroupFactory`` read the source of each configuration class once in a process and its forks.
+    """Return a ``_get_field_docstrings`` that parses each configuration class once in a process and its forks.
 
-    Megatron finds the help text of a flag in the source of the class that declares it, and parses that source anew
-    whenever a parser is built: 0.4 s of processor time in each rank, which ranks and spares forked after
-    :func:`read_field_docstrings` save.
+    Megatron takes the help text of a flag from the source of the class that declares it, and parses that source
+    whenever a
+    parser is built. That takes 0.4 s of processor time in each rank. Ranks and spares that are forked after
+    :func:`read_field_docstrings` save it.
     """
     known: dict[type, dict[str, str]] = {}
 
@@ -198,14 +207,17 @@ def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callab
 
 
 def read_field_docstrings() -> None:
-    """Build Megatron's parser once, so that processes forked from here build theirs at once."""
+    """Build Megatron's parser once, so that forked processes build theirs without parsing sources."""
     from megatron.training.arguments import add_megatron_arguments
 
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 class _HelpWithPercentSigns(argparse.HelpFormatter):
-    """Megatron's help texts hold bare percent signs, at which argparse's own formatter breaks off."""
+    """Formatter that accepts the bare percent signs in Megatron's help texts.
+
+    Argparse's own formatter fails at them.
+    """
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -226,14 +238,14 @@ def _raise_config_error(parser: Parser, message: str) -> NoReturn:
 
 
 def nearest_flag(parser: Parser, flag: str) -> str:
-    """A hint at the known flags that look most like ``flag``, or at --help."""
+    """Return a hint at the known flags that are most similar to ``flag``; without any, a hint at --help."""
     known = [option for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(flag.split("=")[0], known, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
 
 
 def _fill_data(args: argparse.Namespace) -> None:
-    """Train on the embedded corpus where no data is named."""
+    """Set the embedded corpus as training data if no flag names data."""
     named = (
         args.data_path, args.data_args_path, args.train_data_path, args.valid_data_path, args.test_data_path,
         args.per_split_data_args_path, args.mock_data or None,
@@ -260,7 +272,7 @@ def _fill_data(args: argparse.Namespace) -> None:
 
 
 def describe_filled_in(args: argparse.Namespace) -> list[str]:
-    """Return one line for each default that this module has filled in, for rank 0 to print."""
+    """Return one line for each default that this module has set, for rank 0 to print."""
     from megatron.moevement.data import embedded
 
     lines = []

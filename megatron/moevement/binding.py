@@ -1,4 +1,4 @@
-"""Megatron's trainer as fault tolerance sees it: the first of the two bindings."""
+"""Binding of Megatron's trainer to the fault-tolerance engine."""
 
 from __future__ import annotations
 
@@ -50,45 +50,45 @@ class MegatronBinding(Binding):
     """Binding of one rank of Megatron's trainer.
 
     Args:
-        live: Megatron's objects.
-        ledger: what metrics say.
+        live: Megatron's objects on this rank.
+        ledger: metrics of this rank's iterations.
     """
 
     def __init__(self, live: Live, ledger: Ledger) -> None:
         self.live, self.ledger = live, ledger
         self.on_step: Callable[[], Any] = lambda: None
-        """Function that executes an optimizer step in training; the session sets it."""
+        """Function that executes an optimizer step in training; ``restart/built.py`` sets it to the session's step."""
         self.on_build: Callable[[Any], bool] = lambda shared: False
-        """Function with which a replacement builds model and optimizer, given :attr:`parameter_keys`."""
+        """Function with which a replacement builds model and optimizer; its argument is :attr:`parameter_keys`."""
         self.on_resume: Callable[[int], None] = lambda until: None
-        """Called when it is known where training goes on, before data is opened."""
+        """Function that is called with the resume iteration, before data is opened."""
         self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
-        """Called when state is that of the iteration, inside the training loop."""
+        """Function that is called inside the training loop, once the state is that of the resume iteration."""
         self.parameter_keys: list[Any] = []
         """Keys of parameters that ranks exchanged when the optimizer was built."""
         self.groups: list[Groups] = []
-        """The process groups that live objects refer to; of several generations only while they are replaced."""
+        """Process groups to which live objects refer, one entry; several generations only during their replacement."""
         self.groups_now: Groups | None = None
-        """Process groups of this generation, before anything was built on them."""
+        """Process groups of this generation, from before anything was built on them."""
         self.job_name = ""
         self._plan: int | None = None
         self._commit: CommittedOptimizer | None = None
 
-    # The rank and its state
+    # State of the rank
 
     @property
     def iteration(self) -> int:  # type: ignore[override]
-        """The last committed iteration."""
+        """Last iteration that this rank has committed."""
         return self.live.iteration
 
     @property
     def record(self) -> RunRecord | None:  # type: ignore[override]
-        """Record that this rank writes events to; None if it writes none."""
+        """Record to which this rank writes events; None if it writes none."""
         return self.live.record
 
     @property
     def boundary_log(self) -> BoundaryLog | None:
-        """Log of what this rank sends to other stages."""
+        """Log of what this rank sends to other stages; None without sparse checkpointing or with one stage."""
         return self.live.boundary_log
 
     @boundary_log.setter
@@ -97,7 +97,7 @@ class MegatronBinding(Binding):
 
     @cached_property
     def views(self) -> OperatorViews:
-        """The live state of every operator; made when the optimizer's tensors are those that training will use."""
+        """Live state of every operator; first accessed when the optimizer has the tensors that training will use."""
         check_supported(self.live.optimizer)
         return operator_views(self._chunks(), self.live.optimizer)
 
@@ -199,7 +199,10 @@ class MegatronBinding(Binding):
 
     @override
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Megatron exits as if ``--exit-interval`` had come: with a save where there is a place, and exit code 0."""
+        """Let Megatron exit as if ``--exit-interval`` were reached, or cancel it.
+
+        Megatron then saves, if ``--save`` names a folder, and exits with code 0.
+        """
         from megatron.training import get_args
 
         args = get_args()
@@ -223,7 +226,8 @@ class MegatronBinding(Binding):
 
     @override
     def regroup(self) -> None:
-        # A further failure may have come while references were being replaced; then there are some to each.
+        # A further failure may have interrupted a replacement of references, so objects may refer to several
+        # generations.
         assert self.groups_now is not None
         self.groups.append(self.groups_now)
         for old in self.groups[:-1]:
@@ -261,15 +265,15 @@ class MegatronBinding(Binding):
         from megatron.training import get_args
 
         args = get_args()
-        # Random states of replicas differ, or scales that each found by itself may.
+        # Replicas have different random states, or FP8 scales that each computed alone.
         if args.data_parallel_random_init or args.fp8:
             return ()
         return twins(self._chunks(), self.live.optimizer)
 
     @override
     def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
-        its = operator_views(self._chunks(), self.live.optimizer, in_place_of(rank)).states
-        return {operator.name: state for operator, state in its.items()}
+        states = operator_views(self._chunks(), self.live.optimizer, in_place_of(rank)).states
+        return {operator.name: state for operator, state in states.items()}
 
     @override
     def stages_are_tied_by(self) -> str | None:
@@ -305,7 +309,7 @@ class MegatronBinding(Binding):
             Restore(self.live.model or [], self.live.optimizer, self.views).complete()
 
     def forget_loop(self) -> None:
-        """Refer to nothing of a training loop that has been left, or has taken up what was lost."""
+        """Drop the reference to a training loop that has ended, or that has completed its recovery."""
         self.on_back = lambda until, outcome, is_between: None
 
     @override
@@ -334,8 +338,10 @@ class MegatronBinding(Binding):
 
 
 def _embedding_ranks() -> tuple[int, ...]:
-    """Return the embedding ranks as Megatron finds them when it finalizes gradients: embeddings are copied where output
-    layers are tied to them, and where tokens are predicted ahead.
+    """Return the ranks between which Megatron copies embeddings when it finalizes gradients.
+
+    It copies them if output layers are tied to them, and if the model predicts tokens ahead. The result is empty for a
+    single rank.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

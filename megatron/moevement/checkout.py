@@ -1,7 +1,7 @@
-"""Which Megatron a script trains with: the one that is installed, or a checkout of Megatron-LM.
+"""Choice of the Megatron with which a script trains: the installed one, or a checkout of Megatron-LM.
 
-``megatron`` is a namespace package, so a checkout that comes first on the path lends its ``megatron.core`` and
-``megatron.training``, and ``megatron.moevement`` stays ours.
+``megatron`` is a namespace package. A checkout that comes first on the path supplies ``megatron.core`` and
+``megatron.training``, while ``megatron.moevement`` still comes from this project.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ _CORE = "megatron.core"
 
 
 def use(checkout: Path) -> None:
-    """Take Megatron from a checkout, in this process and in those that it starts; before anything is imported of it.
+    """Use Megatron from a checkout, in this process and in processes that it starts.
+
+    The caller must not have imported Megatron.
 
     Raises:
-        ConfigError: it is no checkout, or one whose ``megatron`` is no namespace package.
+        ConfigError: the folder is no checkout, its ``megatron`` is no namespace package, or Megatron is imported
+            already.
     """
     core = checkout / "megatron" / "core"
     if not (core / "__init__.py").is_file():
@@ -39,9 +42,7 @@ def use(checkout: Path) -> None:
 
 
 def folder() -> Path | None:
-    """Return the folder with ``megatron/`` in it from which ``megatron.core`` is imported, or will be; None if there is
-    none.
-    """
+    """Return the folder whose ``megatron/`` has the ``megatron.core`` that this process uses; None if there is none."""
     spec = importlib.util.find_spec(_CORE)
     return Path(spec.origin).resolve().parents[2] if spec is not None and spec.origin is not None else None
 

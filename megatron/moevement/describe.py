@@ -1,7 +1,8 @@
-"""A job's shape from Megatron's flags, without running it: each stage's model is built by Megatron, without memory.
+"""Description of a job's shape from Megatron's flags, without running the job.
 
-The model is built once for each pipeline stage in this one process, over process groups that only pretend
-(torch's ``fake`` backend) and on the meta device. So whatever Megatron can build is described as it is.
+Megatron builds the model once for each pipeline stage, in this one process, over process groups that do not communicate
+(torch's ``fake`` backend) and on the meta device, without memory. So the description covers whatever Megatron can
+build.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
 from moevement_core.precision import Regime, Scaling, TensorShape
 
-# What Transformer Engine, CUDA or DeepEP would be needed for, and what makes no difference to shapes.
+# Flags that would need Transformer Engine, CUDA or DeepEP, and make no difference to shapes.
 _NEUTRAL = {
     "transformer_impl": "local",
     "fp8": None,
@@ -49,12 +50,13 @@ _SCALINGS = {"blockwise": Scaling.BLOCK, "mxfp8": Scaling.MX}
 
 
 def describe(name: str, flags: list[str], ranks: int) -> JobShape:
-    """The shape of a job of ``ranks`` ranks that is started with Megatron's ``flags`` (``--config FILE`` among them).
+    """Return the shape of a job of ``ranks`` ranks with Megatron's ``flags``, which may include ``--config FILE``.
 
-    Starts nothing and needs no GPU; leaves ``sys.argv``, the environment and Megatron's global state as they were.
+    The function starts nothing and needs no GPU. It leaves ``sys.argv``, the environment and Megatron's global state
+    unchanged.
 
     Raises:
-        ConfigError: flags that Megatron refuses, or that leave the model's sizes open.
+        ConfigError: Megatron refuses the flags, or they leave the model's sizes open.
     """
     with _quiet(), _untouched():
         args, regime = _parse(flags, ranks)
@@ -94,7 +96,7 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     validate = getattr(arguments.validate_args, "_moevement_original", arguments.validate_args)
     words = config_file.expand(flags)
     names = {word.split("=")[0] for word in words}
-    # A plan reads no data. Without data and vocabulary a run would train on the embedded corpus.
+    # A plan reads no data. Without data and a vocabulary, a run would train on the embedded corpus.
     mock = ["--mock-data"] if "--vocab-size" in names and "--data-path" not in names else []
     sys.argv = ["plan", *words, *mock]
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
@@ -112,14 +114,14 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
 
 
 def _regime(args: Namespace) -> Regime:
-    """The formats that the flags ask for."""
+    """Return the formats of weights and state that the flags ask for."""
     scaling = _SCALINGS.get(args.fp8_recipe, Scaling.TENSOR)
     step_bytes = 4 if steps_are_tensors() and not args.use_precision_aware_optimizer else 0
     if not (args.bf16 or args.fp16):
         return Regime("fp32", "fp32", "fp32", "fp32", step_bytes=step_bytes)
     half = "bf16" if args.bf16 else "fp16"
     compute = "fp8" if args.fp8_param_gather else half
-    # As Megatron's validation of arguments has it, which comes later.
+    # Megatron's validation of arguments, which runs later, decides it in the same way.
     reduces_in_half = args.grad_reduce_in_bf16 if args.bf16 else not args.accumulate_allreduce_grads_in_fp32
     gradient = half if reduces_in_half or args.main_grads_dtype == "bf16" else "fp32"
     if not args.use_precision_aware_optimizer:
@@ -132,7 +134,9 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
 
     config = gpt_config_from_args(args)
     config.transformer.perform_initialization = False
-    config.transformer.context_parallel_size = 1  # needs Transformer Engine's attention, which has the same weights
+    config.transformer.context_parallel_size = (
+        1  # Values above 1 need Transformer Engine's attention, which has the same weights.
+    )
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     expert_shards = args.world_size // (
         args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
@@ -144,15 +148,15 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
         places: dict[torch.nn.Parameter, tuple[OperatorId, int]] = {}
         with _pretended_groups(args, stage):
             chunks = [
-                chunk.to(args.params_dtype)  # as Megatron's wrapper of half precision does
+                chunk.to(args.params_dtype)  # as Megatron's wrapper for half precision does
                 for chunk in _chunks(config, args.virtual_pipeline_model_parallel_size)
             ]
             in_fp8 = {weight for chunk in chunks for weight in weights_in_fp8(chunk)}
             for chunk in chunks:
                 for operator, _, parameter in operators_of_chunk(chunk, expert_rank=0):
-                    its = tensors.setdefault(operator, [])
-                    places[parameter] = operator, len(its)
-                    its.append(TensorShape(parameter.numel(), len(parameter) if parameter in in_fp8 else 0))
+                    shapes = tensors.setdefault(operator, [])
+                    places[parameter] = operator, len(shapes)
+                    shapes.append(TensorShape(parameter.numel(), len(parameter) if parameter in in_fp8 else 0))
                     shards[operator] = dense_shards if getattr(parameter, "allreduce", True) else expert_shards
             owned = {keeps: owned_by_ranks(args, chunks, stage, in_fp8 if keeps else set()) for keeps in (False, True)}
         operators = tuple(OperatorShape(o.name, o.kind, tuple(sizes), shards[o]) for o, sizes in tensors.items())
@@ -161,16 +165,19 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
         index = {operator: number for number, operator in enumerate(tensors)}
         ranks = {
             keeps: tuple(
-                tuple(Part(index[places[one][0]], places[one][1], elements) for one, elements in rank.items())
-                for rank in its_ranks
+                tuple(
+                    Part(index[places[parameter][0]], places[parameter][1], elements)
+                    for parameter, elements in rank.items()
+                )
+                for rank in by_rank
             )
-            for keeps, its_ranks in owned.items()
+            for keeps, by_rank in owned.items()
         }
         yield StageShape(operators, _sends(stage, args), ranks)
 
 
 def _sends(stage: int, args: Namespace) -> int:
-    """Boundary tensors that a rank of ``stage`` sends for a micro-batch."""
+    """Return the number of boundary tensors that a rank of ``stage`` sends for a micro-batch."""
     chunks = args.virtual_pipeline_model_parallel_size or 1
     forward = chunks - (stage == args.pipeline_model_parallel_size - 1)
     backward = chunks - (stage == 0)
@@ -189,7 +196,7 @@ def _chunks(config: Any, virtual: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
-    """Megatron's process groups as the first rank of ``stage`` sees them, over as few ranks as shapes need."""
+    """Provide Megatron's process groups as the first rank of ``stage`` sees them, over as few ranks as shapes need."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -216,7 +223,7 @@ def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _meta_device() -> Iterator[None]:
-    """Tensors without memory; Megatron names its device, so the name it asks for is answered too."""
+    """Create tensors without memory, also where Megatron names its device."""
     current_device = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     try:
@@ -228,7 +235,7 @@ def _meta_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Arguments, environment, random states and Megatron's parallel state as they were, whatever is done in between."""
+    """Restore arguments, environment, random states and Megatron's parallel state afterwards."""
     from megatron.core import parallel_state
 
     argv, environment, hook = sys.argv, dict(os.environ), sys.excepthook
@@ -238,7 +245,7 @@ def _untouched() -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        sys.excepthook = hook  # torch puts one before it for each process group: it names a rank
+        sys.excepthook = hook  # Torch sets a hook for each process group, which names a rank.
         os.environ.clear()
         os.environ.update(environment)
         random.setstate(states[0])
@@ -248,7 +255,7 @@ def _untouched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Megatron prints and warns of what concerns a run; nothing here runs."""
+    """Suppress Megatron's output and warnings, which concern a run."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,9 +1,9 @@
-"""Which operator a parameter of a Megatron model belongs to.
+"""Assignment of the parameters of a Megatron model to operators.
 
-The rest of a layer that has experts is its non-expert: attention, norms, shared experts, or a dense MLP where only some
-layers have experts. In a model without any expert a layer is one operator. A layer of multi-token prediction counts as
-one more layer after the last. An output layer that is tied to the embedding is the same operator as the embedding, on
-whichever stage its copy is.
+The non-expert operator of a layer with experts has the rest of the layer: attention, norms and shared experts. A dense
+layer of a model with experts is one non-expert operator. In a model without experts a layer is one operator. A layer of
+multi-token prediction counts as one more layer after the last. An output layer that is tied to the embedding belongs to
+the embedding's operator, on every stage that has a copy.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _GROUPED = re.compile(r"linear_fc[12]\.(?:weight|bias)(?P<local>\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class OperatorId:
-    """The name and kind of an operator."""
+    """Name and kind of an operator."""
 
     name: str
     kind: OperatorKind
 
 
 def operators_of_chunk(chunk: Any, expert_rank: int) -> Iterator[tuple[OperatorId, str, torch.nn.Parameter]]:
-    """The operator, name and tensor of every parameter of ``chunk``, in the model's order.
+    """Yield the operator, name and tensor of every parameter of ``chunk``, in the model's order.
 
     Args:
-        chunk: an unwrapped ``GPTModel``: one virtual stage of this rank.
-        expert_rank: this rank's place among the expert-parallel ranks, which says which experts its own are.
+        chunk: one virtual stage of this rank, an unwrapped ``GPTModel``.
+        expert_rank: position of this rank among the expert-parallel ranks, which determines its experts.
 
     Raises:
-        OperatorError: experts of a kind whose tensors cannot be told apart.
+        OperatorError: one tensor holds several experts.
     """
     config = chunk.config
     for name, parameter in chunk.named_parameters():
@@ -49,14 +49,14 @@ def operators_of_chunk(chunk: Any, expert_rank: int) -> Iterator[tuple[OperatorI
 
 
 def _operator_of(name: str, chunk: Any, config: Any, expert_rank: int) -> OperatorId:
-    found = _LAYER.match(name)
-    if found is None:
+    match = _LAYER.match(name)
+    if match is None:
         tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
         if name.startswith("embedding.") or (tied and name.startswith("output_layer.")):
             return OperatorId(EMBEDDING, OperatorKind.EMBEDDING)
         return OperatorId(HEAD, OperatorKind.HEAD)
-    layer = _layer_number(chunk, config, found["block"], int(found["index"]))
-    rest = found["rest"]
+    layer = _layer_number(chunk, config, match["block"], int(match["index"]))
+    rest = match["rest"]
     if not getattr(config, "num_moe_experts", None):
         return OperatorId(layer_name(layer), OperatorKind.LAYER)
     if re.search(r"(?:^|\.)mlp\.router\.", rest):
@@ -68,21 +68,21 @@ def _operator_of(name: str, chunk: Any, config: Any, expert_rank: int) -> Operat
 
 
 def _layer_number(chunk: Any, config: Any, block: str, index: int) -> int:
-    """The layer's number in the model, from 0, whatever stage it is on."""
+    """Return the layer's number in the model, counted from 0 over all stages."""
     if block == "decoder":
         return int(chunk.decoder.layers[index].layer_number) - 1
     return int(config.num_layers) + index
 
 
 def _expert_number(rest: str, layer: int, config: Any, expert_rank: int) -> int:
-    """The expert's number in its layer from its number on this rank."""
+    """Return the expert's number in its layer, from its number on this rank."""
     local = _SEQUENTIAL.match(rest) or _GROUPED.match(rest)
     if local is None:
         raise OperatorError(
             f"experts.{rest} holds several experts in one tensor; needs SequentialMLP or Transformer Engine's grouped "
             "MLP, whose experts have tensors of their own"
         )
-    if (its := slots()) is not None:
-        return its.expert(layer, expert_rank, int(local["local"]))
+    if (expert_slots := slots()) is not None:
+        return expert_slots.expert(layer, expert_rank, int(local["local"]))
     experts_here = config.num_moe_experts // config.expert_model_parallel_size
     return expert_rank * experts_here + int(local["local"])

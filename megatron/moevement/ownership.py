@@ -1,4 +1,4 @@
-"""Which elements of its stage's parameters each rank owns, before anything runs: Megatron's own layout of buffers."""
+"""Prediction of which elements of its stage's parameters each rank owns, from Megatron's layout of buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from megatron.moevement.optimizer.views import range_of
 
 _ATTRIBUTES = ("allreduce", "shared_embedding", "is_managed_by_layer_wise_optimizer")
-"""Attributes of a parameter that Megatron's layout asks for beside its size and dtype."""
+"""Attributes of a parameter that Megatron's layout needs beside its size and dtype."""
 
 Owned = dict[torch.nn.Parameter, int]
-"""Elements of each parameter of which a rank owns any."""
+"""Number of elements that a rank owns of each parameter; parameters without any are left out."""
 
 
 def weights_in_fp8(chunk: Any) -> Iterator[torch.nn.Parameter]:
-    """The weights that Megatron builds in FP8 where it is asked to: of linear layers in transformer layers.
+    """Yield the weights that Megatron builds in FP8 if asked to: those of linear layers in transformer layers.
 
     Args:
         chunk: an unwrapped virtual stage.
@@ -42,7 +42,7 @@ def _layers(chunk: Any) -> Sequence[Any]:
 
 
 def steps_are_tensors() -> bool:
-    """Return whether Megatron's Adam for FP32 state is torch's here, which counts the steps of each tensor."""
+    """Return True if Megatron's Adam for FP32 state is torch's, which counts the steps of each tensor."""
     from megatron.core import optimizer
 
     return bool(optimizer.USING_PYTORCH_OPTIMIZER)
@@ -51,14 +51,14 @@ def steps_are_tensors() -> bool:
 def owned_by_ranks(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter]
 ) -> list[Owned]:
-    """Return what each rank of a pipeline stage owns, in their order.
+    """Return what each rank of a pipeline stage owns, in rank order.
 
-    Ranks with other experts own as much of theirs as the first of the expert-parallel ranks, whose chunks are given.
+    Ranks with other experts own as much of theirs as the first expert-parallel rank, to which ``chunks`` belong.
 
     Args:
-        args: Megatron's, validated.
-        chunks: the stage's virtual stages, unwrapped; without memory is enough.
-        stage: its number.
+        args: Megatron's validated arguments.
+        chunks: unwrapped virtual stages of the stage; they need no memory.
+        stage: number of the pipeline stage.
         in_fp8: parameters that are kept in FP8.
     """
     tensor = args.tensor_model_parallel_size
@@ -80,7 +80,7 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 def _ranges(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Replicas own an equal range each of every parameter."""
+    """Return an equal range of every parameter for each replica."""
     owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         kind = _is_expert(parameter)
@@ -93,7 +93,7 @@ def _ranges(
 def _shards(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Return the shards of the distributed optimizer: every bucket of a buffer in equal parts."""
+    """Return the shards of the distributed optimizer, which divides every bucket of a buffer into equal parts."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 
@@ -105,9 +105,9 @@ def _shards(
     bucket_size = resolve_ddp_bucket_size(config, group, config.overlap_grad_reduce, everything)
     for number, chunk in enumerate(chunks):
         trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
-        its = {_as_stored(parameter, parameter in in_fp8): parameter for parameter in trained}
+        by_stored = {_as_stored(parameter, parameter in in_fp8): parameter for parameter in trained}
         layouts = DistributedOptimizer.compute_full_param_layout(
-            list(its),
+            list(by_stored),
             None if number or stage or args.overlap_param_gather_with_optimizer_step else bucket_size,
             counts[False] // instances,
             config,
@@ -121,12 +121,12 @@ def _shards(
                 for shard in range((start - first) // size, (end - 1 - first) // size + 1):
                     held = min(end, first + (shard + 1) * size) - max(start, first + shard * size)
                     for instance in range(instances):
-                        owned[kind, instance * layout.num_optimizer_shards + shard][its[stored]] = held
+                        owned[kind, instance * layout.num_optimizer_shards + shard][by_stored[stored]] = held
     return owned
 
 
 def _as_stored(parameter: torch.nn.Parameter, is_in_fp8: bool) -> torch.nn.Parameter:
-    """A stand-in of another dtype where a parameter is kept in FP8: buffers are of one dtype."""
+    """Return a stand-in of another dtype if the parameter is kept in FP8, because a buffer has one dtype."""
     if not is_in_fp8:
         return parameter
     stored = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float8_e4m3fn))

@@ -1,9 +1,9 @@
-"""The registry of replaced names: every name of Megatron, torch or an instance of theirs that this package replaces.
+"""Registry of all names that this package replaces in Megatron, in torch, or on instances of their classes.
 
-Three kinds, each with its reason: for the life of the process (:func:`replace`, :func:`wrap`; most of them are listed
-in :mod:`megatron.moevement.activate`), on one object (:func:`replace_on`), and for a while
-(:func:`replace_for_a_while`). The last two are declared here, in :data:`DECLARED`. ``tests/unit/test_activate.py`` pins
-the signature of every one, so a Megatron that changes one fails there, by name; a name that is not there fails at once.
+Each replacement has a reason. It lasts for the life of the process (:func:`replace`, :func:`wrap`; most of these are
+listed in :mod:`megatron.moevement.activate`), affects one object (:func:`replace_on`), or is temporary
+(:func:`replace_for_a_while`). The last two kinds are declared in :data:`DECLARED`. ``tests/unit/test_activate.py`` pins
+the signature of every replaced function, so it names the one that a new Megatron changes. A missing name fails at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moevement_core.undo import UndoStack
 
 
 class PatchError(ConfigError):
-    """A name that is to be replaced is not declared, or does not exist in the installed version."""
+    """Error for a name that is to be replaced and is not declared, or does not exist in the installed version."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Declared:
-    """A name that is replaced on an object, or for a while."""
+    """Declaration of a name that is replaced on an object, or temporarily."""
 
     owner: str
-    """``module`` or ``module:Class``; of the class that has the method."""
+    """Owner as ``module`` or ``module:Class``; the class is the one that defines the method."""
     name: str
     reason: str
 
@@ -113,15 +113,15 @@ LOOKED_UP = {
     "megatron.core.tensor_parallel.random": ("_current_state_name", "_unset_checkpointing"),
     "megatron.core.transformer.module": ("modules_with_is_first_microbatch",),
 }  # fmt: skip
-"""Names of Megatron's objects that are read, or set, where an object has them; by the module that makes them. Which
-objects have them differs (an optimizer of FP32 weights has no loss scaler), so one that was renamed would be passed
-over in silence."""
+"""Names that this package reads or sets on Megatron's objects if they have them, by the module that defines them. Not
+all objects have them (an optimizer of FP32 weights has no loss scaler), so a renamed one would go unnoticed.
+"""
 
 _replaced: dict[tuple[str, str], Replaced] = {}
 
 
 def replace(owner: Any, name: str, new: Any, reason: str) -> None:
-    """Set ``owner.name = new``, remembering the original; a name that is replaced already stays as it is."""
+    """Set ``owner.name = new`` and remember the original; do nothing if the name is replaced already."""
     key = (_path(owner), name)
     if key in _replaced:
         return
@@ -136,7 +136,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable
 
 
 def replace_on(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of one object, or a name of a module, for its life, by what ``wrapper`` makes of it.
+    """Replace a method of one object, or a name of a module, by the result of ``wrapper``, for the life of its owner.
 
     Raises:
         PatchError: the name is not declared, or the object does not have it.
@@ -156,10 +156,10 @@ def replace_for_a_while(undo: UndoStack, module: Any, name: str, new: Any) -> No
 
 
 def check_names() -> None:
-    """Find every name of :data:`LOOKED_UP` in the source of its module.
+    """Check that every name of :data:`LOOKED_UP` occurs in the source of its module.
 
     Raises:
-        PatchError: one is not there: Megatron has renamed it.
+        PatchError: a name is missing, because Megatron has renamed it.
     """
     for path, names in LOOKED_UP.items():
         words = set(re.findall(r"\w+", inspect.getsource(import_module(path))))

@@ -1,4 +1,4 @@
-"""Megatron imported without its words on what is not installed, where nothing of that is used."""
+"""Import of Megatron without its warnings about packages that are not installed and not needed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import without warnings, in a ``with`` block.
+    """Suppress warnings of imports in a ``with`` block.
 
-    Each module of Megatron's says that Apex and Transformer Engine are missing: on a CPU they must be, and what makes
-    token files needs neither. That there is a CUDA toolkit without a GPU torch does not say afterwards either.
+    Each module of Megatron warns that Apex and Transformer Engine are missing. On a CPU they always are, and token
+    files
+    need neither. The block also silences torch's warning about a CUDA toolkit without a GPU, from then on.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():

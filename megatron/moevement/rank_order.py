@@ -1,9 +1,9 @@
-"""Sums over ranks in an order that does not follow their places, and which sums of a job have none.
+"""Sums over ranks in rank order, and the widest sum of a job without it.
 
-NCCL adds along rings and trees that it lays over nodes and devices, so a replacement elsewhere changes last bits of
-every sum of more than two ranks. With ``--moevement-sums-in-rank-order`` small sums (the gradient norm, gradients of
-norms and routers, losses) are gathered and added by every rank alike. Megatron's own
-``--ddp-reduce-scatter-with-fp32-accumulation`` does that to gradients over data-parallel ranks.
+NCCL adds along rings and trees that it builds over nodes and devices. So a replacement on another node changes the last
+bits of every sum of more than two ranks. With ``--moevement-sums-in-rank-order``, every rank gathers the terms of small
+sums (the gradient norm, gradients of norms and routers, losses) and adds them in rank order. For gradients over
+data-parallel ranks, Megatron's own ``--ddp-reduce-scatter-with-fp32-accumulation`` does the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
 
 
 def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_reduce`` that gathers small sums, if the job asks for it, and adds them by rank."""
+    """Return a ``torch.distributed.all_reduce`` that adds small sums in rank order, if the job asks for it."""
 
     @functools.wraps(original)
     def all_reduce(
@@ -41,7 +41,7 @@ def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_gathered(tensor: torch.Tensor, op: Any, group: Any) -> bool:
-    """Return whether the order of this sum matters, and gathering it costs little."""
+    """Return True if the order of this sum affects its bits, and gathering its terms costs little."""
     if op not in _SUMS or not tensor.is_floating_point() or torch.distributed.get_rank(group) < 0:
         return False
     ranks = torch.distributed.get_world_size(group)
@@ -55,20 +55,20 @@ def _is_asked_for() -> bool:
 
 
 def arithmetic_of(args: Namespace) -> Arithmetic:
-    """Return what the bits of a job depend on."""
+    """Return the properties of a job on which its bits depend."""
     if platform.is_cpu():
         return Arithmetic(uses_gpus=False)
     return Arithmetic(uses_gpus=True, is_deterministic=bool(args.deterministic_mode), widest_sum=widest_sum(args))
 
 
 def widest_sum(args: Namespace) -> int:
-    """Return the ranks of the largest group that sums in an order of NCCL's; :data:`SAFE_SUM` if there is none."""
+    """Return the number of ranks of the widest sum in NCCL's order; :data:`SAFE_SUM` if no sum is wider."""
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     stages, expert_tensor = args.pipeline_model_parallel_size, args.expert_tensor_parallel_size or tensor
     widths = [tensor, context, expert_tensor]
     if not (args.use_distributed_optimizer and args.ddp_reduce_scatter_with_fp32_accumulation):
-        replicas = args.world_size // (tensor * stages)  # context-parallel ranks among them
+        replicas = args.world_size // (tensor * stages)  # These include context-parallel ranks.
         widths += [replicas, args.world_size // (expert_tensor * stages * args.expert_model_parallel_size)]
     if not args.moevement_sums_in_rank_order:
-        widths.append(args.world_size)  # the norm
+        widths.append(args.world_size)  # the gradient norm
     return max(SAFE_SUM, *widths)

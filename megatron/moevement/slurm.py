@@ -1,13 +1,13 @@
-"""Which task of Slurm this process is, as Megatron finds it."""
+"""Rank of this process as a task of Slurm, as Megatron determines it."""
 
 from __future__ import annotations
 
 
 def read_variables() -> tuple[int | None, int | None, int | None]:
-    """Rank, world size and local rank; None what Slurm does not say."""
+    """Return rank, world size and local rank; each is None if Slurm does not define it."""
     from megatron.moevement import platform
 
-    platform.install()  # before anything of Megatron is imported: processes may be forked from this one
+    platform.install()  # This comes before any import of Megatron, because processes may be forked from this one.
     from megatron.core import _slurm_utils as slurm
 
     return slurm.resolve_slurm_rank(), slurm.resolve_slurm_world_size(), slurm.resolve_slurm_local_rank()

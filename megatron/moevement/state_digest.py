@@ -1,7 +1,7 @@
-"""The training state of this rank, part by part, as values to be hashed.
+"""Training state of this rank, part by part, as values for digests.
 
-The parts are those that a recovery has to bring back (DESIGN sections 3 and 4): compute weights, master weights,
-optimizer state, router buffers, loss scalers, scheduler, random states, consumed samples.
+The parts are those that a recovery has to restore: compute weights, master weights, optimizer state, router buffers,
+loss scalers, scheduler, random states, consumed samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ PARTS = (
 
 
 def rank_digests(live: Live) -> dict[str, str]:
-    """Digest of each part of this rank's state. No communication; reads, never moves, the random generators."""
+    """Return the digest of each part of this rank's state.
+
+    The function does not communicate. It reads the random generators without advancing them.
+    """
     parts: dict[str, Callable[[], Any]] = {
         "weights": lambda: named_tensors(live, "named_parameters", lambda name: True),
         "master_weights": lambda: [_master_weights(member) for member in members(live.optimizer)],
@@ -44,9 +47,9 @@ def rank_digests(live: Live) -> dict[str, str]:
 
 
 def job_digest(live: Live) -> dict[str, Any]:
-    """The digest of the whole job: one string, one per part, and one per part and rank.
+    """Return the digest of the whole job: one string, one for each part, and one for each part and rank.
 
-    Every rank calls it at the same point; every rank gets the same answer.
+    Collective; all ranks get the same result.
     """
     ranks = all_gather_objects(rank_digests(live), dict[str, str])
     parts = {part: digest([rank[part] for rank in ranks]) for part in PARTS}
@@ -54,7 +57,7 @@ def job_digest(live: Live) -> dict[str, Any]:
 
 
 def members(optimizer: Any) -> list[Any]:
-    """The optimizers of a chained optimizer (dense and expert), or the optimizer alone, or none."""
+    """Return the members of a chained optimizer (dense and expert), or the optimizer alone; empty for None."""
     if optimizer is None:
         return []
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
@@ -65,18 +68,25 @@ def _is_router(name: str) -> bool:
 
 
 def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """Parameters or buffers of each model chunk by name, as they are stored (quantised ones by their raw bytes)."""
+    """Return parameters or buffers of each virtual stage by name, as they are stored: quantised ones as raw bytes.
+
+    Args:
+        live: Megatron's objects on this rank.
+        kind: method of a module that yields the tensors, ``named_parameters`` or ``named_buffers``.
+        wanted: function that selects tensors by name.
+    """
     return [
         {name: _raw(tensor) for name, tensor in getattr(chunk, kind)() if wanted(name)} for chunk in live.model or []
     ]
 
 
 def _other_buffers(live: Live) -> list[dict[str, Any]]:
-    """Return the other buffers of each model chunk, with scales of FP8, which are no buffers in Transformer Engine's
-    layers.
+    """Return the buffers of each virtual stage that are not the router's, with scales of FP8.
+
+    Transformer Engine's layers do not register their scales as buffers.
     """
     buffers = named_tensors(live, "named_buffers", lambda name: not _is_router(name))
-    return [{**its, **scales} for its, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]
+    return [{**named, **scales} for named, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]
 
 
 def _raw(tensor: torch.Tensor) -> Any:
@@ -90,12 +100,12 @@ def _groups(member: Any) -> list[dict[str, Any]]:
 
 
 def _master_weights(member: Any) -> list[list[Any]]:
-    """Return what the inner optimizer steps: FP32 copies, their shards, or the weights themselves in an FP32 run."""
+    """Return what the inner optimizer updates: FP32 copies, their shards, or the weights themselves in an FP32 run."""
     return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 
 def _optimizer_state(member: Any) -> list[Any]:
-    # Before its first step torch's Adam has no state, or the one it starts from: the same state.
+    # Before its first step, torch's Adam may have no state, which is equal to its initial state.
     make_adam_state(getattr(member, "optimizer", None))
     state = getattr(getattr(member, "optimizer", None), "state", {})
     scales = getattr(getattr(member, "optimizer", None), "_scales", {})
@@ -116,13 +126,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def loss_scaler(member: Any) -> Any:
-    """The state of a member's loss scaler, if it has one; chained members have one each and they may differ."""
+    """Return the state of a member's loss scaler, or None; chained members have one each, and they may differ."""
     scaler = getattr(member, "grad_scaler", None)
     return scaler.state_dict() if scaler is not None else None
 
 
 def random_states() -> dict[str, Any]:
-    """Every generator that training draws from: Python, NumPy, host, device, and Megatron's tracker."""
+    """Return the state of every generator from which training draws: Python, NumPy, host, device, and the tracker."""
     from megatron.core import tensor_parallel
 
     kind, keys, position, has_gauss, gauss = np.random.get_state()

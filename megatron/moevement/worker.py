@@ -1,8 +1,8 @@
-"""A process that runs a training script of Megatron with fault tolerance: a rank, or a process that a rank spawns.
+"""Process that runs a training script of Megatron with fault tolerance: a rank, or a process that a rank spawns.
 
-The script runs in a main module whose origin is this module. So a spawned process (a checkpoint writer, a data worker),
-which imports its parent's main module again under the name ``__mp_main__``, comes here first: it gets the platform
-before anything else, and then the script's own definitions.
+The script runs in a main module whose origin is this module. A spawned process (a checkpoint writer, a data worker)
+imports its parent's main module again under the name ``__mp_main__``. So it enters this module first, which installs
+the platform before anything else, and then executes the script's definitions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from moevement_core.rendezvous.job_code import SCRIPT_ENV
 
 
 def run_rank(argv: list[str]) -> None:
-    """Run ``argv[0]`` with the rest as its arguments; see :func:`moevement_core.launching.worker.run_script`."""
+    """Run the script ``argv[0]`` with the other words as its arguments.
+
+    See :func:`moevement_core.launching.worker.run_script`.
+    """
     from megatron.moevement.activate import activate
 
     spec = sys.modules[__name__].__spec__ if __name__ != "__main__" else __spec__
@@ -26,15 +29,15 @@ def run_rank(argv: list[str]) -> None:
 
 
 def preload() -> None:
-    """Import everything that a rank without a GPU will need, so that ranks forked from here start at once."""
+    """Import everything that a rank without a GPU needs, so that ranks forked from this process start at once."""
     from megatron.moevement.activate import activate
     from megatron.moevement.arguments import read_field_docstrings
 
     activate()
     read_field_docstrings()
-    # What torch's optimizers import at their first step, and Megatron where it makes a tokenizer and a model.
+    # Torch's optimizers import the first at their first step, and Megatron the others for a tokenizer and a model.
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "MimoModelConfig is experimental")  # nobody has asked for it
+        warnings.filterwarnings("ignore", "MimoModelConfig is experimental")  # No script here asks for this model.
         for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries", "megatron.core.models.mimo"):
             import_module(late)
 
@@ -52,7 +55,7 @@ def _refuse(argv: Sequence[str], ranks: int) -> None:
 
 
 MEGATRON = Trainer("megatron.moevement.worker", run_rank, preload, _uses_gpus, "--moevement-sparse-ckpt", _refuse)
-"""Scripts that call Megatron's ``pretrain()``."""
+"""Trainer for scripts that call Megatron's ``pretrain()``."""
 
 
 if __name__ == "__main__":

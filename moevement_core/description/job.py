@@ -113,7 +113,7 @@ class StageShape:
             for operator, shape in enumerate(self.operators)
         ]
         fields = ("compute", "master", "optimizer", "gradient")
-        return StateBytes(*(sum(getattr(one, name) for one in weighed) for name in fields))
+        return StateBytes(*(sum(getattr(state, name) for state in weighed) for name in fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class JobShape:
     @property
     def tied_stages(self) -> frozenset[int]:
         """Stages with copies of one embedding, whose gradient is a sum over all of them: they roll back together."""
-        holds = [any(one.kind is OperatorKind.EMBEDDING for one in stage.operators) for stage in self.stages]
+        holds = [any(operator.kind is OperatorKind.EMBEDDING for operator in stage.operators) for stage in self.stages]
         return frozenset(stage for stage, it_does in enumerate(holds) if it_does) if sum(holds) > 1 else frozenset()
 
     @property

@@ -81,7 +81,7 @@ class Affine:
             a, b = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
         return cls(
             collective=collective, ranks=ranks, a_s=float(a), b_s_per_byte=float(b),
-            samples=tuple((int(size), float(one)) for size, one in samples),
+            samples=tuple((int(size), float(seconds)) for size, seconds in samples),
         )  # fmt: skip
 
     def seconds(self, nbytes: float) -> float:
@@ -124,9 +124,9 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for one in self.sizes:
-            if len(one.stages) != self.pipeline:
-                raise ConfigError(f"{len(one.stages)} stages of pipeline {self.pipeline}; needs as many")
+        for size in self.sizes:
+            if len(size.stages) != self.pipeline:
+                raise ConfigError(f"{len(size.stages)} stages of pipeline {self.pipeline}; needs as many")
 
     @property
     def ranks_of_stage(self) -> int:
@@ -144,10 +144,10 @@ class Profile:
         """Return the time of a collective among so many ranks, from the nearest number that was measured; None: none
         was, or one rank has nobody to wait for.
         """
-        found = [one for one in self.collectives if one.collective == collective and one.ranks > 1]
-        if not found or ranks < 2:
+        fits = [fit for fit in self.collectives if fit.collective == collective and fit.ranks > 1]
+        if not fits or ranks < 2:
             return None
-        return min(found, key=lambda one: abs(math.log(one.ranks / ranks))).among(ranks)
+        return min(fits, key=lambda fit: abs(math.log(fit.ranks / ranks))).among(ranks)
 
     def save(self, path: Path) -> None:
         """Write it as YAML."""
@@ -163,41 +163,42 @@ class Profile:
             ConfigError: it is none, or of another format.
         """
         try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
-        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
             raise ConfigError(f"profile {path}: no format {FORMAT}; write one with moevement profile")
-        values = {key: value for key, value in found.items() if key != "format"}
+        values = {key: value for key, value in content.items() if key != "format"}
         try:
-            values["sizes"] = tuple(_size(one) for one in values["sizes"])
+            values["sizes"] = tuple(_size(size) for size in values["sizes"])
             values["collectives"] = tuple(
-                Affine(**{**one, "samples": tuple(map(tuple, one["samples"]))}) for one in values["collectives"]
+                Affine(**{**collective, "samples": tuple(map(tuple, collective["samples"]))})
+                for collective in values["collectives"]
             )
-            made = cls(**values)
+            profile = cls(**values)
         except (TypeError, KeyError) as error:
             raise ConfigError(f"profile {path}: {error}; write one with moevement profile") from None
-        parts: list[Profile | SizeProfile | StageProfile] = [made, *made.sizes]
-        for part in (*parts, *(stage for size in made.sizes for stage in size.stages)):
-            for one in dataclasses.fields(part):
-                value = getattr(part, one.name)
-                if value is None and str(one.type).endswith("| None"):
+        parts: list[Profile | SizeProfile | StageProfile] = [profile, *profile.sizes]
+        for part in (*parts, *(stage for size in profile.sizes for stage in size.stages)):
+            for declared in dataclasses.fields(part):
+                value = getattr(part, declared.name)
+                if value is None and str(declared.type).endswith("| None"):
                     continue
-                if str(one.type).split(" ")[0] in ("int", "float") and (
+                if str(declared.type).split(" ")[0] in ("int", "float") and (
                     isinstance(value, bool) or not isinstance(value, int | float)
                 ):
-                    raise ConfigError(f"profile {path}: {one.name} {value!r}; needs a number")
-        return made
+                    raise ConfigError(f"profile {path}: {declared.name} {value!r}; needs a number")
+        return profile
 
 
 def _size(values: Mapping[str, Any]) -> SizeProfile:
-    return SizeProfile(**{**values, "stages": tuple(StageProfile(**one) for one in values["stages"])})
+    return SizeProfile(**{**values, "stages": tuple(StageProfile(**stage) for stage in values["stages"])})
 
 
 def _plain(value: Any) -> Any:
     """Return a value in the form that YAML writes without tags."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

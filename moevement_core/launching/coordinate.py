@@ -97,10 +97,10 @@ def coordinate(what: Coordination) -> int:
             return 128 + stopped.number
 
 
-def _run(what: Coordination, signals: Signals, entry: JobFile) -> Outcome:
+def _run(options: Coordination, signals: Signals, entry: JobFile) -> Outcome:
     running: _Coordination | None = None
     try:
-        running = _Coordination(what, signals, entry)
+        running = _Coordination(options, signals, entry)
         return running.run(signals)
     finally:
         if running is not None:
@@ -108,26 +108,26 @@ def _run(what: Coordination, signals: Signals, entry: JobFile) -> Outcome:
 
 
 class _Coordination:
-    def __init__(self, what: Coordination, signals: Signals, entry: JobFile) -> None:
+    def __init__(self, options: Coordination, signals: Signals, entry: JobFile) -> None:
         import torch
 
         from moevement_core.restart.store import interrupt_in
 
         signals.check()  # The import took seconds, and no signal is raised within it.
-        self._what, self._entry = what, entry
-        listener, leases = _listen(what, what.port), _listen(what, 0)
-        token = _token_for(what)
-        address = (what.host, int(listener.getsockname()[1]))
+        self._what, self._entry = options, entry
+        listener, leases = _listen(options, options.port), _listen(options, 0)
+        token = _token_for(options)
+        address = (options.host, int(listener.getsockname()[1]))
         base = torch.distributed.TCPStore(
             *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=listener.detach(), use_libuv=True,
         )  # fmt: skip
         self._store = SignedStore(base, token)
         self._store.announce()
-        self._store.set(RANKS, str(what.ranks))
-        self._store.set(ADDRESS, f"{what.host}:{leases.getsockname()[1]}")
+        self._store.set(RANKS, str(options.ranks))
+        self._store.set(ADDRESS, f"{options.host}:{leases.getsockname()[1]}")
         self._coordinator = Coordinator(
-            self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
+            self._store, options.ranks, options.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
         )
         self._server = LeaseServer(leases, self._coordinator, token, self._take_request)
         self._endpoint: Endpoint | None = None
@@ -137,9 +137,11 @@ class _Coordination:
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         self._rejected = 0
         at = f"{address[0]}:{address[1]}"
-        _report(f"{STORE_ENV}={at} is the store of a job of {what.ranks} ranks")
+        _report(f"{STORE_ENV}={at} is the store of a job of {options.ranks} ranks")
         self._tasks = (
-            NodeTasks(what.tasks, {STORE_ENV: at, **token.environment}, _report) if what.tasks is not None else None
+            NodeTasks(options.tasks, {STORE_ENV: at, **token.environment}, _report)
+            if options.tasks is not None
+            else None
         )
 
     def run(self, signals: Signals) -> Outcome:
@@ -259,7 +261,7 @@ class _Coordination:
             self._endpoint.close()
 
 
-def _token_for(what: Coordination) -> Token:
+def _token_for(options: Coordination) -> Token:
     """Return the job token from the environment, or a new one if this process starts all tasks itself.
 
     Raises:
@@ -267,7 +269,7 @@ def _token_for(what: Coordination) -> Token:
     """
     if (token := given_token()) is not None:
         return token
-    if what.tasks is None:
+    if options.tasks is None:
         raise ConfigError(f"no job token, and the tasks are started by somebody else; {HOW}")
     return Token.new()
 
@@ -279,12 +281,12 @@ def _make(run_dir: Path) -> None:
         raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
 
 
-def _listen(what: Coordination, port: int) -> socket.socket:
+def _listen(options: Coordination, port: int) -> socket.socket:
     try:
-        return socket.create_server((what.host, port), backlog=max(128, 2 * what.ranks))
+        return socket.create_server((options.host, port), backlog=max(128, 2 * options.ranks))
     except OSError as error:
         raise ConfigError(
-            f"--host {what.host} --port {port}: {error.strerror}; give an address of this host, and a free port"
+            f"--host {options.host} --port {port}: {error.strerror}; give an address of this host, and a free port"
         ) from None
 
 

@@ -52,9 +52,9 @@ class Launch:
 
     nproc: int
     argv: list[str]
-    """The script and its arguments."""
+    """Path of the script, followed by its arguments."""
     trainer: Trainer
-    """The kind of script."""
+    """Kind of the script's trainer."""
     show_logs: bool
     """True if ranks print to this process's output; False: each rank prints to its own files in the run directory."""
     fresh_interpreters: bool

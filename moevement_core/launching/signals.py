@@ -29,9 +29,9 @@ class Stopped(BaseException):
 class Signals:
     """Handlers of the signals that ask for an end, installed for a ``with`` block of this process.
 
-    The first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end, at a boundary between iterations and with everything
-    saved, if the job can do that. Any other signal is raised as :class:`Stopped`. Signals that were ignored when this
-    process started (SIGHUP under nohup) stay ignored.
+    The first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end if the job can do that: it ends at a boundary between
+    iterations, with everything saved. Any other signal is raised as :class:`Stopped`. Signals that were ignored when
+    this process started (SIGHUP under nohup) stay ignored.
 
     Python drops an exception that is raised in a finalizer or in a callback of the garbage collector. In an import, the
     handler raises nothing. So the caller also calls :meth:`check`, after imports and in its loops.

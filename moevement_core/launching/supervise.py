@@ -51,7 +51,7 @@ LATE = 1 << 32
 
 @dataclass(frozen=True)
 class Task:
-    """Number of this task among those that were started together, or among those that joined later."""
+    """Identity of this task: its number among those that were started together, or among those that joined later."""
 
     number: int
     tasks: int

@@ -132,12 +132,14 @@ class OverheadEstimate:
     @property
     def _saving_share(self) -> float:
         """Share of the newest iterations beside which something was digested or sent."""
-        return statistics.fmean(not one.is_quiet for one in self._all)
+        return statistics.fmean(not comparison.is_quiet for comparison in self._all)
 
     def _on_training_thread(self) -> list[float]:
         """Return the training thread's part of the cost: copies, policy, stalls, as shares."""
         quiet_s = statistics.median(self._quiet_s)
-        timed = zip(*((one.copy_s, one.policy_s, one.stall_s) for one in self._all), strict=True)
+        timed = zip(
+            *((comparison.copy_s, comparison.policy_s, comparison.stall_s) for comparison in self._all), strict=True
+        )
         return [statistics.fmean(values) / quiet_s for values in timed]
 
     def evidence(self) -> Evidence:
@@ -160,7 +162,10 @@ class OverheadEstimate:
         background = saving_share * statistics.median(self._ratios)
         copy, policy, stall = self._on_training_thread()
         on_training_thread = copy + policy + stall
-        digest_s, send_s = (sum(one.digest_cpu_s for one in self._all), sum(one.send_cpu_s for one in self._all))
+        digest_s, send_s = (
+            sum(comparison.digest_cpu_s for comparison in self._all),
+            sum(comparison.send_cpu_s for comparison in self._all),
+        )
         digest = background * digest_s / (digest_s + send_s) if digest_s + send_s else 0.0
         return Overhead(
             on_training_thread + background,

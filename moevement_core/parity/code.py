@@ -46,7 +46,7 @@ def recover(
         By lost member: the coefficient of each of ``members``, and of each of ``parities``.
     """
     matrix = coefficients(*size)
-    found = solve([[matrix[number][place] for place in lost] for number in parities])
+    rows = solve([[matrix[number][place] for place in lost] for number in parities])
     return {
         place: (
             {
@@ -55,5 +55,5 @@ def recover(
             },
             dict(zip(parities, row, strict=True)),
         )
-        for place, row in zip(lost, found, strict=True)
+        for place, row in zip(lost, rows, strict=True)
     }

@@ -51,9 +51,9 @@ def inverse(element: int) -> int:
 @lru_cache(maxsize=32)
 def _products_of_words(coefficient: int) -> npt.NDArray[np.uint16]:
     """Return the product with each pair of bytes, uint16 ``[65536]``."""
-    one = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
+    products = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
     words = np.arange(1 << 16)
-    return (one[words >> 8] << np.uint16(8)) | one[words & 255]
+    return (products[words >> 8] << np.uint16(8)) | products[words & 255]
 
 
 def add_product(total: Bytes, coefficient: int, values: Bytes) -> None:
@@ -66,11 +66,11 @@ def add_product(total: Bytes, coefficient: int, values: Bytes) -> None:
     even = len(values) & ~1
     table = _products_of_words(coefficient)
     words, sums = _words(values[:even]), _words(total[:even])
-    found = np.empty(min(_PIECE, len(words)), dtype=np.uint16)
+    piece_products = np.empty(min(_PIECE, len(words)), dtype=np.uint16)
     for at in range(0, len(words), _PIECE):
         piece = words[at : at + _PIECE]
-        np.take(table, piece, out=found[: len(piece)], mode="clip")
-        sums[at : at + _PIECE] ^= found[: len(piece)]
+        np.take(table, piece, out=piece_products[: len(piece)], mode="clip")
+        sums[at : at + _PIECE] ^= piece_products[: len(piece)]
     if even < len(values):
         total[even] ^= product(coefficient, int(values[even]))
 

@@ -62,15 +62,15 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
         for first, last in pairwise(bounds):
             # Where nodes do not divide evenly, the narrow group goes round, and so do those who can hold for the wide.
             inside = [(node + place) % len(here) for node in range(first, last)]
-            its = tuple(here[node][place] for node in inside if place < len(here[node]))
-            if not its:
+            group_ranks = tuple(here[node][place] for node in inside if place < len(here[node]))
+            if not group_ranks:
                 continue
             others = [(node + place) % len(here) for node in range(last, first + len(here))]
             chosen = sorted(others, key=lambda node: load[node])[:parities]
             for node in chosen:
                 load[node] += 1
             holders = tuple(here[node][place % len(here[node])] for node in chosen)
-            groups.append(Group(its, holders, members))
+            groups.append(Group(group_ranks, holders, members))
     return tuple(groups)
 
 
@@ -86,7 +86,7 @@ def still_do(groups: Groups, nodes: Sequence[Hashable], members: int, parities: 
     if everyone != list(range(len(nodes))):
         return False
     parts = ([nodes[rank] for rank in (*group.members, *group.holders)] for group in groups)
-    return all(len(set(its)) == len(its) for its in parts)
+    return all(len(set(ranks)) == len(ranks) for ranks in parts)
 
 
 def narrowed(nodes: Sequence[Hashable], members: int, parities: int) -> tuple[int, int]:

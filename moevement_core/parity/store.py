@@ -74,15 +74,15 @@ class GroupStore:
     def stripes(self) -> list[Stripe]:
         """Return the stripes in which no member is only in part, by iteration."""
         with self._lock:
-            return [one for _, one in sorted(self._stripes.items()) if not one.missing]
+            return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
     def schedules_of(self, source: int) -> dict[int, str]:
         """Return the id of the schedule of each iteration in which ``source`` is wholly."""
         with self._lock:
             return {
-                iteration: one.headers[source].schedule
-                for iteration, one in self._stripes.items()
-                if source in one.members
+                iteration: stripe.headers[source].schedule
+                for iteration, stripe in self._stripes.items()
+                if source in stripe.members
             }
 
     def begin(self, source: int, header: Header) -> Stripe | None:
@@ -103,7 +103,7 @@ class GroupStore:
             elif header.payload_bytes > stripe.total.nbytes:
                 if (more := self._zeros(header.payload_bytes - stripe.total.nbytes)) is None:
                     return None
-                stripe.total = Buffer(*(one.memory for one in (*stripe.total.extents, *more.extents)))
+                stripe.total = Buffer(*(buffer.memory for buffer in (*stripe.total.extents, *more.extents)))
             if source not in stripe.headers:
                 stripe.headers[source] = header
                 stripe.missing[source] = set(range(len(blocks_of(header))))
@@ -174,8 +174,10 @@ class GroupStore:
     def drop(self, source: int, first: int, count: int) -> None:
         """A member will never have these again: what it is part of is of no use to the others either."""
         with self._lock:
-            its = [at for at, one in self._stripes.items() if first <= at < first + count and source in one.headers]
-            for iteration in its:
+            iterations = [
+                at for at, stripe in self._stripes.items() if first <= at < first + count and source in stripe.headers
+            ]
+            for iteration in iterations:
                 self._release(iteration)
 
     def need(self, source: int, nbytes: int) -> None:
@@ -186,9 +188,9 @@ class GroupStore:
     def trim(self) -> bool:
         """Give back some of what no member needs, once all have said what they need; return whether any went."""
         with self._lock:
-            said = dict(self._needed)
+            needed = dict(self._needed)
         before = self.arena.nbytes
-        if len(said) == len(self.group.members) and before > (most := max(said.values())):
+        if len(needed) == len(self.group.members) and before > (most := max(needed.values())):
             self.arena.shrink(most)
         return self.arena.nbytes < before
 
@@ -228,7 +230,7 @@ class MemberStore(PeerStore):
 
     @override
     def is_part_of(self, others: Collection[PeerStore]) -> bool:
-        return any(isinstance(one, MemberStore) and one.group is self.group for one in others)
+        return any(isinstance(other, MemberStore) and other.group is self.group for other in others)
 
     @property
     @override

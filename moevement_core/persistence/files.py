@@ -37,8 +37,8 @@ def file_name(owner: int, iteration: int) -> str:
 
 def owner_and_iteration(name: str) -> tuple[int, int] | None:
     """The inverse of :func:`file_name`; nothing for other files."""
-    found = _NAME.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def is_snapshot_file(name: str) -> bool:
@@ -99,9 +99,9 @@ def read_snapshot(path: Path) -> Snapshot:
     header, payload_at = _read(path)
     try:
         with open_regular(path) as file:
-            if (found := os.fstat(file.fileno()).st_size) < payload_at + header.payload_bytes:
+            if (nbytes := os.fstat(file.fileno()).st_size) < payload_at + header.payload_bytes:
                 raise SnapshotError(
-                    f"{path}: cut off after {found} bytes of {payload_at + header.payload_bytes}; another copy is "
+                    f"{path}: cut off after {nbytes} bytes of {payload_at + header.payload_bytes}; another copy is "
                     "needed"
                 )
             buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)

@@ -182,27 +182,29 @@ def acquire(
         OSError: the folder cannot be made, read or written.
     """
     make_folder(folder)
-    path, mine = folder / LOCK, Holder.of_this_process(job)
+    path, own = folder / LOCK, Holder.of_this_process(job)
     watched, since = None, time.monotonic()
     while True:
-        if (descriptor := _create(path, mine)) is not None:
-            if watched is None or _is_settled(path, mine):
-                return FolderLock(folder, descriptor, mine, report, beat_s)
+        if (descriptor := _create(path, own)) is not None:
+            if watched is None or _is_settled(path, own):
+                return FolderLock(folder, descriptor, own, report, beat_s)
             os.close(descriptor)
-        if (found := _read(path)) is None:
+        if (content := _read(path)) is None:
             continue  # released just now
-        holder = Holder.decode(found)
+        holder = Holder.decode(content)
         if holder is not None and (holder.job == job or holder.has_ended):
             _put_aside(path, lambda data, token=holder.token: _token(data) == token)  # type: ignore[misc]
         elif watched is None and may_wait:
-            watched, since = found, time.monotonic()
+            watched, since = content, time.monotonic()
             if holder is not None:
                 report(f"{flag} {folder}: found locked by {holder.sentence()}; seeing whether it lives")
-        elif found != watched:
-            who = holder.sentence() if holder is not None else "a job that is only just starting"
-            raise FolderInUse(f"{flag} {folder}: in use by {who}; wait for that job or end it, or give another folder")
+        elif content != watched:
+            owner = holder.sentence() if holder is not None else "a job that is only just starting"
+            raise FolderInUse(
+                f"{flag} {folder}: in use by {owner}; wait for that job or end it, or give another folder"
+            )
         elif time.monotonic() - since > stale_s:
-            _put_aside(path, lambda data, stale=found: data == stale)  # type: ignore[misc]
+            _put_aside(path, lambda data, stale=content: data == stale)  # type: ignore[misc]
         else:
             time.sleep(_LOOK_S)
 
@@ -218,13 +220,13 @@ def other_holder(folder: Path, job: str) -> str | None:
     return holder.sentence() if holder is not None and holder.job != job else None
 
 
-def _create(path: Path, mine: Holder) -> int | None:
+def _create(path: Path, holder: Holder) -> int | None:
     """A descriptor of the new file; nothing if there is one already."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode().bits)
     except FileExistsError:
         return None
-    _write(descriptor, mine)
+    _write(descriptor, holder)
     return descriptor
 
 
@@ -261,6 +263,6 @@ def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _is_settled(path: Path, mine: Holder) -> bool:
+def _is_settled(path: Path, holder: Holder) -> bool:
     time.sleep(_SETTLE_S)
-    return _token(_read(path) or b"") == mine.token
+    return _token(_read(path) or b"") == holder.token

@@ -90,7 +90,7 @@ class Manifest:
         """Rename it into place; its files are durable by then."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        content = {name: its for name, its in asdict(self).items() if name != "is_sealed"}
+        content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
         with open(partial, "w", encoding="utf-8", opener=opener) as file:
             json.dump({"version": VERSION, "digest": _digest(content), **content}, file, indent=2)
             file.flush()
@@ -114,17 +114,17 @@ def read_manifest(path: Path) -> Manifest:
         SnapshotError: it is no manifest that this program reads, or was changed after it was written.
     """
     try:
-        found = json.loads(read_regular(path, _MOST_BYTES))
-        version = found.pop("version")
+        content = json.loads(read_regular(path, _MOST_BYTES))
+        version = content.pop("version")
         if version not in (_UNSEALED, VERSION):
             raise SnapshotError(
                 f"{path}: a manifest of version {str(version)[:20]}; this program reads {_UNSEALED} and {VERSION}"
             )
-        if version == VERSION and found.pop("digest") != _digest(found):
+        if version == VERSION and content.pop("digest") != _digest(content):
             raise SnapshotError(f"{path}: was changed or damaged after it was written; another window is needed")
-        if isinstance(found.get("arithmetic"), list):
-            found["arithmetic"] = tuple(found["arithmetic"])
-        manifest = Manifest(**found, is_sealed=version == VERSION)
+        if isinstance(content.get("arithmetic"), list):
+            content["arithmetic"] = tuple(content["arithmetic"])
+        manifest = Manifest(**content, is_sealed=version == VERSION)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -145,17 +145,17 @@ def _check(path: Path, manifest: Manifest) -> None:
         SnapshotError: it is there.
     """
     numbers = (manifest.first, manifest.last, manifest.reaches)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
         raise SnapshotError(f"{path}: first, last and reaches are {numbers}; needs whole numbers")
     if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
         raise SnapshotError(f"{path}: snapshots {manifest.first} to {manifest.last}; needs a window of them")
     if not isinstance(manifest.progress, dict) or not all(
-        isinstance(one, int) and one >= 0 for one in manifest.progress.values()
+        isinstance(number, int) and number >= 0 for number in manifest.progress.values()
     ):
         raise SnapshotError(f"{path}: a progress of {str(manifest.progress)[:60]}; needs counts")
     if not isinstance(manifest.settings, dict):
         raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs flags and values")
-    if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(one, str) for one in manifest.arithmetic):
+    if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
         raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs names of processors")
     if path.name != f"{manifest.name}.json":
         raise SnapshotError(
@@ -172,14 +172,14 @@ def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, st
     """Return all readable manifests in ``directory``, the newest first; and the reason why others, by their windows'
     names, are not readable.
     """
-    found, refused = [], dict[str, str]()
+    readable, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
         try:
-            found.append(read_manifest(path))
+            readable.append(read_manifest(path))
         except SnapshotError as error:
             if _NAME.fullmatch(path.stem):
                 refused[path.stem] = str(error)
-    return sorted(found, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True), refused
+    return sorted(readable, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True), refused
 
 
 def reach_of(name: str) -> int:

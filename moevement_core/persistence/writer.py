@@ -152,12 +152,12 @@ class WindowWriter:
         leased = None if is_stalled else self._lend(first, last)
         reaches, progress = last, {}
         if leased is not None:
-            newest = next(one.snapshot for one in leased if one.snapshot.iteration == last)
+            newest = next(lease.snapshot for lease in leased if lease.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
         before = self._durable
         # Snapshots say what is written of them; where nothing is durable yet, that is everything.
         is_whole = before is None or not self._leaves_out
-        files = {_identity(one.snapshot): _written(one.snapshot, is_whole=is_whole) for one in leased or ()}
+        files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
         older: dict[_Identity, str] = {}
         if before is not None and not is_whole:
             older = _still_needed(files, before.files | before.older)
@@ -244,8 +244,10 @@ class WindowWriter:
         Raises:
             FolderInUse: another job has the folder now, or has begun to write to it.
         """
-        if (who := self._taken_over()) is not None:
-            raise FolderInUse(f"the folder was taken over by {who}; this job writes and deletes nothing there any more")
+        if (other := self._taken_over()) is not None:
+            raise FolderInUse(
+                f"the folder was taken over by {other}; this job writes and deletes nothing there any more"
+            )
         new = self._windows_of_others() - self._found
         if others := [name for name in new if not is_of_job(name, self._job)]:
             raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
@@ -257,12 +259,12 @@ class WindowWriter:
             if self._folder.writes_manifest:
                 remove_unfinished(self._folder.path, self._job, but=window.manifest.name)
             make_window_folder(self._folder.path, window.manifest.name)
-            for one in leased:
+            for lease in leased:
                 if self._abandoned:
                     return
-                if self._is_linked(folder, _identity(one.snapshot), window.files):
+                if self._is_linked(folder, _identity(lease.snapshot), window.files):
                     continue
-                snapshot = one.snapshot if window.is_whole else one.snapshot.for_disk()
+                snapshot = lease.snapshot if window.is_whole else lease.snapshot.for_disk()
                 write_snapshot(folder, snapshot, lambda: not self._abandoned)
                 self.written_bytes += snapshot.header.payload_bytes
             for identity in window.older:
@@ -276,8 +278,8 @@ class WindowWriter:
             self.write_s += time.perf_counter() - began_s
             window.writing = Writing.DURABLE
         finally:
-            for one in leased:
-                one.release()
+            for lease in leased:
+                lease.release()
 
     def _bring(self, identity: _Identity, folder: Path) -> None:
         """A file of the newest durable window into ``folder``: as a link, or as a copy on a disk that has none."""
@@ -349,7 +351,9 @@ def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str
     for rank in {rank for rank, *_ in files}:
         newest = np.zeros(0, dtype=np.bool_)
         everything = {**before, **files}
-        for identity in sorted((one for one in everything if one[0] == rank), key=lambda one: -one[1]):
+        for identity in sorted(
+            (identity_ for identity_ in everything if identity_[0] == rank), key=lambda identity_: -identity_[1]
+        ):
             is_full = contents_of(everything[identity]) == Saved.FULL
             newest = newest if newest.size else np.zeros_like(is_full)
             if identity not in files and (is_full & ~newest).any():

@@ -45,9 +45,9 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
         kept[row] = compute[contents == Saved.COMPUTE].sum() + full[contents == Saved.FULL].sum()
         kept[row] += gradient[gradients].sum()
         if schedule.supersedes:
-            gone = np.zeros(steps + 1, dtype=np.int64)
-            np.add.at(gone, superseded_after[slot][gradients], gradient[gradients])
-            kept[row] -= np.cumsum(gone)[:steps]
+            freed = np.zeros(steps + 1, dtype=np.int64)
+            np.add.at(freed, superseded_after[slot][gradients], gradient[gradients])
+            kept[row] -= np.cumsum(freed)[:steps]
     return kept
 
 
@@ -74,15 +74,15 @@ def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray
         By iteration, of those of which it is something: the operators whose gradients are followed by a newer full
         state, bool ``[operators]``.
     """
-    found = {}
+    unneeded = {}
     newer: npt.NDArray[np.bool_] | None = None
-    for iteration in sorted((one for one in held if one <= last), reverse=True):
+    for iteration in sorted((number for number in held if number <= last), reverse=True):
         saved = held[iteration]
         if newer is not None and len(newer) == len(saved):
-            gone = newer & (saved == Saved.GRADIENT)
-            if gone.any():
-                found[iteration] = gone
+            unused = newer & (saved == Saved.GRADIENT)
+            if unused.any():
+                unneeded[iteration] = unused
         else:
             newer = np.zeros(len(saved), dtype=bool)
         newer = newer | (saved == Saved.FULL)
-    return found
+    return unneeded

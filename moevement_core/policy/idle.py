@@ -59,15 +59,15 @@ def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpan
     Args:
         iterations: of some, beside which nothing was saved, their length in seconds and what was seen.
     """
-    samples = [one for _, its in iterations for one in its if one.length_s > 0]
+    samples = [sample for _, group in iterations for sample in group if sample.length_s > 0]
     if not samples:
         return IdleSpans()
     length_s = statistics.median(length for length, _ in iterations)
-    least = BUSY_SHARE * max(one.nbytes / one.length_s for one in samples)
+    least = BUSY_SHARE * max(sample.nbytes / sample.length_s for sample in samples)
     busy = [0] * SLOTS
-    for _, its in iterations:
-        for slot in {slot for one in its if one.length_s > 0 and one.nbytes / one.length_s > least
-                     for slot in _slots_of(one, length_s)}:  # fmt: skip
+    for _, group in iterations:
+        for slot in {slot for sample in group if sample.length_s > 0 and sample.nbytes / sample.length_s > least
+                     for slot in _slots_of(sample, length_s)}:  # fmt: skip
             busy[slot] += 1
     idle = [count <= OFTEN * len(iterations) for count in busy]
     spans: list[tuple[float, float]] = []

@@ -51,7 +51,9 @@ def most_experts(table: OperatorTable) -> int:
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
     """The experts that checkpoint number ``turn`` holds: K of each layer, beginning where the one before ended."""
     return [
-        its[(turn * experts + place) % len(its)] for its in order.values() for place in range(min(experts, len(its)))
+        experts_of_layer[(turn * experts + place) % len(experts_of_layer)]
+        for experts_of_layer in order.values()
+        for place in range(min(experts, len(experts_of_layer)))
     ]
 
 
@@ -70,15 +72,15 @@ def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int
         Places in the table, by turn.
     """
     written: dict[int, int] = {}
-    found = []
+    turns = []
     for turn in range(first, first + turns_):
         of_turn = []
-        for its in order.values():
-            held = chosen({0: its}, experts, turn)
-            of_turn += sorted(held, key=lambda one: (written.get(one, -1), one))[:count]
+        for experts_of_layer in order.values():
+            held = chosen({0: experts_of_layer}, experts, turn)
+            of_turn += sorted(held, key=lambda expert: (written.get(expert, -1), expert))[:count]
         written |= dict.fromkeys(of_turn, turn)
-        found.append(of_turn)
-    return found
+        turns.append(of_turn)
+    return turns
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class TokenAccount:
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
         """Return the tokens lost since ``before``, and the shares of all losses."""
         lost = self.lost - before.lost
-        by_expert = {name: int(one) for name, one in zip(table.names, lost.tolist(), strict=True) if one}
+        by_expert = {name: int(count) for name, count in zip(table.names, lost.tolist(), strict=True) if count}
         shares = {}
         for layer in np.unique(table.layers[table.is_expert]).tolist():
             experts = table.is_expert & (table.layers == layer)
@@ -156,6 +158,9 @@ def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[in
     """
     known = (learned[int(at)] for at in versions)
     return np.array(
-        [0 if its is None else int(its["routed"][place] - its["lost"][place]) for place, its in enumerate(known)],
+        [
+            0 if account is None else int(account["routed"][place] - account["lost"][place])
+            for place, account in enumerate(known)
+        ],
         dtype=np.int64,
     )

@@ -40,7 +40,7 @@ def redo_runs(
     Raises:
         ScheduleError: snapshots of different numbers of operators.
     """
-    for last in sorted((one for one in snapshots if until is None or one <= until), reverse=True):
+    for last in sorted((iteration for iteration in snapshots if until is None or iteration <= until), reverse=True):
         full_at = _newest_full_state(snapshots, last)
         if full_at is not None and (with_dense or (full_at < last).any()):
             yield RedoRun(int(full_at.min()), full_at, last)
@@ -78,9 +78,9 @@ def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDAr
                 f"snapshot {iteration} is of {len(saved)} operators, snapshot {last} of {operators}; snapshots of "
                 "different tables cannot be used together"
             )
-        found = is_open & (saved == Saved.FULL)
-        full_at[found] = iteration
-        is_open &= ~found
+        newly_full = is_open & (saved == Saved.FULL)
+        full_at[newly_full] = iteration
+        is_open &= ~newly_full
         if (is_open & (saved != Saved.GRADIENT)).any():
             return None
         iteration -= 1

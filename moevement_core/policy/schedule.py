@@ -97,11 +97,11 @@ class Schedule(ABC):
 
         What an update was made from is of no use where the full state after it is there.
         """
-        its = self.contents_of_slot(slot)
-        assert its is not None
+        contents = self.contents_of_slot(slot)
+        assert contents is not None
         saved = [self.contents_of_slot((slot + step) % self.size) for step in range(1, later + 1)]
         newer = [contents == Saved.FULL for contents in saved if contents is not None]
-        return (its == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(its), dtype=bool), *newer])
+        return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
         """Return what is written to disk of a snapshot of ``slot``; None: all of it."""

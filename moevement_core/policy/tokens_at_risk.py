@@ -27,18 +27,18 @@ def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[in
         By layer; the sum is ``total``, or all experts.
     """
     total = min(total, sum(experts.values()))
-    given = dict.fromkeys(experts, 0)
-    while (left := total - sum(given.values())) > 0:
-        open_ = [layer for layer in experts if given[layer] < experts[layer]]
+    granted = dict.fromkeys(experts, 0)
+    while (left := total - sum(granted.values())) > 0:
+        open_ = [layer for layer in experts if granted[layer] < experts[layer]]
         weight = sum(risk[layer] for layer in open_)
         # Without a token anywhere every layer has the same claim.
         claim = {layer: left * risk[layer] / weight if weight else left / len(open_) for layer in open_}
         for layer in open_:
-            given[layer] += min(int(claim[layer]), experts[layer] - given[layer])
+            granted[layer] += min(int(claim[layer]), experts[layer] - granted[layer])
         by_rest = sorted(open_, key=lambda layer: (int(claim[layer]) - claim[layer], layer))
-        for layer in by_rest[: max(0, total - sum(given.values()))]:
-            given[layer] += given[layer] < experts[layer]
-    return given
+        for layer in by_rest[: max(0, total - sum(granted.values()))]:
+            granted[layer] += granted[layer] < experts[layer]
+    return granted
 
 
 def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) -> Chosen:
@@ -51,8 +51,8 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
         total: S_total, experts of all layers together.
     """
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
-    of_layer = {layer: int(risk[its].sum()) for layer, its in places.items()}
-    wanted = shares(of_layer, {layer: len(its) for layer, its in places.items()}, total)
+    of_layer = {layer: int(risk[operators].sum()) for layer, operators in places.items()}
+    wanted = shares(of_layer, {layer: len(operators) for layer, operators in places.items()}, total)
     return _most_of(places, wanted, risk, due)
 
 
@@ -71,10 +71,10 @@ def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts:
 
 def _most_of(places: dict[int, npt.NDArray[np.int64]], wanted: dict[int, int], risk: Tokens, due: Chosen) -> Chosen:
     chosen = np.zeros(len(risk), dtype=bool)
-    for layer, its in places.items():
+    for layer, operators in places.items():
         # The due ones first, then by tokens; the place in the table decides between equals.
-        order = its[np.lexsort((its, -risk[its], ~due[its]))]
-        chosen[order[: max(wanted[layer], int(due[its].sum()))]] = True
+        order = operators[np.lexsort((operators, -risk[operators], ~due[operators]))]
+        chosen[order[: max(wanted[layer], int(due[operators].sum()))]] = True
     return chosen
 
 

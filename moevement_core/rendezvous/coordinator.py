@@ -62,15 +62,15 @@ class State(Enum):
     """State of the job, as the coordinator sees it."""
 
     FORMING = "forming"
-    """The coordinator waits for members, or for survivors to leave their generation."""
+    """State in which the coordinator waits for members, or for survivors to leave their generation."""
     PROPOSED = "proposed"
-    """A roster waits for the acknowledgements of its members."""
+    """State in which a roster waits for the acknowledgements of its members."""
     RUNNING = "running"
-    """The ranks of the newest roster train."""
+    """State in which the ranks of the newest roster train."""
     STOPPED = "stopped"
-    """The job has ended early; the reason is in the store."""
+    """State of a job that has ended early; the reason is in the store."""
     DONE = "done"
-    """Every rank has reached the end of the job."""
+    """State in which every rank has reached the end of the job."""
 
 
 class Coordinator:
@@ -84,8 +84,8 @@ class Coordinator:
         interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
-        respawn_wait_s: seconds to wait for the first process that is started on a node in place of another, if ranks
-            that communicate in every layer would otherwise span nodes; 0: no such process is started.
+        respawn_wait_s: seconds to wait for the first process that is started on a node in place of another; 0: none is
+            started. The coordinator waits only if ranks that communicate in every layer would otherwise span nodes.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Coordinator:
         self._is_winding_down = False
         """True if the job was asked to end at the next boundary."""
         self._judged = -1
-        """Newest generation whose results that are not finite were acted upon."""
+        """Newest generation for which the coordinator has acted on results that are not finite."""
         self._suspect_nodes: set[str] = set()
         """Nodes of processes that computed such results; spares on these nodes take over ranks last."""
         self._broken: set[str] = set()
@@ -196,8 +196,8 @@ class Coordinator:
             self._respawns.begins(node)
         elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
             self._respawns.are_lost(node)
-        if (word := self._store.read(f"{GIVEN_BACK}/{member}")) is not None:
-            how, noticed_by = self._take_back(node, GivenBack.decode(word)), NoticedBy.DEVICE
+        if (notice := self._store.read(f"{GIVEN_BACK}/{member}")) is not None:
+            how, noticed_by = self._take_back(node, GivenBack.decode(notice)), NoticedBy.DEVICE
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
@@ -206,13 +206,13 @@ class Coordinator:
         if rank is not None and self.state not in (State.STOPPED, State.DONE):
             self._interrupt(self.roster.generation, rank)
             self._interrupted()
-            self._form_at = self._short_since = None  # The wait for spares begins anew with each failed rank.
+            self._form_at = self._short_since = None  # A replacement only starts now, so waiting begins anew.
         return rank
 
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if the job has committed an iteration, or was formed without ``member`` among its ranks.
 
-        A process that fails before that has probably met a mistake that ends the job.
+        Until then, an error of the member counts as a mistake that ends the job.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -249,7 +249,7 @@ class Coordinator:
             self._respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
-        # A process may be unable to end because of its device. So its word that it gives its rank back is enough.
+        # A process may be unable to end because of its device, so the coordinator does not wait for its end.
         if self._store.has_rung(GIVEN_BACK):
             for member in [number for number in self.members if self._store.check([f"{GIVEN_BACK}/{number}"])]:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
@@ -295,14 +295,14 @@ class Coordinator:
             for node, count in self._respawns.starting().items()
             for _ in range(count)
         ]
-        there = [
+        joined = [
             {
                 "rank": rank, "pid": info.pid, "host": info.host, "node": info.node,
                 "role": "spare" if rank is None else "active",
             }
             for rank, info in known
         ]  # fmt: skip
-        return there + starting
+        return joined + starting
 
     def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
         info = self.members.get(member)
@@ -336,7 +336,7 @@ class Coordinator:
     def _leaving(self) -> bool:
         """Read what survivors wrote when they left the generation; return True if any has left.
 
-        If the job counts as running, the coordinator also interrupts the other ranks.
+        If the state is still RUNNING, the coordinator also interrupts the other ranks.
         """
         for left in self._entered.leaving():
             self._attempts.committed(left["committed"])
@@ -504,12 +504,14 @@ class Coordinator:
         if self._entered.generation < 0:
             return True
         self._leaving()
-        inside, now, leave_s = self._entered, self._clock(), self.membership.leave_s
-        entered = [member for member in survivors.values() if member in inside.members and member not in inside.left]
+        generation, now, leave_s = self._entered, self._clock(), self.membership.leave_s
+        entered = [
+            member for member in survivors.values() if member in generation.members and member not in generation.left
+        ]
         for member in entered:
             if now <= self._leave_by.setdefault(member, self._interrupted_at + leave_s):
                 continue
-            if inside.has_come_further(member):
+            if generation.has_come_further(member):
                 self._leave_by[member] = now + leave_s
             else:
                 self._lose(member, f"did not stop within {leave_s:g} s of an interruption", NoticedBy.TIMEOUT)
@@ -518,7 +520,7 @@ class Coordinator:
     def _replace_suspect(self) -> bool:
         """Replace a process that computed results that are not finite, or stop the job.
 
-        Before the job stops because of the batch or the model, each process concerned is replaced once, one per failure.
+        Each process concerned is replaced once, one per failure, before the job stops and names the batch or the model.
 
         Returns:
             True if a process was given up or the job was stopped.
@@ -559,8 +561,9 @@ class Coordinator:
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
         members = {rank: self.members[member] for rank, member in ranks.items()}
-        had = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
-        kept = {rank: had[member] for rank, member in ranks.items() if member in had}
+        # A survivor keeps its device even if its rank has changed.
+        device_of = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
+        kept = {rank: device_of[member] for rank, member in ranks.items() if member in device_of}
         nodes = {rank: info.node for rank, info in members.items()}
         devices = assign_devices(members, kept, self._broken)
         self._learn_blocks(nodes)
@@ -601,7 +604,7 @@ class Coordinator:
             self.state = State.RUNNING
         elif self._clock() - self._proposed_at > self._acknowledge_s:
             key = ACKNOWLEDGED.format(generation)
-            for member in [one for one in members if not self._store.check([f"{key}/{one}"])]:
+            for member in [number for number in members if not self._store.check([f"{key}/{number}"])]:
                 self._lose(member, "did not acknowledge the roster that it was in", NoticedBy.TIMEOUT)
 
     @property

@@ -35,7 +35,7 @@ def assign_devices(
 
 
 def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> list[MemberInfo]:
-    """Return the waiting processes for which devices are free, in their order; each is counted with its own device.
+    """Return the waiting processes that could all have a device at the same time, in their order.
 
     Args:
         waiting: processes without a rank; processes on CPUs need no device.

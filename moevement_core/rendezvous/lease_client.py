@@ -1,4 +1,4 @@
-"""The supervisor's side of leases; see :mod:`moevement_core.rendezvous.lease_server`."""
+"""Lease client: the supervisor's side of leases; see :mod:`moevement_core.rendezvous.lease_server`."""
 
 from __future__ import annotations
 
@@ -12,68 +12,90 @@ from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.token import Token
 
 BEATS = 10
-"""Renewals of a lease within its time."""
+"""Number of renewals in a lease time."""
 CONNECT_S = 1.0
+"""Seconds that a connection may take to be made."""
 
 
 class LeaseClient:
-    """A supervisor's side. All methods are for one thread, and none of them blocks for longer than a second.
+    """Client of a supervisor. One thread calls all methods, and none of them blocks for longer than a second.
 
     Args:
-        name: of the supervisor, which no other one has.
-        address: of the server.
-        lease_s: until the server has said what it is.
-        token: the job's.
-        started_by: sent to the server, see :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
+        name: name of the supervisor, unique in the job.
+        address: host and port of the lease server.
+        lease_s: lease time in seconds from the script's flags; the server's answers may change it.
+        token: token of the job.
+        started_by: name of the start of this supervisor's command, for
+            :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
     """
 
     def __init__(self, name: str, address: tuple[str, int], lease_s: float, token: Token, started_by: str = "") -> None:
         self.lease_s = lease_s
         self.held_until = boot_time_s() + lease_s
-        """Time until which the lease lasts, in seconds of the boot-time clock."""
+        """Time at which this supervisor's lease ends, in seconds of the boot-time clock."""
         self.given_up: set[int] = set()
-        """Processes of this supervisor that the job goes on without."""
+        """Members of this supervisor that the coordinator counts as dead."""
         self.stop: dict[str, Any] | None = None
-        """Why the job has ended, and the exit code, once it has."""
+        """Reason and exit code of the ended job; None while it goes on."""
         self.is_winding_down = False
-        """True if the job is to end at the next boundary between iterations."""
+        """True if the job was asked to end at the next boundary between iterations."""
         self.is_connected = False
+        """True from an answer of the server until the connection breaks."""
         self.generation = -1
-        """The newest that has started; before the job was formed -1."""
+        """Newest generation that has started; -1 before the job was formed."""
         self.has_trained = False
         """True if the job has committed an iteration."""
         self._configured_lease_s, self._token = lease_s, token
         self._name, self._address, self._started_by = name, address, started_by
         self._lines: SignedLines | None = None
         self._replaced: SignedLines | None = None
-        """A silent one, which is closed when the new one speaks: its end would say that this supervisor is gone."""
+        """Silent connection that a newer one replaces.
+
+        It is closed after the first beat on the newer connection. To the server, its earlier end would mean that this
+        supervisor is gone.
+        """
         self._beat = 0
+        """Number of the newest beat."""
         self._sent_at: dict[int, float] = {}
+        """Time at which each recent beat was sent, in seconds of the boot-time clock."""
         self._beat_at = self._heard_at = self._tried_at = -float("inf")
         self._news: list[dict[str, Any]] = []
-        """Deaths, in the order in which they were seen, each with the beat that it was sent with."""
+        """Unacknowledged deaths in the order in which they were seen, each with the beat that first reported it."""
         self._request: dict[str, Any] | None = None
+        """Unacknowledged request, with the beat that first carried it."""
 
     def died(self, member: int, pid: int, how: str) -> None:
-        """A process of this supervisor has ended; sent until it is answered."""
+        """Report the end of a process of this supervisor, in every beat until the server acknowledges it.
+
+        Args:
+            member: the member.
+            pid: its process id.
+            how: description of its end, for log lines.
+        """
         self._news.append({"member": member, "pid": pid, "how": how, "beat": None})
         self._beat_at = -float("inf")
 
     def request(self, kind: str, why: str, code: int = 1) -> None:
-        """Ask the coordinator to ``stop`` the job, or to ``wind_down`` (end it at a boundary); sent until answered."""
+        """Ask the coordinator to end the job, in every beat until the server acknowledges the request.
+
+        Args:
+            kind: ``stop`` to end the job now, or ``wind_down`` to end it at the next boundary.
+            why: reason, for the user.
+            code: exit code of the job, for ``stop``.
+        """
         self._request = {"kind": kind, "why": why, "code": code, "beat": None}
         self._beat_at = -float("inf")
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
-        """Send a beat if one is due, and take in what was answered.
+        """Send a beat if one is due, and read the answers; reconnect if the connection is broken or silent.
 
         Args:
-            members: all that this supervisor has started and that have not ended.
-            alive: those of them that it finds alive, with the newest iteration that each has committed.
+            members: all members of this supervisor that have not ended.
+            alive: members that are not stopped, each with the newest iteration that it has committed.
         """
         now = time.monotonic()
         interval_s = self.lease_s / BEATS
-        # A connection that is silent may wait for long to send again once the network is back. A new one does not.
+        # When the network is back, TCP may wait long before it retransmits on a silent connection. A new one is faster.
         is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
         if (self._lines is None or is_silent) and now - self._tried_at >= interval_s:
             self._connect(now)
@@ -157,6 +179,6 @@ class LeaseClient:
             self._replaced = None
 
     def close(self) -> None:
-        """Close all connections of this client."""
+        """Close the connection to the server, which then counts this supervisor as gone."""
         self._close_replaced()
         self._disconnect()

@@ -1,8 +1,11 @@
-"""Leases between supervisors and the coordinator, over a connection that carries nothing else; the coordinator's side.
+"""Lease server: the coordinator's side of leases, over connections to supervisors that carry nothing else.
 
-A supervisor sends, several times in a lease time, which of its processes it finds alive; each answer renews their
-leases. A connection that breaks is noticed at once: a supervisor's processes end with it. Messages are lines of JSON,
-signed; who does not show that it has the job's token is cut off, and there are never many such connections.
+Several times in a lease time, a supervisor sends a beat: the list of its processes that are alive. Each answer renews
+their leases. The server notices a broken connection at once. It usually means that the supervisor has ended, and its
+processes end with it.
+
+Messages are signed lines of JSON. The server limits the number of connections whose callers have not yet proved that
+they have the job's token. It closes those whose callers do not prove it in time.
 """
 
 from __future__ import annotations
@@ -19,27 +22,27 @@ from moevement_core.rendezvous.signed_lines import Side, SignedLines
 from moevement_core.rendezvous.token import Token
 
 ADDRESS = "leases/address"
-"""Key in the job's store of the lease server's address, ``host:port``."""
+"""Key in the job's store for ``host:port`` of the lease server."""
 GREETING_S = 10.0
-"""Seconds within which a caller has to show that it has the job's token."""
+"""Seconds that a caller has to prove that it has the job's token."""
 MOST_UNKNOWN = 64
-"""Connections that have not yet; of more the oldest is cut off."""
+"""Number of connections without that proof at most; the server closes the oldest of more."""
 
 
 class LeaseHolder(Protocol):
-    """The coordinator, as far as supervisors have to do with it."""
+    """Interface of the coordinator that the lease server needs."""
 
     lease_s: float
     given_up: set[int]
 
     def renew(self, members: Mapping[int, int | None]) -> None:
-        """Renew the leases of these live members."""
+        """Renew the leases of live members, each with the newest iteration that it has committed."""
 
     def disconnected(self, members: Iterable[int]) -> None:
-        """The connection of their supervisor broke."""
+        """Note that the connection of the supervisor of ``members`` broke."""
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """A supervisor saw a process end."""
+        """Record the end of a process that its supervisor saw; return the rank that it had, if any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,13 +56,14 @@ class _Supervisor:
 
 
 class LeaseServer:
-    """The coordinator's side. All methods are for one thread, which asks it to :meth:`poll` often.
+    """Server in the coordinator's process. One thread calls all methods, and calls :meth:`poll` often.
 
     Args:
-        listener: a bound socket that listens.
+        listener: bound socket that listens.
         holder: the coordinator.
-        token: the job's.
-        on_request: called with what a supervisor asks of the job: ``stop`` and why, or ``wind_down`` and why.
+        token: token of the job.
+        on_request: called with a supervisor's request: its kind (``stop`` or ``wind_down``), the reason, and an exit
+            code.
     """
 
     def __init__(
@@ -72,18 +76,18 @@ class LeaseServer:
         listener.setblocking(False)
         self._listener, self._holder, self._token, self._on_request = listener, holder, token, on_request
         self.strangers = 0
-        """Connections that did not show in time that they have the token."""
+        """Number of connections that were closed before their callers had proved that they have the token."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._connections: dict[socket.socket, _Supervisor] = {}
         self._by_name: dict[str, _Supervisor] = {}
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
-        """Take in what has come, and answer each beat.
+        """Accept connections, read messages, and answer each beat, until the timeout is over.
 
         Args:
-            timeout_s: how long to wait for something.
-            answer: what every supervisor is to know: whether and why the job has ended.
+            timeout_s: seconds that the call takes.
+            answer: fields for every answer: generation, progress and end of the job.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -98,10 +102,10 @@ class LeaseServer:
 
     def _cut_off_strangers(self) -> None:
         now = time.monotonic()
-        unknown = [one for one in self._connections.values() if not one.lines.is_open]
-        for number, one in enumerate(unknown):  # the oldest first
-            if now - one.since > GREETING_S or len(unknown) - number > MOST_UNKNOWN:
-                self._drop(one)
+        unknown = [connection for connection in self._connections.values() if not connection.lines.is_open]
+        for number, connection in enumerate(unknown):  # The oldest comes first.
+            if now - connection.since > GREETING_S or len(unknown) - number > MOST_UNKNOWN:
+                self._drop(connection)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -119,11 +123,11 @@ class LeaseServer:
 
     def _take_in(self, supervisor: _Supervisor, message: dict[str, Any], answer: Mapping[str, Any]) -> None:
         if name := message.get("supervisor"):
-            # The newest connection of a supervisor counts; that an older one breaks means nothing.
+            # Only the newest connection of a supervisor counts. The end of an older one means nothing.
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
             supervisor.started_by = str(message.get("started_by", ""))
-        if "lease_s" in message:  # a flag of the script: tasks know it, and the coordinator does not
+        if "lease_s" in message:  # The lease time is a flag of the script, which only the tasks know.
             self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
@@ -133,11 +137,11 @@ class LeaseServer:
         supervisor.members = set(alive)
         self._holder.renew(alive)
         supervisor.heard_at = time.monotonic()
-        ours = set(map(int, message.get("members", ())))
+        members = set(map(int, message.get("members", ())))
         supervisor.lines.send(
             {
                 "beat": message["beat"], "lease_s": self._holder.lease_s,
-                "given_up": sorted(ours & self._holder.given_up), **answer,
+                "given_up": sorted(members & self._holder.given_up), **answer,
             }
         )  # fmt: skip
 
@@ -152,25 +156,23 @@ class LeaseServer:
 
     @property
     def supervisors(self) -> int:
-        """Number of supervisors heard within the lease time."""
+        """Number of supervisors that have sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
 
     @property
     def heard(self) -> set[str]:
-        """Starters of the supervisors heard within the lease time."""
+        """Names of the starts (``started_by``) whose supervisors have sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """Starters of the supervisors that have a connection now, by their own report; it breaks
-        with their processes.
-        """
+        """Names of the starts (``started_by``) whose supervisors are connected now."""
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:
-        """Close every connection and the listener."""
+        """Close every connection and the listening socket."""
         for supervisor in list(self._connections.values()):
             supervisor.lines.close()
         self._selector.close()

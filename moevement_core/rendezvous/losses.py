@@ -1,4 +1,4 @@
-"""Deaths of a job: all of them, and those that the job has not recovered from yet."""
+"""List of the deaths of a job, with those from which the job has not recovered yet."""
 
 from __future__ import annotations
 
@@ -8,19 +8,29 @@ from moevement_core.rendezvous.roster import Death, NoticedBy
 
 
 class Losses:
-    """Deaths as the coordinator sees them."""
+    """Deaths of a job that the coordinator knows of."""
 
     def __init__(self) -> None:
         self.all: list[Death] = []
-        """Spares included, in the order in which they were noticed."""
+        """Every death, including those of spares, in the order in which they were noticed."""
         self.new: list[Death] = []
-        """Deaths of ranks since the last generation that entered training."""
+        """Deaths of ranks since a generation last entered training."""
         self.unrecovered: list[Death] = []
-        """Deaths before them, from which the job has not recovered yet."""
+        """Earlier deaths of ranks, from which the job has not recovered yet."""
         self._uncounted: list[int] = []
+        """Ranks that died since the last call of :meth:`uncounted`."""
 
     def add(self, member: int, rank: int | None, pid: int, how: str, noticed_by: NoticedBy, silent_s: float) -> None:
-        """A member is dead."""
+        """Record the death of a member.
+
+        Args:
+            member: the member.
+            rank: its rank; None for a spare.
+            pid: its process id.
+            how: description of its end, for log lines.
+            noticed_by: the detector.
+            silent_s: seconds since the member was last known to live.
+        """
         now = time.time()
         death = Death(member, rank, pid, how, now, noticed_by, now - silent_s)
         self.all.append(death)
@@ -29,15 +39,15 @@ class Losses:
             self._uncounted.append(rank)
 
     def entered(self) -> None:
-        """Ranks have entered training again: they recover from what is new."""
+        """Note that a generation has entered training; it recovers from the new deaths and from earlier ones."""
         self.unrecovered += self.new
         self.new.clear()
 
     def recovered(self) -> None:
-        """Training has gone on since."""
+        """Note that a generation has recovered and resumed training."""
         self.unrecovered.clear()
 
     def uncounted(self) -> list[int]:
-        """Ranks that died since this was last asked."""
+        """Return the ranks that died since the last call, once for each death."""
         ranks, self._uncounted = self._uncounted, []
         return ranks

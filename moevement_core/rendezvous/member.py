@@ -1,4 +1,4 @@
-"""A process that takes part in a job, as the coordinator hears of it."""
+"""Member: a process's side of the rendezvous, which the coordinator reads in the job's store."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
+"""Time of one wait in the store; between two, the member looks if the job goes on without it."""
 
 
 class Member:
-    """This process. All methods are for its main thread.
+    """Member for this process. The main thread calls all methods.
 
     Args:
-        store: the job's.
-        info: what others may know.
+        store: store of the job.
+        info: information about this process that the coordinator needs.
     """
 
     def __init__(self, store: SignedStore, info: MemberInfo) -> None:
@@ -46,23 +47,29 @@ class Member:
 
     @property
     def number(self) -> int:
-        """The number of this process, which no other one of the job ever had."""
+        """Number of this member, which no other process of the job ever has."""
         return self._info.member
 
     def join(self) -> None:
-        """Be there to be given a rank."""
-        # Asked before the coordinator knows of this member, so that no roster with it in is passed over.
+        """Join the job, so that the coordinator may assign a rank to this member."""
+        # Read the newest generation before the coordinator knows of this member. Otherwise the member could miss a
+        # roster that it is in.
         self._generation = int(self._store.get(NEWEST))
         number = str(self._info.member)
         self._store.set(MEMBER.format(number, self._store.tag(number)), self._info.encode())
         self._store.ring(JOINED)
 
     def wait_for_rank(self, check: Callable[[Roster, int], None] = lambda roster, rank: None) -> tuple[Roster, int]:
-        """The next roster that this member is in and that all in it have acknowledged; a spare may wait for ever.
+        """Wait for the next roster that has a rank for this member and that all its members have acknowledged.
+
+        A spare may wait in this call until the end of the job.
 
         Args:
-            check: called with a roster and the rank that this member has in it, before it is acknowledged: a process
-                that cannot take the rank ends in it, and nobody has waited for it in a process group.
+            check: called with a roster and this member's rank, before the member acknowledges the roster. A process
+                that cannot take the rank ends in this call, so that no other rank waits for it in a process group.
+
+        Returns:
+            The roster and the rank of this member.
 
         Raises:
             JobStopped: the job has ended, or goes on without this member.
@@ -97,13 +104,13 @@ class Member:
             raise JobStopped(f"the job goes on without this process, which {why.decode()}")
 
     def leave(self, reason: str, committed: int, *, had_recovered: bool = False, suspects: Sequence[int] = ()) -> None:
-        """This rank has stopped what it did; the job is formed again when all survivors have.
+        """Report that this rank has left its generation; the coordinator forms the job when all survivors have left.
 
         Args:
-            reason: what went wrong here; empty if it was somewhere else.
-            committed: the newest iteration that it knows of.
-            had_recovered: whether it was in training, with every failure before behind it.
-            suspects: ranks of which one is to be replaced, because their processes compute results that are not finite.
+            reason: error of this rank; empty if the failure was elsewhere.
+            committed: newest iteration that this rank has committed.
+            had_recovered: True if training had resumed in this generation after all earlier failures.
+            suspects: ranks whose processes computed results that are not finite; one of them is replaced.
         """
         left = {
             "reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered,
@@ -112,26 +119,27 @@ class Member:
         self._write(LEFT, json.dumps(left))
 
     def give_back(self, given_back: GivenBack) -> None:
-        """Have this member replaced: it can do nothing with its device any more. The process has to end now."""
+        """Report that this member cannot use its device; a spare takes its rank. The caller then ends the process."""
         self._store.set(f"{GIVEN_BACK}/{self._info.member}", given_back.encode())
         self._store.ring(GIVEN_BACK)
 
     def finished(self) -> None:
-        """This rank has come to the end of training."""
+        """Report that this rank has reached the end of training."""
         self._write(FINISHED, "")
 
     def wait_for_end(self) -> None:
-        """Block until every rank has come to the end, or the job is stopped.
+        """Block until every rank has reached the end of training, or the job is stopped.
 
         Raises:
-            JobStopped: it did not come to its end.
+            JobStopped: the job was stopped before its end.
         """
         if reason := self._wait_for(STOP).decode():
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:
-        """Write a value for the coordinator, which reads single members when the bell has rung, and otherwise with a
-        backoff.
+        """Write a value of this member for the coordinator, and ring the bell of the key.
+
+        The coordinator reads the values of members when the bell has rung, and otherwise with a backoff.
         """
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)

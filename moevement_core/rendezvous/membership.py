@@ -1,4 +1,4 @@
-"""Live members of a job, and their leases."""
+"""Membership of a job: members that have joined, and their leases."""
 
 from __future__ import annotations
 
@@ -9,47 +9,48 @@ from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, 
 from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
-"""Lease times that a rank has to stop after an interruption, or to acknowledge a roster."""
+"""Number of lease times that a rank has to leave its generation after an interruption, or to acknowledge a roster."""
 LEASES_TO_LEAVE_DEVICES = 12
-"""Lease times that a rank has to stop where members have devices: all communicators are aborted, and each waits for its
-device.
+"""Number of lease times to leave a generation where members have devices.
+
+A rank then aborts all its communicators, and each abort waits for the device.
 """
 RESET_GRACE_S = 0.5
-"""Seconds that a supervisor has to connect again after its connection broke."""
+"""Seconds that a supervisor whose connection broke has to reconnect."""
 
 
 class Membership:
-    """Membership as the coordinator sees it; supervisors renew the leases of members.
+    """Membership as the coordinator knows it; supervisors renew the leases of their members.
 
     Args:
-        store: the job's.
-        lease_s: after so many seconds without a word of it a member is dead.
-        clock: seconds, monotonic.
+        store: store of the job.
+        lease_s: lease time in seconds; a member that is silent for so long counts as dead.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, store: SignedStore, lease_s: float, clock: Callable[[], float]) -> None:
         self.alive: dict[int, MemberInfo] = {}
-        """Everyone who has joined and lives."""
+        """Members that have joined and live, in the order in which they joined."""
         self.dead: set[int] = set()
         self.lease_s = lease_s
         self.joined_at = clock()
-        """Time at which the newest member joined."""
+        """Time in seconds of the clock at which the newest member joined."""
         self._store, self._clock = store, clock
         self._look = Now(clock)
         self._renewed: dict[int, float] = {}
-        """Time of the last renewal of each member's lease."""
+        """Time in seconds of the clock at which the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
-        """Members whose supervisor's connection broke, and when."""
+        """Time in seconds of the clock at which the supervisor's connection broke, by member."""
         self._stepped_at = clock()
 
     @property
     def leave_s(self) -> float:
-        """Seconds that a rank has for each phase of leaving that it reports, and for all that it does not report."""
+        """Seconds that a rank has to leave a generation, and again for each phase of leaving that it reports."""
         has_devices = any(info.devices for info in self.alive.values())
         return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
     def welcome(self) -> list[MemberInfo]:
-        """Take in, and return, who has joined since."""
+        """Admit and return the members that have joined since the last look."""
         new = list[MemberInfo]()
         if not self._look.is_due(rung=self._store.has_rung(JOINED)):
             return new
@@ -71,16 +72,20 @@ class Membership:
             self._disconnected.pop(member, None)
 
     def disconnected(self, members: Iterable[int]) -> None:
-        """The connection of the supervisor of these members broke."""
+        """Note that the connection of the supervisor of ``members`` broke."""
         for member in members:
             if member not in self.dead:
                 self._disconnected.setdefault(member, self._clock())
 
     def lost(self) -> Iterator[tuple[int, str, NoticedBy]]:
-        """Members whose lease has run out, or whose supervisor is gone; how, and how it was noticed."""
+        """Yield members whose lease has run out or whose supervisor is gone.
+
+        Yields:
+            The member, a description of its end for log lines, and the detector.
+        """
         now = self._clock()
         if (paused_s := now - self._stepped_at) > self.lease_s / 4:
-            # This process did not run: what was sent to it meanwhile has not been read.
+            # This process was suspended, and has not read the messages of that time. So all leases are prolonged.
             self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
             self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
         self._stepped_at = now
@@ -92,7 +97,7 @@ class Membership:
                 yield member, f"was silent for {self.lease_s:g} s", NoticedBy.LEASE
 
     def remove(self, member: int) -> float:
-        """Mark a member as dead; return the seconds since it was last heard."""
+        """Mark a member as dead; return the seconds since its lease was last renewed."""
         silent_s = self._clock() - self._renewed.get(member, self._clock())
         self.dead.add(member)
         for known in (self.alive, self._renewed, self._disconnected):
@@ -100,22 +105,22 @@ class Membership:
         return silent_s
 
     def waiting(self, but: Collection[int]) -> list[int]:
-        """Members that could take a rank; in the order in which they came.
+        """Return the members that could take a rank, in the order in which they joined; silent ones come last.
 
         Args:
-            but: those that have one.
+            but: members to omit, because they have a rank.
         """
         free = [member for member in self.alive if member not in but and member not in self._disconnected]
-        # Those that were heard of lately first: one that is silent might be lost with its node.
+        # A silent member may be lost with its node.
         return sorted(free, key=self._is_silent)
 
     def silent_nodes(self) -> set[str]:
-        """Nodes with a member that was not heard of lately: they might be lost."""
+        """Return the nodes with a silent or disconnected member, because they may be lost."""
         silent = (info.node for member, info in self.alive.items() if self._is_silent(member))
         return {*silent, *(self.alive[member].node for member in self._disconnected if member in self.alive)}
 
     def hears(self, node: str, but: int) -> bool:
-        """Return whether another member of this node than ``but`` was heard of lately, so that the node lives."""
+        """Return True if a member of the node other than ``but`` is neither silent nor disconnected."""
         others = [member for member, info in self.alive.items() if info.node == node and member != but]
         return any(not self._is_silent(member) and member not in self._disconnected for member in others)
 

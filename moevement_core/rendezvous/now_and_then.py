@@ -1,4 +1,4 @@
-"""Backoff for checks that cost time."""
+"""Backoff of looks at values that take time to read, such as the values of all members in the job's store."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Callable
 from typing import Self
 
 SOONEST_S = 1.0
+"""Seconds of backoff at least."""
 SHARE = 20
-"""A look is made again after so many times as long as it took."""
+"""Ratio of the backoff to the duration of the last look, so that looks take at most a twentieth of the time."""
 
 
 class Now:
-    """Something that is looked at when a bell has rung, and now and then without.
+    """Schedule of looks at a value: a look is due when the value's bell has rung, and otherwise after a backoff.
 
-    A bell that is heard rings for a change; a stranger may ring it, or keep it from ringing.
+    The caller enters the object as a context manager around each look. The writer of a value rings its bell. The bell
+    alone does not suffice, because a stranger may ring it or keep it from ringing.
 
     Args:
-        clock: seconds, monotonic.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next_at = clock, -float("inf")
 
     def is_due(self, *, rung: bool) -> bool:
-        """Return whether to check now.
+        """Return True if a look is due now.
 
         Args:
-            rung: whether the bell has rung since the last call.
+            rung: True if the bell has rung since the last call.
         """
         return rung or self._clock() >= self._next_at
 

@@ -1,4 +1,4 @@
-"""Sizes of an elastic job, and the ranks of its members."""
+"""Resizing of an elastic job: the number of ranks that it goes on with, and the member for each rank."""
 
 from __future__ import annotations
 
@@ -9,50 +9,53 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbering of ranks, and the sizes to which an elastic job may shrink.
+    """Grid of the ranks of an elastic job, and the sizes that the job may have.
 
-    Ranks count through a *unit* first, then data-parallel replicas, then pipeline stages: Megatron's default order.
+    Consecutive ranks are those of one *unit*, then those of the next data-parallel replica, then those of the next
+    pipeline stage. That is Megatron's default order.
     """
 
     stages: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     unit: int = 1
-    """Ranks that hold one replica of a stage together: tensor times context parallelism, and expert parallelism where
-    experts are not elastic."""
+    """Number of ranks that hold one replica of a stage together.
+
+    It is the product of tensor and context parallelism, and of expert parallelism if experts are not elastic.
+    """
     sizes: tuple[int, ...] = ()
-    """Numbers of replicas that the job may have, ascending."""
+    """Numbers of data-parallel replicas that the job may have, ascending."""
     join_wait_s: float = 0.0
-    """Seconds that a process that could enlarge the job waits for others, so that several join together."""
+    """Seconds without a new member before the job grows, so that it admits several members together."""
 
     def encode(self) -> str:
-        """Return the text that stands in the store."""
+        """Return the value for the job's store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: str | bytes) -> Grid:
-        """The inverse of :meth:`encode`."""
+        """Decode a value that :meth:`encode` has returned."""
         fields = json.loads(text)
         return Grid(**{**fields, "sizes": tuple(fields["sizes"])})
 
     def replicas(self, processes: int) -> int:
-        """The most replicas that so many processes make; 0 if they make too few."""
+        """Return the largest allowed number of replicas for a number of processes; 0 if there are too few processes."""
         return max((size for size in self.sizes if size * self.unit * self.stages <= processes), default=0)
 
     def world(self, replicas: int) -> int:
-        """Ranks of a job of so many replicas."""
+        """Return the number of ranks of a job with a number of replicas."""
         return replicas * self.unit * self.stages
 
     def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], replicas: int) -> dict[int, int]:
-        """The member that is each rank, of a job that goes on with ``replicas``.
+        """Return the member for each rank of a job that goes on with ``replicas`` replicas.
 
-        Whole units keep their stage and their order, so that what they hold stays where it is; what is left of the
-        others, and then those who wait, fill the rest.
+        Complete units keep their stage and their order, so that their state stays where it is. The survivors of other
+        units, and then waiting members, take the remaining ranks.
 
         Args:
-            survivors: members by the ranks that they had.
-            world: how many ranks there were.
-            free: members that wait, those to be taken first at the beginning.
-            replicas: for which there are enough of both.
+            survivors: surviving members, by the ranks that they had.
+            world: number of ranks before the failure.
+            free: waiting members; the first ones take ranks first.
+            replicas: new number of replicas; survivors and waiting members suffice for it.
         """
         had = world // (self.unit * self.stages)
         whole: list[list[list[int]]] = []

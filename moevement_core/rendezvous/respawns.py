@@ -1,33 +1,37 @@
-"""Nodes on which a process is being started in the place of one that ended, and how long that takes there."""
+"""Account of processes that supervisors are starting in place of ended ones, by node, with the duration of a start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 WAIT_S = 20.0
-"""Seconds for which a process is expected before any start of the job was measured."""
+"""Seconds for which a starting process is expected, before the job has measured any start."""
 LONGEST_WAIT_S = 60.0
+"""Seconds for which a starting process is expected at most."""
 
 
 class Respawns:
-    """Processes that supervisors start in the place of those that ended, as the coordinator may expect them.
+    """Account, for the coordinator, of the processes that are being started in place of ended ones.
 
     Args:
-        clock: seconds, monotonic.
-        wait_s: how long to expect one before any start was measured; 0: none ever comes.
+        clock: returns monotonic seconds.
+        wait_s: seconds for which a process is expected, before any start was measured; 0: none is ever started.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """Beginnings of the starts whose process has not come yet, by node."""
+        """Times in seconds of the clock at which starts began whose processes have not joined yet, by node."""
 
     def begins(self, node: str) -> None:
-        """A process of this node has ended, and its supervisor lives."""
+        """Note that a process of ``node`` has ended, and that its supervisor lives and starts another one."""
         self._begun.setdefault(node, []).append(self._clock())
 
     def has_joined(self, node: str) -> None:
-        """A process of this node has joined; others may take twice as long as the slowest one so far."""
+        """Note that a process of ``node`` has joined; update how long others are expected.
+
+        That is twice the time of the slowest start so far, and a second.
+        """
         begun = [at for at in self._begun.pop(node, ()) if self._clock() - at < LONGEST_WAIT_S]
         if begun and self._wait_s:
             self._begun[node] = begun[1:]
@@ -35,14 +39,14 @@ class Respawns:
             self._wait_s = min(2.0 * self._slowest_s + 1.0, LONGEST_WAIT_S)
 
     def are_lost(self, node: str) -> None:
-        """The node has gone, or has no device for them: nobody comes."""
+        """Note that no process will join from ``node``, because the node is lost or has no device left for one."""
         self._begun.pop(node, None)
 
     def starting(self) -> dict[str, int]:
-        """Return how many processes are being started on each node."""
+        """Return the number of processes that are being started on each node."""
         recent = {node: sum(self._clock() - at < LONGEST_WAIT_S for at in begun) for node, begun in self._begun.items()}
         return {node: count for node, count in recent.items() if count and self._wait_s}
 
     def is_expected(self, node: str) -> bool:
-        """Return whether a process may join there soon."""
+        """Return True if a process may soon join from ``node``."""
         return any(self._clock() - at < self._wait_s for at in self._begun.get(node, ()))

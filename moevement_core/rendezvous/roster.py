@@ -1,8 +1,11 @@
-"""Messages of members and the coordinator in the job's store.
+"""Keys and values that members and the coordinator write into the job's store.
 
-A *member* is a process that can take part: its number is one that no other process of the job ever had. A *generation*
-is the time from one forming of the job to the next failure; its *roster* says which member is which rank. Members that
-are in no roster are spares.
+A *member* is a process that can be a rank; its number is unique among all processes of the job. A *generation* is the
+time from one forming of the job to the next failure. Its *roster* says which member has which rank. Members without a
+rank are spares.
+
+Some keys are bells, which a member rings when it has written a value (:meth:`SignedStore.ring`). The value is under the
+key of the bell with ``/MEMBER`` appended.
 """
 
 from __future__ import annotations
@@ -16,187 +19,187 @@ import msgspec
 from moevement_core.errors import ExchangeError
 
 JOB_NAME = "job/name"
-"""Eight hexadecimal digits."""
+"""Key of the job's name: eight hexadecimal digits."""
 RANKS = "job/ranks"
 """Key of the number of ranks of the job."""
 TASK = "tasks/{}"
-"""Which process runs the n-th of the tasks that were started together."""
+"""Key, by number, of the process that runs a task of the first start."""
 LATE_TASK = "tasks/late/{}"
-"""Which process runs the n-th of the tasks that have come later, on nodes that were repaired or added."""
+"""Key, by number, of the process that runs a task that joined later, from a repaired or added node."""
 JOINED = "members/joined"
-"""Rings when a member has joined."""
+"""Bell that rings when a member has joined."""
 CARDS = "members/card/"
+"""Prefix of the keys in :data:`MEMBER`."""
 MEMBER = CARDS + "{}/{}"
-"""Key of a member's information, by member and the tag of its number."""
+"""Key, by member and the tag of its number, of a :class:`MemberInfo`."""
 ROSTER = "generation/{}/roster"
-"""A proposal, until :data:`START` says that all of its members have acknowledged it."""
+"""Key of a generation's :class:`Roster`, which is a proposal until :data:`START` is ``go``."""
 ACKNOWLEDGED = "generation/{}/acknowledged"
-"""Rings when a member has acknowledged the roster; and by member, with ``/member`` behind it, that it has."""
+"""Bell that rings when a member has acknowledged the roster; the member's value is empty."""
 START = "generation/{}/start"
-"""``go``, or ``superseded`` when a member of the roster was lost before all had acknowledged it."""
+"""Key of the fate of a proposal: ``go``, or ``superseded`` if a member was lost before all had acknowledged it."""
 LEFT = "generation/{}/left"
-"""Rings when a survivor has left the generation and waits for the next roster; and by member why."""
+"""Bell that rings when a survivor has left the generation; the value is what :meth:`Member.leave` writes."""
 LEAVING = "generation/{}/leaving"
-"""Key of the phase of leaving that a member is in, where that takes long."""
+"""Prefix of the key, by member, of the current phase of leaving; members report it only if leaving takes long."""
 FINISHED = "generation/{}/finished"
-"""Rings when a rank has come to the end of training; and by member."""
+"""Bell that rings when a rank has reached the end of training; the member's value is empty."""
 INTERRUPTED = "generation/{}/interrupted"
-"""Key of the interruption of a generation, and of the rank that caused it."""
+"""Key of the interruption of a generation: the failed rank or ranks, and the kind of failure."""
 GIVEN_UP = "members/{}/given_up"
-"""Key of the note that the job continues without a member."""
+"""Key, by member, of the reason why the job goes on without it."""
 GIVEN_BACK = "members/given_back"
-"""Rings when a member has given its rank back; and by member, with ``/member`` behind it, the :class:`GivenBack`."""
+"""Bell that rings when a member has given its rank back; the member's value is a :class:`GivenBack`."""
 NEWEST = "generation/newest"
+"""Key of the number of the newest generation; -1 before the first proposal."""
 ELASTIC = "job/elastic"
-"""The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may change its size."""
+"""Key of the :class:`~moevement_core.rendezvous.resizing.Grid` of an elastic job."""
 BLOCKS = "job/blocks"
-"""Key of how many consecutive ranks communicate in every layer and should be on one node: one or
-more numbers (``2,8``).
-"""
+"""Key of the sizes of groups of consecutive ranks that communicate in every layer: one or more numbers (``2,8``)."""
 STOP = "stop"
-"""Why the job ends; empty when it has come to its end."""
+"""Key of the reason why the job has ended; empty if all ranks have reached the end of training."""
 
 
 class NoticedBy(StrEnum):
-    """Detectors of a death."""
+    """Detector of a death."""
 
     SUPERVISOR = "supervisor"
-    """Supervisor that started the process and saw it end."""
+    """Detector that saw the process end: its supervisor."""
     RESET = "reset"
-    """The connection to the supervisor broke: its processes end with it."""
+    """Detector of a broken connection to a supervisor, whose processes end with it."""
     LEASE = "lease"
-    """Nothing was heard of the process for the lease time, or its supervisor found it stopped."""
+    """Detector of silence for the lease time, or of a process that its supervisor found stopped for so long."""
     TIMEOUT = "timeout"
-    """The process did not stop what it did after an interruption, or did not acknowledge a roster."""
+    """Detector of a process that did not leave a generation, or did not acknowledge a roster, in time."""
     RESULT = "result"
-    """The process lives and computes results that are not finite."""
+    """Detector of a live process that computed results that are not finite."""
     DEVICE = "device"
-    """The process gave its rank back because its device cannot be used."""
+    """Detector of a process that gave its rank back because its device cannot be used."""
 
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """Introduction of a member to the job."""
+    """Information about a member that the member writes when it joins."""
 
     member: int
     pid: int
     host: str
     node: str
-    """Members of one node die together, and copies on it with them."""
+    """Name of the member's node; all members of a node, and the copies that they keep, fail together."""
     device: int = 0
-    """The number of the device that it was started for, as it counts devices."""
+    """Local number of the device that the member was started for."""
     devices: tuple[str, ...] = ()
-    """Identities of the devices that it sees, in the order of the numbers that it gives them; empty without a GPU."""
+    """Identities of the devices that the member sees, in the order of its local numbers; empty without a GPU."""
 
     def encode(self) -> str:
-        """Return the text that stands in the store."""
+        """Return the value for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(text: str | bytes) -> MemberInfo:
-        """The inverse of :meth:`encode`.
+        """Decode a value that :meth:`encode` has returned.
 
         Raises:
-            ExchangeError: it is none.
+            ExchangeError: the value is not an encoded :class:`MemberInfo`.
         """
         return _decoded(text, MemberInfo)
 
 
 @dataclass(frozen=True)
 class GivenBack:
-    """Word of a member that it can do nothing with its device any more, and ends."""
+    """Notice of a member that it cannot use its device any more, and ends."""
 
     reason: str
-    """Reason in words."""
+    """Description of the device's fault, for log lines."""
     device: str = ""
-    """The identity of the device; empty if it has none."""
+    """Identity of the device; empty if the member has none."""
     is_broken: bool = False
-    """True if no other process can use the device, either."""
+    """True if no other process can use the device either."""
 
     def encode(self) -> str:
-        """Return the text that stands in the store."""
+        """Return the value for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(text: str | bytes) -> GivenBack:
-        """The inverse of :meth:`encode`.
+        """Decode a value that :meth:`encode` has returned.
 
         Raises:
-            ExchangeError: it is none.
+            ExchangeError: the value is not an encoded :class:`GivenBack`.
         """
         return _decoded(text, GivenBack)
 
 
 @dataclass(frozen=True)
 class Death:
-    """A member that is gone."""
+    """Death of a member."""
 
     member: int
     rank: int | None
-    """Rank of the process; None if it was a spare."""
+    """Rank of the member; None for a spare."""
     pid: int
     how: str
-    """Cause in words: ``was killed by signal 9``."""
+    """Description of the death, for log lines: ``was killed by signal 9``."""
     at: float
     """Time at which the death was noticed, in seconds since the epoch."""
     noticed_by: str = NoticedBy.SUPERVISOR
     last_seen: float = 0.0
-    """Time at which the process was last known to live, in seconds since the epoch."""
+    """Time at which the member was last known to live, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Assignment of ranks to members in a generation."""
+    """Roster of a generation: the member for each rank, with the failures since the generation before."""
 
     generation: int
     ranks: Mapping[int, int]
-    """The member that is each rank."""
+    """Member of each rank."""
     deaths: tuple[Death, ...] = ()
-    """Deaths since the last generation that started; empty if ranks only restart because a live one of them failed."""
+    """Deaths of ranks since a generation last started; empty if ranks restart because of an error without a death."""
     earlier: tuple[Death, ...] = ()
-    """Deaths before those, the recovery from which was interrupted."""
+    """Earlier deaths of ranks, because the recovery from them was interrupted."""
     reasons: tuple[str, ...] = ()
-    """Why ranks that live had to restart, in their words."""
+    """Errors that survivors reported when they left the generation before."""
     formed_at: float = 0.0
-    """Seconds since the epoch."""
+    """Time at which this roster was proposed, in seconds since the epoch."""
     first_formed_at: float = 0.0
-    """Likewise, of the first generation."""
+    """Time at which the first roster of the job was proposed, in seconds since the epoch."""
     left_at: float = 0.0
-    """Time at which the last survivor had stopped, in seconds since the epoch."""
+    """Time at which the last survivor had left the generation before, in seconds since the epoch."""
     ranks_before: int | None = None
-    """Number of ranks of the last generation that entered training, where this one has another number."""
+    """Number of ranks of the last generation in training; None if this roster has the same number."""
     spares: int = 0
-    """Members that wait, this roster's not among them."""
+    """Number of waiting members, without those of this roster."""
     starting: int = 0
-    """Processes that are being started in the place of others, and will be spares."""
+    """Number of processes that are being started in place of ended ones, and will be spares."""
     nodes: Mapping[int, str] = field(default_factory=dict)
-    """The node of each rank."""
+    """Node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
-    """The number of each rank's device, as its process counts devices."""
+    """Local number of each rank's device, as the rank's process counts its devices."""
     identities: Mapping[int, str] = field(default_factory=dict)
-    """The identity of each rank's device; empty where it has none."""
+    """Identity of each rank's device; empty for a rank without one."""
 
     split: tuple[tuple[int, int], ...] = ()
-    """First and last rank of each block that has come to span nodes with this roster."""
+    """First and last rank of each block that spans nodes since this roster."""
 
     def nodes_of(self, first: int, last: int) -> tuple[str, ...]:
-        """Return the nodes that ranks ``first`` to ``last`` are on."""
+        """Return the nodes of ranks ``first`` to ``last``, sorted and without duplicates."""
         return tuple(sorted({self.nodes[rank] for rank in range(first, last + 1)}))
 
     def rank_of(self, member: int) -> int | None:
-        """The rank that a member has."""
+        """Return the rank of a member; None if it has none."""
         return next((rank for rank, holder in self.ranks.items() if holder == member), None)
 
     def encode(self) -> str:
-        """Return the text that stands in the store."""
+        """Return the value for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(text: str | bytes) -> Roster:
-        """The inverse of :meth:`encode`.
+        """Decode a value that :meth:`encode` has returned.
 
         Raises:
-            ExchangeError: it is none.
+            ExchangeError: the value is not an encoded :class:`Roster`.
         """
         return _decoded(text, Roster)
 

@@ -1,8 +1,8 @@
-"""A connection that carries lines of JSON, between two processes that have the same job token.
+"""Connection that carries signed lines of JSON between two processes with the same job token.
 
-The side that was called sends a nonce first; the caller answers with one of its own and a MAC over both. Each further
-line has a MAC of a key that follows from both nonces, over its direction and number: nothing can be replayed, left out,
-turned round or carried over from another connection. The caller knows the other side by its first line.
+The called side first sends a nonce. The caller answers with its own nonce and a MAC over both. Each further line has a
+MAC over its direction, number and text, under a key derived from both nonces. So a stranger cannot replay, drop or
+reflect a line, or take one from another connection. The caller authenticates the called side by its first line.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from typing import Any
 from moevement_core.rendezvous.token import Token
 
 MAX_LINE_BYTES = 1 << 20
+"""Limit in bytes on a received line, and on the unsent lines of this side."""
 MAX_UNKNOWN_BYTES = 512
-"""Most bytes accepted from a caller that has not shown yet that it has the token."""
+"""Bytes that a peer may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64
+"""Number of hexadecimal digits of a MAC."""
 
 
 class Side(Enum):
-    """Sides of a connection."""
+    """Side of a connection: the process that made it, or the one that accepted it."""
 
     CALLER = "caller"
     CALLED = "called"
 
 
 class SignedLines:
-    """A non-blocking connection.
+    """Connection with signed lines of JSON, which never blocks.
 
     Args:
-        connection: of TCP.
-        token: the job's.
-        side: this process's.
+        connection: TCP connection.
+        token: token of the job.
+        side: side of this process.
     """
 
     def __init__(self, connection: socket.socket, token: Token, side: Side) -> None:
@@ -52,19 +54,19 @@ class SignedLines:
         self._sent_lines = self._received_lines = 0
         if side is Side.CALLED:
             self._unsent = self._nonce.encode() + b"\n"
-            with suppress(ConnectionError):  # found out by the next receive
+            with suppress(ConnectionError):  # The next receive raises it.
                 self._flush()
 
     @property
     def is_open(self) -> bool:
-        """True if messages can be sent. On the called side: True if the caller has shown that it has the token."""
+        """True if messages can be sent; on the called side, True if the caller has proved that it has the token."""
         return self._key is not None
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived.
+        """Return the messages that have arrived since the last call.
 
         Raises:
-            ConnectionError: the other side is gone, or is none of ours.
+            ConnectionError: the other side is gone, or has no or another token.
         """
         while True:
             try:
@@ -79,7 +81,7 @@ class SignedLines:
             if len(self._received) > MAX_LINE_BYTES:
                 raise ConnectionError("not a line")
             if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
-                break  # one that has the token says so in its first line
+                break  # A caller that has the token proves it in its first line, which is shorter.
         *lines, self._received = self._received.split(b"\n")
         if self._key is None and lines:
             self._greet(lines.pop(0))
@@ -118,7 +120,9 @@ class SignedLines:
         return self._key.mac(side.value, number.to_bytes(8, "big"), text).hex().encode()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send, or keep what the connection does not take now for the next time; beats that stack up are dropped.
+        """Send a message, or keep it for the next call if the connection accepts no data now.
+
+        If more than :data:`MAX_LINE_BYTES` are unsent, the message is dropped.
 
         Raises:
             ConnectionError: the other side is gone.
@@ -139,5 +143,5 @@ class SignedLines:
                 raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
-        """Close the connection's socket."""
+        """Close the socket; unsent lines are lost."""
         self.socket.close()

@@ -1,9 +1,11 @@
-"""The job's store, to which any stranger who reaches its port can write: only what is signed counts.
+"""Client of the job's store that signs values, because any stranger that reaches the port can write to the store.
 
-Keys stand under a prefix that follows from the job's token. A value has a MAC over itself and its key; one without, or
-of another key, is as if it were not there. A stranger who lists keys can still delete and overwrite them, so whoever
-wrote a value that is needed writes it again (:meth:`SignedStore.keep_written`). Nothing is counted with the store's own
-``add``: it breaks the connection of whoever calls it where the value is no number.
+All keys have a prefix that is derived from the job's token. Each value has a MAC over itself and its key. A value
+without a valid MAC is ignored, as if it did not exist.
+
+A stranger that lists the keys can still delete and overwrite them. So the writer of a value restores it
+(:meth:`SignedStore.keep_written`). The store's own ``add`` is not used, because it breaks the caller's connection if
+the value is not a number.
 """
 
 from __future__ import annotations
@@ -21,61 +23,68 @@ from moevement_core import log
 from moevement_core.rendezvous.token import Token
 
 _ABSENT = "-"
-"""Value that the store gives for an absent key; shorter than anything signed."""
+"""Placeholder that the store returns for an absent key; it is shorter than any signed value."""
 _MAC_CHARACTERS = 64
+"""Number of hexadecimal digits of a MAC."""
 _ANNOUNCED = "moevement/token"
-"""Outside of the prefix, so that a process with another token finds it."""
+"""Key of the announcement of the job's token; it has no prefix, so that a process with another token finds it."""
 CLAIMED = "claimed"
-"""Rings when a process has claimed something, which whoever holds the store is to keep."""
+"""Bell that rings when a process has claimed a key; the process that holds the store then adopts the value."""
 KEEP_S = 0.25
-"""Seconds between two checks that written values are still there."""
+"""Seconds between two checks that the values of this process are still in the store."""
 MOST_ADOPTED = 100
-"""Keys that are looked at, at a time."""
+"""Number of keys that :meth:`SignedStore.adopt` reads in one call at most."""
 _LOOK_S = 0.05
+"""Seconds between two reads of a key whose value has no valid MAC."""
 POLL = timedelta(seconds=1)
+"""Time of one wait in :meth:`SignedStore.get`, after which this process restores its own values."""
 
 
 class SignedStore:
-    """Signed view of the job's store. For one thread.
+    """Signed client of the job's store. One thread calls all methods.
 
     Args:
         base: any ``torch.distributed.Store``.
-        token: the job's.
-        timeout_s: how long :meth:`get` waits.
+        token: token of the job.
+        timeout_s: seconds that :meth:`get` waits for a value.
     """
 
     def __init__(self, base: Any, token: Token, timeout_s: float = 600.0) -> None:
         self.base, self._token, self._timeout_s = base, token, timeout_s
         self._store = dist.PrefixStore(prefix_of(token), base)
         self._written: dict[str, str] = {}
+        """Signed values that this process keeps in the store, by key."""
         self._bells: dict[str, bytes] = {}
+        """Value of each bell at the last call of :meth:`has_rung`."""
         self._refused: dict[str, bytes] = {}
+        """Beginning of the last ignored value of each key, so that each value is counted once."""
         self._kept_at = -float("inf")
         self._holds_store = False
+        """True if this process holds the store, and so keeps the claims of all processes."""
         self.rejected = 0
-        """Values that were found and did not count."""
+        """Number of values that were ignored for want of a valid MAC."""
         self.restored = 0
-        """Values of this process that were written again."""
+        """Number of times that this process has restored one of its values."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write; it is written again when somebody has taken it away."""
+        """Write a signed value; :meth:`keep_written` restores it if a stranger changes or deletes it."""
         signed = self._sign(key, value)
         self._written[key] = signed
         self._store.set(key, signed)
 
     def read(self, key: str) -> bytes | None:
-        """The value; None where there is none that counts. Never waits."""
+        """Return the value of a key; None if there is no value with a valid MAC. Never wait."""
         return self._verified(key, self._raw(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have a valid value."""
+        """Return True if all keys have a value with a valid MAC."""
         return all(self.read(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Block until all of them have a value that counts.
+        """Block until all keys have a value with a valid MAC.
 
         Raises:
-            dist.DistStoreError: not in time.
+            dist.DistStoreError: some key has none within ``timeout``.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for key in keys:
@@ -89,10 +98,10 @@ class SignedStore:
                 time.sleep(min(_LOOK_S, left_s))
 
     def get(self, key: str) -> bytes:
-        """The value; waits for one that counts.
+        """Wait for a value with a valid MAC, and return it.
 
         Raises:
-            dist.DistStoreError: not in time.
+            dist.DistStoreError: there is none within the timeout of this client.
         """
         deadline = time.monotonic() + self._timeout_s
         while (value := self.read(key)) is None:
@@ -105,43 +114,47 @@ class SignedStore:
         return value
 
     def claim(self, key: str, value: str) -> str:
-        """Write, unless somebody of this job has before; returns what is there then."""
+        """Write a value if no process of this job has written the key before; return the value that stands then."""
         signed = self._sign(key, value)
         expected: Any = ""
         while True:
             raw = self._store.compare_set(key, expected, signed)
-            if (found := self._verified(key, raw)) is not None:
+            if (winner := self._verified(key, raw)) is not None:
                 if raw == signed.encode():
                     self._written[key] = signed
                     self.ring(CLAIMED)
-                elif self._holds_store:  # who wrote it may not come to writing it again
+                elif self._holds_store:  # The writer may end before it can restore the value.
                     self._written[key] = raw.decode()
-                return found.decode()
+                return winner.decode()
             expected = raw
 
     def ring(self, bell: str) -> None:
-        """Have whoever listens look at once; a hint, and nothing depends on it."""
+        """Ring a bell, so that its listeners look at once; a bell is only a hint, because strangers can change it."""
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
-        """Return whether the bell was rung since the last call."""
+        """Return True if a bell has rung since the last call."""
         raw = self._raw(bell)
         is_new = raw != self._bells.get(bell, _ABSENT.encode())
         self._bells[bell] = raw[:64]
         return is_new
 
     def tag(self, name: str) -> str:
-        """Return the tag that stands beside ``name`` in a key that no other job can make, so that
-        no key is read in vain.
+        """Return the tag of a name, which strangers cannot compute.
+
+        A key with a name and its tag was written by a process of the job. So readers need not read other keys.
         """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys with a prefix, whichever process wrote them."""
+        """Return the keys that begin with ``prefix``, including those that strangers wrote."""
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
 
     def keep_written(self) -> None:
-        """Write again what this process wrote and somebody else changed; call it often, it looks now and then."""
+        """Restore the values of this process that a stranger has changed or deleted.
+
+        Callers call this often; it checks once in :data:`KEEP_S` seconds.
+        """
         if time.monotonic() - self._kept_at < KEEP_S:
             return
         for key, signed in list(self._written.items()):
@@ -155,29 +168,33 @@ class SignedStore:
         self._kept_at = time.monotonic()
 
     def adopt(self, *prefixes: str) -> None:
-        """Keep what others of this job wrote once under keys that begin so, as this process's own."""
+        """Keep the values of other processes of the job under keys with ``prefixes``, as if this process wrote them."""
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
-        for key in random.sample(new, min(len(new), MOST_ADOPTED)):  # a stranger's, maybe, and any number of them
+        # Strangers may have written any number of these keys. A random sample bounds the time of a call.
+        for key in random.sample(new, min(len(new), MOST_ADOPTED)):
             if (value := self.read(key)) is not None:
                 self._written[key] = self._sign(key, value)
 
     def forget(self, prefix: str) -> None:
-        """Forget the keys with a prefix: no process needs them any more."""
+        """Stop keeping the values under keys that begin with ``prefix``, because no process needs them any more."""
         for key in [key for key in self._written if key.startswith(prefix)]:
             del self._written[key]
         for key in [key for key in self._refused if key.startswith(prefix)]:
             del self._refused[key]
 
     def announce(self) -> None:
-        """Let processes find out whether they have the token of this job; by whoever holds the store."""
+        """Publish a proof of the job's token, so that other processes can compare their tokens with it.
+
+        The process that holds the store calls this once.
+        """
         self._holds_store = True
         self._announce()
 
     def is_of_this_job(self, patience_s: float) -> bool:
-        """Return whether this process has the token of the job that the store belongs to.
+        """Return True if this process has the token of the job that the store belongs to.
 
         Args:
-            patience_s: how long to wait for the job's word on it.
+            patience_s: seconds to wait for the proof that :meth:`announce` publishes.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -212,7 +229,7 @@ class SignedStore:
 
     def _reject(self, key: str, raw: bytes) -> None:
         if self._refused.get(key) == raw[:256]:
-            return  # the same, seen again
+            return  # This value was counted before.
         self._refused[key] = raw[:256]
         self.rejected += 1
         global _is_reported
@@ -222,7 +239,7 @@ class SignedStore:
 
 
 _is_reported = False
-"""True if this process has reported that there are invalid values."""
+"""True if this process has logged a warning about ignored values; it logs one only."""
 
 
 def prefix_of(token: Token) -> str:
@@ -231,5 +248,5 @@ def prefix_of(token: Token) -> str:
 
 
 def _raw_of(store: Any, key: str) -> bytes:
-    # Not get, which would wait where the key was deleted just now.
+    # The store's get would wait if the key was deleted just now.
     return bytes(store.compare_set(key, _ABSENT, _ABSENT))

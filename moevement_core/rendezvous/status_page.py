@@ -1,7 +1,7 @@
-"""A page of memory that a process shares with its supervisor: whether it may act, and how far it has come.
+"""Status page: memory that a process shares with its supervisor, with its lease, its progress and requests to it.
 
-The supervisor makes it (:class:`~moevement_core.memory_file.MemoryFile`), and both map it. Neither ever waits for the
-other, and nothing on disk is needed for it.
+The supervisor makes the page (:class:`~moevement_core.memory_file.MemoryFile`), and both processes map it. Neither
+waits for the other, and the page needs no disk.
 """
 
 from __future__ import annotations
@@ -15,28 +15,36 @@ from pathlib import Path
 from moevement_core.memory_file import MemoryFile
 
 PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
-"""Path of the page; unset in a process without a supervisor, whose lease never ends."""
+"""Environment variable: path of the page. It is unset in a process without a supervisor, whose lease never ends."""
 _FIELDS = struct.Struct("<dqqq")
-"""Lease held until (boot-time clock), newest committed iteration, is to wind down, is to wait before it begins."""
+"""Fields of the page, in this order:
+
+- end of the lease, in seconds of the boot-time clock;
+- newest committed iteration;
+- 1 if the job is to end at the next boundary, else 0;
+- 1 if the process is to idle before it begins, else 0.
+"""
 _COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
-"""Offsets of the fields after the first."""
+"""Offsets in bytes of the fields after the first."""
 _NOTHING = -1
+"""Value of the committed iteration before the first commit."""
 POLL_S = 0.02
+"""Seconds between two looks at the lease while the process waits for it."""
 
 
 def boot_time_s() -> float:
-    """Seconds since the machine started, those in which it was suspended too; the same for all of its processes."""
+    """Return the seconds since the host started, including time in suspension; the clock is common to all processes."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class StatusPage:
-    """Status page of one process.
+    """Status page of one process, as the process or its supervisor maps it.
 
     Args:
-        path: of a page that another process made; None: make one, with a lease that never ends.
+        path: path of a page that another process has made; None: make a page, with a lease that never ends.
 
     Raises:
-        OSError: a new page cannot be had.
+        OSError: the page cannot be made or opened.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -46,7 +54,7 @@ class StatusPage:
             self._file = MemoryFile("moevement-status", page)
             path = self._file.path
         self.path = str(path)
-        """Path under which another process opens the page."""
+        """Path at which another process opens the page."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             self._memory = mmap.mmap(descriptor, _FIELDS.size)
@@ -54,15 +62,15 @@ class StatusPage:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Give back what the maker holds; a process that has mapped the page keeps it."""
+        """Close the maker's file; a process that has mapped the page keeps the memory."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    # The supervisor
+    # Methods for the supervisor
 
     def hold_until(self, boot_time_s: float) -> None:
-        """Let the process act until then."""
+        """Set the end of the process's lease, in seconds of the boot-time clock."""
         struct.pack_into("<d", self._memory, 0, boot_time_s)
 
     def ask_to_wind_down(self) -> None:
@@ -70,34 +78,34 @@ class StatusPage:
         struct.pack_into("<q", self._memory, _WINDS_DOWN, 1)
 
     def let_wait(self, *, waits: bool) -> None:
-        """Have the process do nothing before it begins, or let it begin."""
+        """Have the process idle before it begins, or let it begin."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 
     @property
     def committed(self) -> int | None:
-        """The newest iteration that the process has committed; nothing before the first."""
+        """Newest iteration that the process has committed; None before the first."""
         iteration = int(struct.unpack_from("<q", self._memory, _COMMITTED)[0])
         return None if iteration == _NOTHING else iteration
 
-    # The process
+    # Methods for the process
 
     def commit(self, iteration: int) -> None:
-        """Say how far this process has come."""
+        """Report the newest iteration that this process has committed."""
         struct.pack_into("<q", self._memory, _COMMITTED, iteration)
 
     @property
     def is_winding_down(self) -> bool:
-        """True if the job is to end at the next boundary."""
+        """True if the job is to end at the next boundary between iterations."""
         return bool(struct.unpack_from("<q", self._memory, _WINDS_DOWN)[0])
 
     @property
     def is_waiting(self) -> bool:
-        """True if the process has to pause: a recovery is under way, and needs the processors more."""
+        """True if the process is to idle before it begins, because a recovery needs the processors more."""
         return bool(struct.unpack_from("<q", self._memory, _WAITS)[0])
 
     @property
     def is_held(self) -> bool:
-        """True while this process may act."""
+        """True if this process holds its lease, and so may act."""
         return boot_time_s() < float(struct.unpack_from("<d", self._memory, 0)[0])
 
 
@@ -105,7 +113,7 @@ _page: StatusPage | None = None
 
 
 def own_page() -> StatusPage | None:
-    """The page of this process; nothing without a supervisor."""
+    """Return the page of this process; None without a supervisor."""
     global _page
     if _page is None and (path := os.environ.get(PAGE_ENV)):
         _page = StatusPage(path)
@@ -115,8 +123,8 @@ def own_page() -> StatusPage | None:
 def wait_until_held() -> None:
     """Block while this process does not hold its lease.
 
-    Called before anything that others would see: an update, a manifest, a line of metrics. A process whose lease ran
-    out may have lost its rank to another one. Its supervisor either renews the lease or ends the process.
+    The process calls this before every effect that others see: an update, a manifest, a line of metrics. A replacement
+    may have the rank of a process whose lease has run out. The supervisor then renews the lease or kills the process.
     """
     page = own_page()
     while page is not None and not page.is_held:

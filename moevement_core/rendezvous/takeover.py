@@ -1,7 +1,8 @@
-"""Which waiting process takes over which rank, so that ranks that communicate in every layer stay on one node.
+"""Choice of the waiting process that takes over each failed rank; it keeps blocks of ranks on one node.
 
-Such ranks (tensor, context and expert parallel) are consecutive: a *block* is so many ranks, from a multiple of that
-on. Inside a node they communicate over NVLink, between nodes over one network interface each, a tenth of it. Pure.
+A *block* is a group of consecutive ranks that communicate in every layer (tensor, context and expert parallelism). All
+blocks have the same size, and the first rank of each is a multiple of it. In a node, ranks communicate over NVLink.
+Between nodes, each rank has one network interface, at a tenth of the bandwidth. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ def take_over(
 ) -> dict[int, int]:
     """Return the member that takes over each missing rank.
 
-    First, what is missing of a block goes to the node of the rest of it, and a block that is missing as a whole to the
-    node where it was. Then other whole blocks go to any node with enough processes. What is left goes where each rank
-    was, or to whoever came first.
+    The function assigns ranks in this order:
+
+    1. Missing ranks of a block go to the node of the block's other ranks. A block that is missing as a whole goes to
+       the node where it was.
+    2. Other whole blocks go to any node with enough processes.
+    3. Each remaining rank goes to the node where it was or where its block is, or else to the first waiting process.
 
     Args:
-        missing: ranks without a process, not more than ``waiting``.
+        missing: ranks without a process, at most as many as ``waiting``.
         kept: nodes of the ranks that keep their processes.
         before: nodes of all ranks when the job was last formed.
-        waiting: processes without a rank, those to be taken first at the beginning.
-        block: size of a block in ranks; 1 where no ranks communicate more than others.
-        avoided: nodes that are no reason to take a process, because of what became of others there.
+        waiting: processes without a rank; the first ones are taken first.
+        block: size of a block in ranks; 1 if no ranks communicate more than others.
+        avoided: nodes that are suspect, and are not preferred even if a rank or block was there.
     """
     free = _Free(waiting)
     blocks: dict[int, list[int]] = {}
@@ -52,13 +56,13 @@ def take_over(
 
 
 class _Free:
-    """Processes that wait, and what they take over."""
+    """Waiting processes by node, and the ranks that they take over."""
 
     def __init__(self, waiting: Sequence[MemberInfo]) -> None:
         self.taken: dict[int, int] = {}
-        """Members by the ranks that they take over."""
+        """Member by the rank that it takes over."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Place in the order, and member, of those on each node; the first one stands at the end."""
+        """Pairs of position in the order and member, by node; the first process is the last element."""
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 
@@ -67,14 +71,14 @@ class _Free:
         return [node for node, members in self._on.items() if members]
 
     def take_together(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Take processes of one node for all of these ranks; of several that have enough, where they come first."""
+        """Take processes of one of ``nodes`` for all ``ranks``, if any has enough; prefer those first in the order."""
         count = len(ranks)
-        roomy = [(members[-count], node) for node in nodes if len(members := self._on.get(node, [])) >= count]
-        for rank in ranks if roomy else ():
-            self._take(rank, min(roomy)[1])
+        candidates = [(members[-count], node) for node in nodes if len(members := self._on.get(node, [])) >= count]
+        for rank in ranks if candidates else ():
+            self._take(rank, min(candidates)[1])
 
     def take(self, rank: int, near: Sequence[str]) -> None:
-        """Take a process of the first of these nodes that has any, else the first of all."""
+        """Take a process of the first node of ``near`` that has one, or else the first of all processes."""
         first = min((self._on[node][-1], node) for node in self.nodes)[1]
         self._take(rank, next((node for node in near if self._on.get(node)), first))
 
@@ -86,13 +90,13 @@ def split_blocks(nodes: Mapping[int, str], block: int) -> set[int]:
     """Return the numbers of the blocks whose ranks are on more than one node.
 
     Args:
-        nodes: by rank.
+        nodes: node of each rank.
         block: size of a block in ranks.
     """
-    found: dict[int, set[str]] = {}
+    nodes_of_block: dict[int, set[str]] = {}
     for rank, node in nodes.items():
-        found.setdefault(rank // block, set()).add(node)
-    return {number for number, its in found.items() if len(its) > 1}
+        nodes_of_block.setdefault(rank // block, set()).add(node)
+    return {number for number, block_nodes in nodes_of_block.items() if len(block_nodes) > 1}
 
 
 def _ranks(number: int, block: int) -> range:

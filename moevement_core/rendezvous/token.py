@@ -1,7 +1,7 @@
-"""The secret that processes of a job have in common: whoever does not know it is a stranger.
+"""Job token: the secret that all processes of a job share, and with which they authenticate each other.
 
-It travels in the environment or in a file that only its owner can read, never on a command line, which every user of a
-host can see. What it signs says for what it was signed, so that nothing of one kind passes for another.
+A process gets the token in its environment or in a file that only its owner can read. It is never on a command line,
+which every user of a host can see. Each signature includes its purpose, so that it is not valid for another purpose.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moevement_core.errors import ConfigError
 TOKEN_ENV = "MOEVEMENT_JOB_TOKEN"
 TOKEN_FILE_ENV = "MOEVEMENT_JOB_TOKEN_FILE"
 SHORTEST = 32
-"""Characters; ``openssl rand -hex 32`` gives 64."""
+"""Number of characters of the shortest token that is accepted; ``openssl rand -hex 32`` gives 64."""
 MAC_BYTES = hashlib.sha256().digest_size
 HOW = f"give every process of the job the same {TOKEN_ENV} (openssl rand -hex 32), or {TOKEN_FILE_ENV}"
 
 
 class Token:
-    """Secret of a job.
+    """Token of a job.
 
     Args:
-        text: at least :data:`SHORTEST` characters that nobody can guess.
+        text: at least :data:`SHORTEST` random characters.
 
     Raises:
-        ConfigError: it is too short.
+        ConfigError: the text is too short.
     """
 
     def __init__(self, text: str) -> None:
@@ -42,19 +42,22 @@ class Token:
         self._key = text.encode()
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of ``parts``, each with its length, so that no two lists have the same."""
-        made = hmac.new(self._key, purpose.encode() + b"\0", hashlib.sha256)
+        """Return the HMAC-SHA256 of a purpose and ``parts``.
+
+        The length of each part is included, so that different lists of parts never have the same input.
+        """
+        hashing = hmac.new(self._key, purpose.encode() + b"\0", hashlib.sha256)
         for part in parts:
-            made.update(len(part).to_bytes(8, "big") + part)
-        return made.digest()
+            hashing.update(len(part).to_bytes(8, "big") + part)
+        return hashing.digest()
 
     def verifies(self, mac: bytes, purpose: str, *parts: bytes) -> bool:
-        """Return whether ``mac`` was made from these parts."""
+        """Return True if ``mac`` is the MAC of the purpose and ``parts``."""
         return hmac.compare_digest(mac, self.mac(purpose, *parts))
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the processes of the job that this one starts."""
+        """Environment variables with the token, for processes of the job that this process starts."""
         return {TOKEN_ENV: self.text}
 
     def __repr__(self) -> str:
@@ -62,7 +65,7 @@ class Token:
 
     @staticmethod
     def new() -> Token:
-        """Return a token that no other job has."""
+        """Return a new random token."""
         return Token(secrets.token_hex(32))
 
 
@@ -70,12 +73,12 @@ _own: Token | None = None
 
 
 def given_token() -> Token | None:
-    """The token that this process was given; None without one.
+    """Return the token from this process's environment or from the file named there; None without one.
 
-    The variable is taken out of the environment, where whatever records it would write it down.
+    The function removes the variable with the token from the environment, because some tools record environments.
 
     Raises:
-        ConfigError: the token is too short, or its file is not this user's alone.
+        ConfigError: the token is too short, or other users can read its file.
     """
     global _own
     if (text := os.environ.pop(TOKEN_ENV, None)) is not None:
@@ -86,10 +89,10 @@ def given_token() -> Token | None:
 
 
 def own_token() -> Token:
-    """The token that this process was given.
+    """Return the token from this process's environment or from the file named there.
 
     Raises:
-        ConfigError: it was given none that can be used.
+        ConfigError: there is no valid token.
     """
     if (token := given_token()) is None:
         raise ConfigError(f"no job token; {HOW}")
@@ -99,13 +102,13 @@ def own_token() -> Token:
 def _read(path: Path) -> str:
     try:
         with path.open(encoding="utf-8") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{TOKEN_FILE_ENV} {path}: no regular file; needs one of mode 0600")
-            if found.st_uid != os.getuid():
-                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: of user {found.st_uid}; needs one of user {os.getuid()}")
-            if stat.S_IMODE(found.st_mode) & 0o077:
-                mode = f"{stat.S_IMODE(found.st_mode):04o}"
+            if status.st_uid != os.getuid():
+                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: of user {status.st_uid}; needs one of user {os.getuid()}")
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                mode = f"{stat.S_IMODE(status.st_mode):04o}"
                 raise ConfigError(f"{TOKEN_FILE_ENV} {path}: has mode {mode}, so others read it; chmod 600 {path}")
             return file.read(4096).strip()
     except OSError as error:

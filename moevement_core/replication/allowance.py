@@ -51,7 +51,9 @@ class Allowance:
     def forget_sources(self, but: Collection[Who]) -> None:
         """Nothing is kept of sources any more, but of these."""
         with self._lock:
-            self._taken = {who: its for who, its in self._taken.items() if isinstance(who, str) or who in but}
+            self._taken = {
+                purpose: taken for purpose, taken in self._taken.items() if isinstance(purpose, str) or purpose in but
+            }
 
     def _left_for(self, source: Who) -> float:
         return self.total_bytes - sum(taken for other, taken in self._taken.items() if other != source)

@@ -70,14 +70,15 @@ class CopiesConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        asked, its = self.protection.replicas, self.replicas
-        if self.protection.parity is not None and its is not None:
+        asked, replicas = self.protection.replicas, self.replicas
+        if self.protection.parity is not None and replicas is not None:
             raise ConfigError(
-                f"--moevement-replicas {its} with --moevement-protection {self.protection.parity}; give one of them"
+                f"--moevement-replicas {replicas} with --moevement-protection {self.protection.parity}; give one of "
+                "them"
             )
-        if asked is not None and its not in (None, asked):
+        if asked is not None and replicas not in (None, asked):
             raise ConfigError(
-                f"--moevement-replicas {its} with --moevement-protection copies:{asked}; give one of them"
+                f"--moevement-replicas {replicas} with --moevement-protection copies:{asked}; give one of them"
             )
         if asked is not None:
             object.__setattr__(self, "replicas", asked)

@@ -126,9 +126,9 @@ class Connections(Refusable):
 
     @override
     def shut_down(self) -> None:
-        for one in self._sockets:
+        for open_socket in self._sockets:
             with suppress(OSError):  # not connected any more
-                one.shutdown(socket.SHUT_RDWR)
+                open_socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Nothing comes and goes any more; what was sent still arrives."""
@@ -136,39 +136,39 @@ class Connections(Refusable):
             self.is_refused = True
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
-            for one in self._sockets:
-                one.close()
+            for open_socket in self._sockets:
+                open_socket.close()
             changed.notify_all()
 
     def to(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
         """Return a connection that bytes to ``peer`` take; for one thread at a time."""
-        if (made := self._to.get((channel, peer, tag, stream))) is not None:
-            return made
+        if (connection := self._to.get((channel, peer, tag, stream))) is not None:
+            return connection
         address = self.addresses[peer]
-        made = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
-        self._keep(made)
-        made.settimeout(CONNECT_S)
+        connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+        self._keep(connection)
+        connection.settimeout(CONNECT_S)
         if self._source is not None:
-            made.bind(self._source)
-        made.connect((address.host, address.port))
+            connection.bind(self._source)
+        connection.connect((address.host, address.port))
         self.refuse_if_aborted()  # shutting down what was not connected yet has no effect
-        made.settimeout(None)  # a rank that is stopped answers when it goes on
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(None)  # a rank that is stopped answers when it goes on
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # another system than Linux keeps more
-            made.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         if channel in self._background:
-            _lower_class(made)
+            _lower_class(connection)
         hello = _HELLO.pack(secrets.token_bytes(16), channel.encode(), self._rank, tag, stream)
-        made.sendall(hello)
+        connection.sendall(hello)
         answer = bytearray(_ANSWER.size)
-        _receive_all(made, memoryview(answer))
+        _receive_all(connection, memoryview(answer))
         nonce, mac = _ANSWER.unpack(answer)
         token = _token_of(address)
         if not token.verifies(mac, "called", hello, nonce):
             raise ConnectionError("somebody else answers there")
-        made.sendall(token.mac("caller", hello, nonce))
-        self._to[channel, peer, tag, stream] = made
-        return made
+        connection.sendall(token.mac("caller", hello, nonce))
+        self._to[channel, peer, tag, stream] = connection
+        return connection
 
     def come_from(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
         """Return a connection that bytes of ``peer`` take; waits until it has made it."""
@@ -178,12 +178,12 @@ class Connections(Refusable):
             self.refuse_if_aborted()
             return self._from[key]
 
-    def _keep(self, one: socket.socket) -> None:
+    def _keep(self, connection: socket.socket) -> None:
         with lock:
             if self.is_refused:
-                one.close()
+                connection.close()
             self.refuse_if_aborted()
-            self._sockets.add(one)
+            self._sockets.add(connection)
 
     def _accept(self) -> None:
         while True:
@@ -315,6 +315,6 @@ class _Channel(Transport):
 
 def _receive_all(connection: socket.socket, view: memoryview) -> None:
     while view.nbytes:
-        if not (came := connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)):
+        if not (received := connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)):
             raise ConnectionError("closed by the other side")
-        view = view[came:]
+        view = view[received:]

@@ -30,9 +30,9 @@ def bytes_moved(host: str) -> Callable[[], int] | None:
 
     def moved() -> int:
         # Those of the process's own network namespace, which sysfs may not be of.
-        its = psutil.net_io_counters(pernic=True).get(interface) if interface else None
+        counters = psutil.net_io_counters(pernic=True).get(interface) if interface else None
         by_ports = sum(int(path.read_text()) for path in ports) * _WORD
-        return by_ports + (its.bytes_sent + its.bytes_recv if its is not None else 0)
+        return by_ports + (counters.bytes_sent + counters.bytes_recv if counters is not None else 0)
 
     is_counted = bool(ports) or interface in psutil.net_io_counters(pernic=True)
     return moved if is_counted else None
@@ -40,11 +40,13 @@ def bytes_moved(host: str) -> Callable[[], int] | None:
 
 def _interface(host: str) -> str | None:
     try:
-        addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError:
         return None
-    its = psutil.net_if_addrs().items()
-    return next((name for name, found in its if any(one.address in addresses for one in found)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, addresses_ in interfaces if any(address.address in addresses for address in addresses_)), None
+    )
 
 
 def _reads(path: Path) -> bool:

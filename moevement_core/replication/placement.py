@@ -130,8 +130,8 @@ def _at_home_too(
     away = place(nodes, len(set(nodes)) - 1, kind, groups, before=before)
     had = before or [()] * len(nodes)
     kept = [
-        (*its, *(peer for peer in had[rank] if peer < len(nodes) and peer not in (*its, rank)))[:replicas]
-        for rank, its in enumerate(away)
+        (*peers_away, *(peer for peer in had[rank] if peer < len(nodes) and peer not in (*peers_away, rank)))[:replicas]
+        for rank, peers_away in enumerate(away)
     ]
     return _near_redundancy(range(len(nodes)), replicas, (), kept)
 

@@ -37,8 +37,8 @@ def protection_of(name: str, text: str | None) -> Protection:
     """
     if text is None:
         return Protection()
-    if found := _COPIES.fullmatch(text):
-        return Protection(replicas=int(found[1]))
-    if (found := _PARITY.fullmatch(text)) and int(found[1]) > 1 and int(found[2]) > 0:
-        return Protection(parity=Parity(int(found[1]), int(found[2])))
+    if match := _COPIES.fullmatch(text):
+        return Protection(replicas=int(match[1]))
+    if (match := _PARITY.fullmatch(text)) and int(match[1]) > 1 and int(match[2]) > 0:
+        return Protection(parity=Parity(int(match[1]), int(match[2])))
     raise ConfigError(f"{name} {text}; needs copies:R, or parity:G+M with G of 2 or more and M of 1 or more")

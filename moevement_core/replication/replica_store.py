@@ -56,11 +56,11 @@ class ReplicaStore(PeerStore):
     def snapshots(self) -> dict[int, Snapshot]:
         """Return the kept snapshots by iteration; every one was whole when it arrived."""
         with self._lock:
-            return {iteration: one.snapshot for iteration, one in self._replicas.items()}
+            return {iteration: replica.snapshot for iteration, replica in self._replicas.items()}
 
     @override
     def schedules(self) -> dict[int, str]:
-        return {iteration: one.header.schedule for iteration, one in self.snapshots().items()}
+        return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
         """A snapshot that is kept, whose buffer stays as it is until it is given back; nothing if there is none."""
@@ -85,11 +85,11 @@ class ReplicaStore(PeerStore):
     def give_back(self, last: int) -> None:
         """Let go of parts that no way back needs any more, all of which end with ``SS_last`` or later."""
         with self._lock:
-            held = {iteration: one.snapshot.contents for iteration, one in self._replicas.items()}
-            for iteration, gone in superseded(held, last).items():
+            held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
+            for iteration, unneeded in superseded(held, last).items():
                 replica = self._replicas[iteration]
                 if not replica.readers:  # else it is tried again
-                    replica.snapshot, ranges = replica.snapshot.without(gone)
+                    replica.snapshot, ranges = replica.snapshot.without(unneeded)
                     self._arena.release_parts(replica.snapshot.buffer, ranges)
 
     @override

@@ -87,13 +87,13 @@ _refusable: WeakSet[Refusable] = WeakSet()
 def refuse() -> None:
     """End what waits in any transport that is there now, and let nothing begin there any more."""
     with lock:
-        for one in _refusable:
-            one.is_refused = True
-            one.shut_down()
+        for operation in _refusable:
+            operation.is_refused = True
+            operation.shut_down()
         changed.notify_all()
 
 
 def drained(timeout_s: float) -> bool:
     """Wait until everything that was under way is over, with an error or without; whether that came in time."""
     with lock:
-        return changed.wait_for(lambda: not any(one._under_way for one in _refusable), timeout_s)
+        return changed.wait_for(lambda: not any(operation._under_way for operation in _refusable), timeout_s)

@@ -1,4 +1,4 @@
-"""Restart of training in one process: it is interrupted with all others, and continues with the survivors.
+"""Restart in place: a process is interrupted together with all other ranks, and goes on in the next generation.
 
-Knows torch.distributed and nvidia-resiliency-ext, and nothing of what is trained.
+The package knows torch.distributed and nvidia-resiliency-ext, but nothing of the trainer.
 """

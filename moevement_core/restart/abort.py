@@ -1,4 +1,4 @@
-"""Make everything that waits for another process give up waiting."""
+"""Abort of all communication of this process, so that every wait for another rank ends with an error."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.tcp import Endpoint, Ends
 
 DRAIN_S = 5.0
-"""Seconds that sends and receives of background threads have to notice that their connections are gone."""
+"""Seconds that sends and receives of background threads have to notice that their connections are shut down."""
 
 
 class AbortAll(Abort):
-    """Ends every communication of this process with other ranks; runs on the wrapper's monitoring thread.
+    """Abort of every communication of this process with other ranks; it runs on the guard's monitoring thread.
 
-    Destroying a gloo group frees nobody who waits in it (torch 2.13 has no abort for gloo), and neither does the death
-    of a rank that is only stopped. With its sockets shut down, every wait of gloo ends with an error at once.
+    The destruction of a gloo group does not end the waits in it (torch 2.13 has no abort for gloo). A rank that is only
+    stopped does not break its connections. Once its sockets are shut down, every wait of gloo ends at once with an
+    error.
 
     Args:
-        store: where the job's store listens; connections to it stay.
-        groups: those of them that process groups are made through, which do not.
-        before: called first; whatever must know that errors to come are nobody's fault.
-        leaving: is given each phase when it begins; the last one is the main thread's.
-        listeners: sockets that listened before any process group was made, by inode; they go on.
+        store: endpoints of the job's store; most connections to it stay.
+        groups: connections to the store through which process groups are made; they are shut down.
+        before: called first, to note that errors from now on come from the abort.
+        leaving: account that records the beginning of each phase.
+        listeners: inodes of the sockets that listened before any process group was made; they stay.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class AbortAll(Abort):
         self._store, self._of_groups, self._before, self._leaving = store, groups, before, leaving
         self._groups = AbortTorchDistributed()
 
-    def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
-        """Abort all communication of this process."""
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Shut down connections, wait for background threads, and abort the process groups; return ``state``."""
         leaving = self._leaving
         self._before()
         leaving.begin(LeavingPhase.SHUT_DOWN)
         transport.refuse()
-        shut_down_listeners(self._listeners)  # a rank that makes a communicator of NCCL may wait to be called
+        shut_down_listeners(self._listeners)  # A rank that makes an NCCL communicator may wait in accept.
         shut_down(self._is_meant)
         leaving.begin(LeavingPhase.DRAIN)
         transport.drained(DRAIN_S)
@@ -64,10 +65,11 @@ class AbortAll(Abort):
 
 
 def _destroy_user_buffers() -> None:
-    """Destroy the buffers through which Transformer Engine overlaps products with communication; not run on a GPU.
+    """Destroy the buffers through which Transformer Engine overlaps matrix products with communication.
 
-    The package's ``AbortTransformerEngine`` also resets the registry of FP8 scales. Modules that outlive the abort
-    would never register in it again, and their scales would stay as they are for the rest of the job.
+    The ``AbortTransformerEngine`` of nvidia-resiliency-ext also resets the registry of FP8 scales. Modules that outlive
+    the abort would never register again, and their scales would stay constant for the rest of the job. This function
+    was not run on a GPU.
     """
     if (engine := sys.modules.get("transformer_engine.pytorch")) is not None:
         engine.module.base.destroy_ub()

@@ -1,4 +1,4 @@
-"""Communicators of process groups, made at once instead of at the first use."""
+"""Creation of all communicators of this rank at the start of a generation, rather than at their first use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from moevement_core.restart.generation import connecting, generation
 
 
 def make_communicators(pipelines: Iterable[Any] = ()) -> int:
-    """Use each process group of this rank once; every rank of the job calls it when its groups are made.
+    """Use each process group of this rank once; every rank of the job calls this when its groups are made.
 
-    NCCL makes a communicator when its group is first used, in a call in which a rank waits for all others. In the
-    middle of a replay a further failure would find state half replaced; here nothing has been touched. Groups are used
-    in the order in which they were made, which is the same on all ranks. Over gloo connections are there already.
+    NCCL makes a communicator at the first use of a group, in a call that waits for all ranks of the group. If a further
+    failure interrupted such a call in the middle of a replay, state would be half replaced. Here no state has been
+    touched. Ranks use groups in the order in which they made them, which is the same on all ranks. Gloo connects
+    groups when they are made.
 
     Args:
-        pipelines: groups whose neighbours, first and last included, also send to each other. NCCL has a communicator
-            for each such pair.
+        pipelines: groups whose neighbours also send to each other, including the first and the last rank. NCCL has a
+            communicator for each such pair.
 
     Returns:
-        How many groups and pairs were used.
+        The number of groups and pairs that were used.
     """
     if (now := generation()) is not None and now.roster.generation > 0:
         injection.at(Phase.COMMUNICATORS)
@@ -45,7 +46,7 @@ def make_communicators(pipelines: Iterable[Any] = ()) -> int:
 
 
 def neighbours(ranks: int) -> list[tuple[int, int]]:
-    """Return all pairs of neighbours in a ring, in an order in which ranks never wait for each other in a circle.
+    """Return all pairs of neighbours in a ring, in an order in which the ranks cannot deadlock.
 
     ``neighbours(4)`` is ``[(0, 1), (2, 3), (1, 2), (0, 3)]``.
     """
@@ -54,10 +55,10 @@ def neighbours(ranks: int) -> list[tuple[int, int]]:
 
 
 def _connect_neighbours(group: Any) -> int:
-    ranks, here, used = dist.get_process_group_ranks(group), dist.get_rank(group), 0
+    ranks, rank, used = dist.get_process_group_ranks(group), dist.get_rank(group), 0
     for pair in neighbours(len(ranks)):
-        if here in pair:
-            _pass_token(group, [ranks[place] for place in pair], is_first=here == pair[0])
+        if rank in pair:
+            _pass_token(group, [ranks[place] for place in pair], is_first=rank == pair[0])
             used += 1
     return used
 

@@ -1,4 +1,4 @@
-"""An end to the TCP connections of this process that leaves no message half received."""
+"""Shutdown of this process's TCP connections that leaves no message half received."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from pathlib import Path
 from moevement_core.tcp import Ends, connections, duplicate, is_tcp, moved
 
 LOOK_S = 0.005
-"""Seconds between two checks of what has moved."""
+"""Seconds between two looks at the bytes that have moved on connections."""
 _WATCHED_INODE = re.compile(r"^tfd:.*\bino:\s*([0-9a-f]+)", re.MULTILINE)
-"""Line of a watched descriptor in what ``/proc`` shows of an epoll (Linux 5.1)."""
+"""Pattern of the line for each descriptor that an epoll watches, in ``/proc/PID/fdinfo`` (Linux 5.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Limits of waiting for messages under way, in seconds."""
+    """Limits in seconds on the wait for data that is under way."""
 
     idle_s: float = 0.02
-    """Seconds without movement after which a connection counts as idle."""
+    """Seconds without any movement after which a connection counts as idle."""
     moved_s: float = 0.06
-    """The same for one on which something has: who sends the rest of a message may not be scheduled just then."""
+    """Seconds without movement for a connection on which data has moved: its sender may not be scheduled just then."""
     limit_s: float = 0.5
-    """Most seconds for all connections together: a rank that failed while it sent sends no more."""
+    """Seconds for all connections together, because a failed rank does not send the rest of its message."""
 
 
 def listening() -> set[int]:
-    """Return the sockets of this process that listen for TCP connections, by their inodes."""
+    """Return the inodes of this process's sockets that listen for TCP connections."""
     return {inode for inode, _ in _listeners()}
 
 
 def shut_down_listeners(kept: Collection[int]) -> None:
-    """End every wait for a caller: who waits in ``accept`` gets an error, and nobody can connect any more.
+    """Shut down listening sockets, so that threads that wait in ``accept`` get an error.
 
-    A socket that an epoll watches stays as it is: nobody waits in ``accept`` on it, and the thread of gloo that owns
-    the epoll would be told of the end again and again.
+    A socket that an epoll watches is left alone. No thread waits in ``accept`` on it, and the epoll would report the
+    shutdown to its gloo thread in an endless loop.
 
     Args:
-        kept: inodes of sockets that stay as they are; see :func:`listening`.
+        kept: inodes of sockets to leave alone; see :func:`listening`.
     """
     watched = _watched()
     for inode, listener in _listeners():
@@ -56,48 +56,51 @@ def shut_down_listeners(kept: Collection[int]) -> None:
 
 
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
-    """Every listening TCP socket, as a duplicate that is closed when the next is asked for."""
+    """Yield inode and duplicate of every listening TCP socket; a duplicate is closed at the next iteration."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if (one := duplicate(descriptor)) is None:
+        if (listener := duplicate(descriptor)) is None:
             continue
-        with one:
-            if is_tcp(one) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield os.fstat(one.fileno()).st_ino, one
+        with listener:
+            if is_tcp(listener) and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield os.fstat(listener.fileno()).st_ino, listener
 
 
 def _watched() -> set[int]:
-    """Return the inodes of all that the epolls of this process watch."""
-    found = set[int]()
+    """Return the inodes of all files that the epolls of this process watch."""
+    inodes = set[int]()
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
                 text = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
-                found |= {int(inode, 16) for inode in _WATCHED_INODE.findall(text)}
-    return found
+                inodes |= {int(inode, 16) for inode in _WATCHED_INODE.findall(text)}
+    return inodes
 
 
 def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:
-    """Shut down connections, each as soon as what is under way on it has arrived; those made meanwhile, too.
+    """Shut down connections, each once the data under way on it has arrived.
 
-    Descriptors stay open: whoever uses them finds the connection broken and closes them. A receive of gloo of which a
-    part has come never ends when its connection does (torch 2.13, ``scripts/half_received_gloo.py``): where both sides
-    live, the rest comes first. Who waits for a message of which nothing has come is freed after ``patience.idle_s``.
+    The function includes connections that are made during the call. Descriptors stay open, and their owners find the
+    connections broken and close them.
+
+    A gloo receive that has got a part of its message never returns after its connection ends (torch 2.13,
+    ``scripts/half_received_gloo.py``). So if both sides live, the rest of the message arrives first. A receive that has
+    got nothing ends after ``patience.idle_s``.
 
     Args:
-        is_meant: whether a connection is to be shut down.
-        patience: with what is under way.
+        is_meant: returns True for the ends of a connection that is to be shut down.
+        patience: limits on the wait for data under way.
     """
     seen: dict[Ends, _Seen] = {}
     ends_s = time.monotonic() + patience.limit_s
     while True:
         now_s, before, seen = time.monotonic(), seen, {}
-        for one in connections():
-            ends, connection = one.ends, one.duplicate
+        for current in connections():
+            ends, connection = current.ends, current.duplicate
             if not is_meant(ends):
                 continue
             now = _look(connection, before.get(ends), now_s)
             if now is None or now.is_quiet(now_s, patience) or now_s >= ends_s:
-                with suppress(OSError):  # it is broken already
+                with suppress(OSError):  # The connection is broken already.
                     connection.shutdown(socket.SHUT_RDWR)
             else:
                 seen[ends] = now
@@ -108,20 +111,21 @@ def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience())
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """State of a connection at its last check."""
+    """State of a connection at the last look."""
 
     moved: tuple[int, int]
-    """Bytes that have arrived at the other side, and here."""
+    """Numbers of bytes so far: acknowledged by the other side, and received here."""
     since_s: float
-    """Time at which something had moved last, or was on its way."""
+    """Monotonic time in seconds at which data last moved or was pending."""
     has_moved: bool
+    """True if data has moved or was pending since the first look."""
 
     def is_quiet(self, now_s: float, patience: Patience) -> bool:
         return now_s - self.since_s >= (patience.moved_s if self.has_moved else patience.idle_s)
 
 
 def _look(connection: socket.socket, before: _Seen | None, now_s: float) -> _Seen | None:
-    """Nothing where no more can arrive."""
+    """Return the new state of a connection; None if no more data can arrive on it."""
     if (counts := moved(connection)) is None:
         return None
     if before is None:
@@ -132,7 +136,7 @@ def _look(connection: socket.socket, before: _Seen | None, now_s: float) -> _See
 
 
 def _is_pending(connection: socket.socket) -> bool:
-    """Return whether bytes have arrived that were not read, or were sent and have not arrived."""
+    """Return True if received data is unread, or sent data is not acknowledged."""
     return any(
         struct.unpack("=i", fcntl.ioctl(connection, request, bytes(4)))[0]
         for request in (termios.FIONREAD, termios.TIOCOUTQ)

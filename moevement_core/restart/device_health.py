@@ -1,9 +1,12 @@
-"""Health of this process's device: whether the process can continue with it, and whether another process could.
+"""Health check of this process's device: can the process go on with it, and could another process use it?
 
-A fault of a device, or of a kernel, ends the CUDA context of its process for good: whatever the process asks of the
-device fails from then on, or never returns. Such a process gives its rank back. Most faults end with the process. NVML
-reports those that do not (a reset is due, memory was lost), and a device that fails a process which has only just come
-to it is broken, too: then nobody gets it. Tested with a stubbed NVML, and not run on a GPU.
+A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call on the device
+fails or never returns. Such a process gives its rank back.
+
+Most faults end with the process. NVML reports those that do not: a reset is due, or memory was lost. A device that
+fails in the first check of a process is broken as well. No process gets a broken device.
+
+The check was tested with a stubbed NVML, and not run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ import torch
 from moevement_core.persistence.bounded import within
 
 LIMIT_S = 20.0
-"""Seconds that a device has to answer; the first time it also makes a context for the process."""
+"""Seconds that a device has to answer; its first answer includes the creation of a CUDA context."""
 NVML_LIMIT_S = 5.0
-"""Seconds that NVML has to answer. Both together are less than the coordinator's limit
-(:data:`~moevement_core.rendezvous.devices.CHECK_S`).
+"""Seconds that NVML has to answer.
+
+Both limits together are less than the coordinator waits for (:data:`~moevement_core.rendezvous.devices.CHECK_S`).
 """
 HARDWARE_ERRORS = {214: "uncorrectable ECC error", 220: "uncorrectable NVLink error"}
-"""Codes of the CUDA runtime (driver_types.h) that say that a device is broken."""
+"""Error codes of the CUDA runtime (driver_types.h) that mean a broken device."""
 
-_ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # older versions have no class for it
+_ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # Older versions of torch have no such class.
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,9 @@ class DeviceFault:
     """Reason why a process cannot go on with its device."""
 
     reason: str
-    """Reason in words."""
+    """Description of the fault, for log lines."""
     is_broken: bool
-    """True if no other process can use the device, either."""
+    """True if no other process can use the device either."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +49,31 @@ class Errors:
     """Errors of a device's memory since its driver was loaded, as NVML counts them."""
 
     uncorrected: int = 0
+    """Number of uncorrected ECC errors."""
     is_remap_pending: bool = False
-    """True if rows of its memory are to be replaced when the device is reset."""
+    """True if the next reset of the device will replace rows of its memory."""
 
 
 class DeviceHealth:
-    """Health of the device of this process, since the process got it.
+    """Health of this process's device, since the process got it.
 
     Args:
-        number: of the device, as this process counts devices.
-        identity: of the device, by which NVML knows it.
-        probe: has the device do something and waits for it; raises if it cannot. None: :func:`use_device`.
+        number: local number of the device.
+        identity: identity of the device (its UUID), by which NVML knows it.
+        probe: uses the device, waits for it, and raises if that fails; None: :func:`use_device`.
     """
 
     def __init__(self, number: int, identity: str, probe: Callable[[int], Any] | None = None) -> None:
         self.number, self.identity = number, identity
         self._probe = probe or use_device
         self._errors: Errors | None = None
-        """Errors that were counted when the process got the device; None if it was not checked yet."""
+        """Errors at the first check of the device; None before it."""
 
     def check(self) -> DeviceFault | None:
-        """Use the device, and ask NVML; return what is wrong. Returns in time also where the device does not answer.
+        """Use the device, and ask NVML; return the fault, or None if there is none.
 
-        Raises nothing. A process whose first check fails has done nothing wrong: the device is broken.
+        The method returns in time even if the device does not answer, and raises nothing. If the first check of a
+        process fails, the device counts as broken, because the process has not used it yet.
         """
         is_first = self._errors is None
         reason = None
@@ -83,23 +89,23 @@ class DeviceHealth:
         return DeviceFault(reason, is_broken=is_first) if reason else None
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the fault of the device that an exception came from; None if it came from none."""
+        """Return the fault of the device that caused an exception; None if no device did."""
         if (fault := fault_of(error)) is None or (broken := self._what_nvml_reports()) is None:
             return fault
         return DeviceFault(f"{fault.reason}; {broken}", is_broken=True)
 
     def _what_nvml_reports(self) -> str | None:
-        """Return why nobody can use the device; None if NVML reports nothing, or is not there."""
+        """Return the reason why no process can use the device; None if NVML reports none, or is not installed."""
         try:
-            found = within(NVML_LIMIT_S, lambda: _read_nvml(self.identity))
+            reported = within(NVML_LIMIT_S, lambda: _read_nvml(self.identity))
         except OSError:
             return "NVML did not answer"
-        except Exception:  # a library, driver or device without these figures
-            found = None
-        if found is None:
+        except Exception:  # The library, driver or device does not have these counters.
+            reported = None
+        if reported is None:
             self._errors = self._errors or Errors()
             return None
-        action, errors = found
+        action, errors = reported
         before = self._errors = self._errors or errors
         if action is not None:
             return action
@@ -109,7 +115,7 @@ class DeviceHealth:
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """Return the fault of a device that an exception, or what led to it, came from; None if it came from none."""
+    """Return the fault of a device that caused an exception, directly or through its chain; None if no device did."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, _ACCELERATOR_ERROR):
         seen = seen.__cause__ or seen.__context__
@@ -120,17 +126,20 @@ def fault_of(error: BaseException) -> DeviceFault | None:
 
 
 def use_device(number: int) -> None:
-    """Have a device add two numbers, and wait for that and for all that was asked of it before.
+    """Have a device add two numbers, and wait for that and for all earlier work on the device.
+
+    Args:
+        number: local number of the device.
 
     Raises:
-        torch.AcceleratorError: the device, or the context of this process, can do nothing any more.
+        torch.AcceleratorError: the device or the CUDA context of this process has failed.
     """
     torch.ones(2, device=f"cuda:{number}").sum().item()
     torch.cuda.synchronize(number)
 
 
 def _read_nvml(identity: str) -> tuple[str | None, Errors] | None:
-    """Return what NVML asks for before the device can be used, and its errors; None without NVML for Python."""
+    """Return the action that NVML asks for, if any, and the errors of a device; None without NVML for Python."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
@@ -144,15 +153,15 @@ def _read_nvml(identity: str) -> tuple[str | None, Errors] | None:
 
 
 def _needed(nvml: ModuleType, device: Any) -> str | None:
-    """Return what has to be done before the device can be used (drivers from 570 on report that)."""
+    """Return the action that a device needs before it can be used (reported by drivers from 570 on); None for none."""
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is not None:
-        found = nvml.nvmlDeviceGetFieldValues(device, [field])[0]
-        if found.nvmlReturn == nvml.NVML_SUCCESS and found.value.uiVal != nvml.NVML_GPU_RECOVERY_ACTION_NONE:
-            return f"NVML asks for a reset, or more (recovery action {found.value.uiVal})"
+        action = nvml.nvmlDeviceGetFieldValues(device, [field])[0]
+        if action.nvmlReturn == nvml.NVML_SUCCESS and action.value.uiVal != nvml.NVML_GPU_RECOVERY_ACTION_NONE:
+            return f"NVML asks for a reset, or more (recovery action {action.value.uiVal})"
     try:
         has_failed = nvml.nvmlDeviceGetRemappedRows(device)[3]
-    except nvml.NVMLError:  # older devices have no rows to spare
+    except nvml.NVMLError:  # Older devices have no spare rows.
         return None
     return "rows of its memory could not be replaced" if has_failed else None
 
@@ -163,7 +172,7 @@ def _errors(nvml: ModuleType, device: Any) -> Errors:
             device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         )
         return Errors(int(uncorrected), bool(nvml.nvmlDeviceGetRemappedRows(device)[2]))
-    except nvml.NVMLError:  # memory without ECC
+    except nvml.NVMLError:  # The device's memory has no ECC.
         return Errors()
 
 

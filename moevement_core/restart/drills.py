@@ -1,4 +1,4 @@
-"""The flags of drills: failures that are made to happen."""
+"""Flags of drills, which inject failures into a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.injection import Fault, Flip, FlipKind, Phase
 
 @dataclass(frozen=True)
 class DrillConfig:
-    """Failures that are made to happen."""
+    """Failures to inject into a job."""
 
     wipe_at: frozenset[int] = flag(
         "--moevement-wipe-at", type=int, nargs="+", default=(), metavar="N", check=each(at_least(1), frozenset),

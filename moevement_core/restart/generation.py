@@ -1,6 +1,6 @@
-"""The generation that this process is in: the job between two failures, with one set of ranks.
+"""Generation that this process is in: the job between two failures, with one set of ranks.
 
-There is one in a process, so it is kept here; it is asked for from any thread.
+A process is in one generation at a time, so this module holds it. Any thread may ask for it.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
 
 NOTICED_S = 2.0
-"""Most seconds that the death of a process takes to be noticed; its broken connections are seen at once."""
+"""Seconds until the death of a process is noticed at most; other ranks see its broken connections at once."""
 
 
 class Regroup(Exception):
-    """Request that all ranks leave their generation at the same place and meet again: nothing has failed."""
+    """Exception that all ranks raise at the same place to leave their generation and meet again without a failure."""
 
 
 class GenerationInterrupted(Exception):
-    """The generation was interrupted, and this rank has learned of it before its monitoring thread has."""
+    """Exception of a rank that learns of an interruption from the job's store before its monitoring thread does."""
 
 
 @dataclass
 class Generation:
-    """State of this process in its generation."""
+    """State of the generation that this process is in."""
 
     roster: Roster
     rank: int
     aborting: bool = False
-    """Whatever fails now fails because everything is being aborted."""
+    """True if an abort has begun, so that errors of communication from now on come from it."""
     interrupted_at: float = 0.0
-    """Time at which this process was interrupted in the previous generation, in seconds since the epoch; 0 if it was
-    not in it.
-    """
+    """Time at which the generation before was interrupted, in seconds since the epoch; 0 in a new process."""
     aborted_at: float = 0.0
-    """Time at which this generation was aborted, in seconds since the epoch."""
+    """Time at which this process was interrupted in this generation, in seconds since the epoch; 0 before that."""
     left_in: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase in which this process left the generation before; empty if it was not in it."""
     free_before: int | None = None
-    """Bytes of device memory that were free when it had; None if it was not in it, or has used no device."""
+    """Bytes of device memory that were free after this process had left the generation before.
+
+    None if it was not in that generation, or has used no device.
+    """
     leaving: Leaving = field(default_factory=Leaving)
-    """Phases in which this process leaves the generation."""
+    """Account of the phases in which this process leaves this generation."""
     free_bytes: int | None = None
-    """Bytes of device memory that were free when it had left this one."""
+    """Bytes of device memory that were free after this process had left this generation."""
     guard: Guard | None = None
     """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
-    """Reads from the job's store whether any rank was interrupted in this generation; for the main thread."""
+    """Function for the main thread that asks the job's store if any rank was interrupted in this generation."""
 
     def abort(self) -> None:
-        """Everything is being aborted from now on."""
+        """Note that the abort of this generation begins now."""
         self.aborting = True
         self.aborted_at = time.time()
 
@@ -65,12 +66,12 @@ _generation: Generation | None = None
 
 
 def generation() -> Generation | None:
-    """The one of this process; nothing in a job that ends with its first failure."""
+    """Return the generation of this process; None in a job without spares, which ends with its first failure."""
     return _generation
 
 
 def enter_generation(roster: Roster, rank: int) -> Generation:
-    """Begin a generation in this process."""
+    """Begin a generation in this process, and keep what is known of its exit from the generation before."""
     global _generation
     before = _generation
     _generation = Generation(roster, rank)
@@ -81,33 +82,35 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 
 
 def is_aborting() -> bool:
-    """Return whether errors of communication are caused by an abort, and not worth a report."""
+    """Return True if errors of communication now come from an abort, and so are not reported."""
     return _generation is not None and _generation.aborting
 
 
 def refuse_if_interrupted() -> None:
-    """Raise if any rank was interrupted in this generation: what collectives have given since then may be garbage.
+    """Raise if any rank was interrupted in this generation, because results of collectives may then be garbage.
 
-    Called after the last collective whose result is about to count, and before it counts. A rank aborts its
-    communication only when the interruption stands in the job's store. Other ranks may then complete an aborted
-    collective of NCCL without an error, with a wrong finite number; but whoever reads the store after that finds the
-    interruption there, however late its own monitoring thread is. Over gloo an aborted collective is an error.
+    The caller calls this between the last collective whose result it uses and the use. On NCCL, a collective that
+    another rank has aborted may complete without an error, with a wrong finite number. A rank aborts its communication
+    only after the interruption is in the job's store. So a rank that reads the store after the collective finds it
+    there, however late its own monitoring thread is. On gloo, an aborted collective raises an error.
 
-    Costs one question to the job's store; see docs/recovery_internals.md.
+    A call costs one request to the job's store; see docs/recovery_internals.md.
 
     Raises:
-        GenerationInterrupted: one was.
+        GenerationInterrupted: a rank was interrupted.
     """
     if _generation is not None and _generation.is_interrupted():
         raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
 
 
 def is_fault_of_others(its: Generation | None = None, since_s: float | None = None) -> bool:
-    """Return whether an error of communication came from a failure elsewhere; wait a moment for that to be noticed.
+    """Return True if an error of communication came from a failure of another rank.
+
+    The function waits up to :data:`NOTICED_S` seconds from the error for that failure to be noticed.
 
     Args:
-        its: the generation in which the error came; None: that of now.
-        since_s: when, by the monotonic clock; None: now.
+        its: generation in which the error was raised; None: the current one.
+        since_s: monotonic time of the error in seconds; None: now.
     """
     deadline = (time.monotonic() if since_s is None else since_s) + NOTICED_S
     its = _generation if its is None else its
@@ -117,30 +120,36 @@ def is_fault_of_others(its: Generation | None = None, since_s: float | None = No
 
 
 def atomic() -> AbstractContextManager[Any]:
-    """A section that no restart interrupts, and that must not wait for any other process; entered while held."""
+    """Return a context for a section that no interruption enters, once this process holds its lease.
+
+    The section must not wait for any other process.
+    """
     wait_until_held()
     return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
 
 
 def has_committed() -> None:
-    """Note that this rank has committed an iteration: from now on its main thread is expected to make progress."""
+    """Note that this rank has committed an iteration, after which the guard's limit on hangs is the shorter one."""
     if _generation is not None and _generation.guard is not None:
         _generation.guard.expect_progress()
 
 
 def waiting_for_others() -> AbstractContextManager[Any]:
-    """This rank waits for others that are at work; who hangs there is noticed there."""
+    """Return a context in which this rank waits for working ranks, and has ten times the limit on hangs.
+
+    If one of those ranks hangs, its own guard notices it first.
+    """
     if _generation is None or _generation.guard is None:
         return nullcontext()
     return _generation.guard.waiting_for_others()
 
 
 def connecting() -> AbstractContextManager[Any]:
-    """Ranks make communicators with each other; a call that takes long hangs, however new the generation is."""
+    """Return a context in which ranks make communicators, with the usual limit on hangs even in a new generation."""
     now = _generation
     return now.guard.connecting() if now is not None and now.guard is not None else nullcontext()
 
 
 def working() -> AbstractContextManager[Any]:
-    """Mark, within :func:`waiting_for_others`, that this rank is one of those that work."""
+    """Return a context in :func:`waiting_for_others` for a rank that works itself, with the usual limit on hangs."""
     return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

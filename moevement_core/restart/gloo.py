@@ -1,12 +1,12 @@
-"""Groups of gloo, made where an interruption can reach the rank that makes them.
+"""Creation of gloo groups on a separate thread, so that an interruption can reach the rank that makes them.
 
-Gloo (torch 2.13) connects all members of a group when it is made, and waits 30 seconds for each; no timeout that a
-caller gives changes that. A rank that dies after it has published its address, and before it is called, leaves the
-others in this wait. There is no connection yet that could be shut down, and after three leases (30 seconds, too) the
-job would go on without ranks that have lost nothing.
+Gloo (torch 2.13) connects all members of a group when it makes the group, and waits 30 seconds for each member. No
+timeout of a caller changes that. If a rank dies after it has published its address and before another rank calls it,
+the other ranks stay in this wait. There is no connection yet that could be shut down. After three lease times, 30
+seconds by default, the job would go on without survivors that have lost nothing.
 
-A rank that waits here runs Python code, so it is not taken to hang however long that takes: it waits for others, and
-who hangs there is noticed there. What hangs in gloo itself ends with the timeout that torch is given.
+A rank that waits here runs Python code, so its guard does not count it as hung. If another rank hangs, the guard of
+that rank notices it. A hang in gloo itself ends with the timeout that torch is given.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, cast, override
 import torch.distributed as dist
 
 LOOK_S = 0.05
-"""Seconds between two moments at which a waiting thread runs Python code, in which an interruption is raised."""
+"""Seconds between two moments at which the waiting thread runs Python code and can be interrupted."""
 
 
 def make_gloo_interruptible() -> None:
-    """Have torch make groups of gloo by :func:`interruptibly` from now on, for the life of this process."""
+    """Have torch make gloo groups through :func:`interruptibly`, for the rest of this process's life."""
     torch_groups = dist.distributed_c10d
     if not dist.is_gloo_available() or isinstance(torch_groups.ProcessGroupGloo, _Interruptible):
         return
@@ -32,11 +32,11 @@ def make_gloo_interruptible() -> None:
 
 
 def interruptibly[T](make: Callable[[], T]) -> T:
-    """Return what ``make`` returns, or raise what it raises; an exception from outside ends the wait for it.
+    """Call ``make`` on a separate thread, and return or raise its result; an interruption ends the wait.
 
-    ``make`` runs on a thread of its own, which then is left to end by itself. It must hold no lock meanwhile, the
-    interpreter's included. The thread is started without :class:`threading.Thread`, in whose locks an exception from
-    outside would leave everybody who starts another one.
+    After an interruption, the thread is left to end by itself. ``make`` must hold no lock while it waits, including the
+    lock of the interpreter. The thread is not a :class:`threading.Thread`: an interruption in its start could leave a
+    lock held that every later start of a thread needs.
     """
     results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
@@ -49,15 +49,15 @@ def interruptibly[T](make: Callable[[], T]) -> T:
     _thread.start_new_thread(work, ())
     while True:
         with suppress(Empty):
-            made, error = results.get(timeout=LOOK_S)
+            result, error = results.get(timeout=LOOK_S)
             break
     if error is not None:
         raise error
-    return cast(T, made)
+    return cast(T, result)
 
 
 class _Interruptible(type):
-    """Stands for torch's class: is called as it is, and has its attributes and instances."""
+    """Metaclass of a stand-in for torch's class, with the same call, attributes and instances."""
 
     @override
     def __call__(cls, *args: Any, **options: Any) -> Any:

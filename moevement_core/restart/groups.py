@@ -1,4 +1,4 @@
-"""Process groups between two generations."""
+"""Removal of process groups between two generations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 
 def forget_groups() -> None:
-    """Destroy what process groups the abort has left, and count the next ones from the beginning.
+    """Destroy the process groups that the abort has left, and reset torch's counter of groups.
 
-    Torch names groups by a number and destroys nothing while there is no default group. A rank that was interrupted
-    while it made that one would look for its peers under other names than a process that has just started.
+    Torch names groups by a counter, and destroys nothing while there is no default group. A rank may be interrupted
+    while it makes the default group. Without the reset, it would then look for its peers under other names than a
+    process that has just started.
     """
     c10d = dist.distributed_c10d
     if not dist.is_initialized() and c10d._world.pg_map:
@@ -19,5 +20,5 @@ def forget_groups() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
-    c10d._world.pg_coalesce_state.clear()  # of a block that was interrupted, which a new group would inherit
+    c10d._world.pg_coalesce_state.clear()  # A new group would inherit the state of an interrupted block.
     c10d._world.group_count = 0

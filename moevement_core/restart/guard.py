@@ -1,9 +1,12 @@
-"""Guard of one generation's training on this rank: interrupts it when any rank fails, and when this one hangs.
+"""Guard of one generation's training on this rank: interrupts it when any rank fails or when this rank hangs.
 
-What notices, aborts and interrupts is nvidia-resiliency-ext's: its monitoring thread, its watchdog of the main thread.
-Its ``Wrapper`` around them is not used. It has ranks meet in barriers of the generation that has just failed, which a
-rank that is lost never enters, and one whose monitor cannot be reached ends though its memory is whole. Here whatever
-happens but a result means that the generation is left, and who takes part in the next one the coordinator decides.
+The monitoring thread and the watchdog of the main thread are those of nvidia-resiliency-ext. They notice failures,
+abort communication and interrupt the main thread.
+
+The library's ``Wrapper`` around them is not used, for two reasons. Its ranks meet in barriers of the generation that
+has just failed, which a failed rank never enters. And it ends a rank whose monitor cannot be reached, although the
+memory of that rank is intact. With the guard, any outcome but a result makes the rank leave the generation. The
+coordinator then decides which processes take part in the next one.
 """
 
 from __future__ import annotations
@@ -26,29 +29,29 @@ from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog, 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
 LOOK_S = 0.25
-"""Seconds between two checks of the main thread's progress."""
+"""Seconds between two checks that the main thread makes progress."""
 PATIENCE = 10
-"""Factor by which a rank that waits for working ranks may seem to hang for longer."""
+"""Factor on the limit on hangs for a rank that waits for working ranks."""
 
 
 class Outcome(Enum):
-    """Outcomes of a guarded generation that did not come to its result."""
+    """Outcome of a guarded generation that has no result."""
 
     INTERRUPTED = "interrupted"
 
 
 class Guard:
-    """Guard for one generation of one rank; the main thread makes it and calls :meth:`run` once.
+    """Guard of one generation of one rank. The main thread makes it and calls :meth:`run` once.
 
     Args:
-        rank: this one.
-        world: ranks of the job.
-        store: of this generation; an ``nvidia_resiliency_ext`` ``StoreMixin``.
+        rank: this rank.
+        world: number of ranks of the job.
+        store: store of this generation, a ``StoreMixin`` of ``nvidia_resiliency_ext``.
         abort: ends every communication of this process; called on the monitoring thread.
-        hang_s: for how long the main thread may run no Python code before it is taken to hang.
-        interval_s: how often the monitoring thread looks.
-        set_up_s: the same as ``hang_s`` before :meth:`expect_progress`; None: no other one. Devices and their libraries
-            are set up in single long calls.
+        hang_s: seconds without Python code in the main thread after which the rank counts as hung.
+        interval_s: seconds between two looks of the monitoring thread.
+        set_up_s: limit in place of ``hang_s`` until :meth:`expect_progress`, in seconds, because single long calls set
+            up devices and their libraries; None: ``hang_s``.
     """
 
     def __init__(
@@ -63,18 +66,22 @@ class Guard:
     ) -> None:
         self._rank, self._store, self._hang_s = rank, store, hang_s
         self._usual_s = hang_s if set_up_s is None else set_up_s
-        """The limit where no context sets another one."""
+        """Limit on hangs outside of any context, in seconds."""
         self._limited_s: float | None = None
-        """The limit of the innermost context."""
+        """Limit on hangs of the innermost context, in seconds; None outside of any."""
         self._main_thread = threading.get_ident()
         self.hang: str | None = None
-        """Place and length of this rank's hang, in words; None while it did not hang."""
+        """Description of this rank's hang: the limit and the place in the code; None if it has not hung."""
         self._seen = Timestamp(auto=time.monotonic())
+        """Monotonic time at which the main thread was last known to run Python code."""
         self._has_ended = False
-        """True once the generation has ended. No event: an exception from outside could leave the lock of one behind
+        """True if the guarded call has ended.
+
+        This is not a ``threading.Event``, because an interruption could leave its lock held
         (:mod:`moevement_core.gate`).
         """
         self._atomic = threading.RLock()
+        """Lock that the main thread holds in sections without interruptions."""
         self._watchdog = ProgressWatchdog(rank, self, timedelta(seconds=min(1.0, hang_s / 4)))
         state = State(rank, world, active_rank=rank, active_world_size=world, mode=Mode.ACTIVE)
         self._monitor = MonitorThread(
@@ -90,14 +97,14 @@ class Guard:
         )
 
     def send_timestamp(self, timestamp: Timestamp) -> None:
-        """Note when the main thread last ran Python code; called by the watchdog."""
+        """Take the time at which the main thread last ran Python code; the watchdog calls this."""
         if timestamp.auto > self._seen.auto:
             self._seen = timestamp
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """A section that no restart interrupts, and that must not wait for any other process."""
-        while not self._atomic.acquire(blocking=False):  # an exception can interrupt this, and not a wait for a lock
+        """Hold off interruptions in a ``with`` block, which must not wait for any other process."""
+        while not self._atomic.acquire(blocking=False):  # An interruption can end this loop, but not a blocking call.
             pass
         try:
             yield
@@ -105,19 +112,25 @@ class Guard:
             self._atomic.release()
 
     def expect_progress(self) -> None:
-        """End the time of ``set_up_s``."""
+        """Switch from the limit ``set_up_s`` to ``hang_s``; called when the rank has committed an iteration."""
         self._usual_s = self._hang_s
 
     def waiting_for_others(self) -> AbstractContextManager[None]:
-        """This rank waits for others that are at work; who hangs there is noticed there, and first."""
+        """Return a context in which this rank waits for working ranks, with a limit :data:`PATIENCE` times as long.
+
+        If one of those ranks hangs, its own guard notices it first.
+        """
         return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 
     def working(self) -> AbstractContextManager[None]:
-        """Mark, within :meth:`waiting_for_others`, that this rank is one of those that work."""
+        """Return a context in :meth:`waiting_for_others` for a rank that works itself, with the usual limit."""
         return self._limit(self._usual_s)
 
     def connecting(self) -> AbstractContextManager[None]:
-        """Ranks make communicators with each other: each of these calls is short, in the time of ``set_up_s``, too."""
+        """Return a context in which ranks make communicators, with the limit ``hang_s`` even before a commit.
+
+        Each of these calls is short.
+        """
         return self._limit(self._hang_s)
 
     @contextmanager
@@ -135,14 +148,17 @@ class Guard:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress of the main thread that are taken for a hang now."""
+        """Seconds without progress of the main thread after which this rank counts as hung now."""
         return self._usual_s if self._limited_s is None else self._limited_s
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """Run ``body``: returns what it returned, or :attr:`Outcome.INTERRUPTED`.
+        """Run ``body`` under guard.
+
+        Returns:
+            The result of ``body``, or :attr:`Outcome.INTERRUPTED` if it raised an ``Exception`` or was interrupted.
 
         Raises:
-            BaseException: what ``body`` raised, if it is no ``Exception``: then the process is to end.
+            BaseException: ``body`` raised one that is not an ``Exception``. The caller then ends the process.
         """
         outcome: Any = Outcome.INTERRUPTED
         with reraise_if_unraisable(RankShouldRestart):
@@ -152,9 +168,9 @@ class Guard:
                     self._monitor.start()
                     threading.Thread(target=self._watch_for_hang, name="moevement-hang", daemon=True).start()
                     outcome = body()
-                except Exception:  # whoever raised it has reported it
+                except Exception:  # The body has reported it.
                     self.interrupt_all(Interruption.EXCEPTION)
-                    self._watchdog.spin_till_paused()  # the monitoring thread interrupts this one now, too
+                    self._watchdog.spin_till_paused()  # The monitoring thread now interrupts this thread as well.
                     self._monitor.maybe_join()
             except RankShouldRestart:
                 outcome = Outcome.INTERRUPTED
@@ -182,21 +198,21 @@ class Guard:
         return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
     def _end(self) -> None:
-        """End both threads, whatever interrupts the main thread meanwhile; after it nothing does."""
+        """End the monitoring thread and the watchdog; no interruption reaches the main thread after this."""
         self._has_ended = True
         while True:
             try:
                 self._end_threads()
                 return
             except (RankShouldRestart, MonitorTimeout):
-                # Interrupted once more; or the abort takes long, and nothing can go on before it is over.
+                # Either one more interruption has come, or the abort takes long. This rank must wait for its end.
                 continue
 
     def _end_threads(self) -> None:
         if self._monitor.ident is not None and self._monitor.is_alive():
             self._monitor.shutdown()
         if self._watchdog.is_alive():
-            # Not its own shutdown, in which the main thread would wait for calls that it has to make itself.
+            # In the watchdog's own shutdown, the main thread would wait for calls that it has to make itself.
             self._watchdog.pause_requested.set()
             self._watchdog.interval_event.set()
             self._watchdog.spin_till_paused()

@@ -1,8 +1,8 @@
-"""Training that is entered again after every failure, in the processes that are left and in a spare.
+"""Restart of training in place after every failure, in the surviving processes and in spares.
 
-Each generation runs under a :class:`~moevement_core.restart.guard.Guard`. After a failure all ranks leave theirs
-and wait for the next roster of the coordinator, so the number of processes is not fixed at the start, and a spare that
-dies while it waits interrupts nobody.
+Each generation runs under a :class:`~moevement_core.restart.guard.Guard`. After a failure, all ranks leave the
+generation and wait for the coordinator's next roster. So the number of processes is not fixed at the start, and the
+death of a waiting spare interrupts no rank.
 """
 
 from __future__ import annotations
@@ -55,100 +55,104 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 
 DUMP_AFTER = 1 / 3
-"""Share of the hang limit after which a rank that does not stop prints the stacks of its threads: two lease times of
-the three after which the job continues without it.
+"""Share of the limit on hangs after which a rank that still leaves its generation prints the stacks of its threads.
+
+It is two lease times, of the three after which the job goes on without the rank.
 """
 QUIET = 1 / 6
-"""Share of the hang limit after which the coordinator hears of each further phase of leaving: a lease time."""
+"""Share of the limit on hangs (one lease time) after which a rank reports each phase of leaving to the coordinator."""
 REPORT_S = 5.0
-"""Seconds that a process may take to give its rank back; then it ends without a report, by its exit code."""
+"""Seconds that a process has to report that it gives its rank back; then it ends with its exit code alone."""
 
 
 @dataclass(frozen=True)
 class Watching:
-    """Settings of the watch over a training rank."""
+    """Settings for the guard of a rank while it trains."""
 
     hang_s: float
-    """Seconds for which the main thread may run no Python code before it counts as hanging."""
+    """Seconds without Python code in the main thread after which the rank counts as hung."""
     interval_s: float = 0.5
-    """Seconds between two checks of the monitoring thread."""
+    """Seconds between two looks of the monitoring thread."""
     faults: Sequence[Fault] = ()
-    """Faults that are injected."""
+    """Faults to inject, for drills."""
     devices: tuple[str, ...] = ()
     """Identities of the accelerators that this process sees (:func:`~moevement_core.device.visible_devices`)."""
 
 
 class Training(ABC):
-    """Training that is entered again and again in one process; every method is called on its main thread."""
+    """Interface of a trainer that restarts in place, once in each generation. The main thread calls all methods."""
 
     @property
     @abstractmethod
     def watching(self) -> Watching:
-        """Settings of the watch over this rank."""
+        """Settings for the guard, and the devices of this process."""
 
     @abstractmethod
     def enter(self, store: Any) -> Any:
-        """Train to the end, in the process groups that are made here.
+        """Make process groups, recover, and train to the end; return the result of the job.
 
-        Called once in each generation, when ``RANK`` and ``WORLD_SIZE`` in the environment are those of this
-        generation. Whatever it raises is a failure, and leads to the next generation.
+        The restart calls this once in each generation, with ``RANK`` and ``WORLD_SIZE`` of the generation in the
+        environment. An exception is a failure, and leads to the next generation.
 
         Args:
-            store: for ``torch.distributed.init_process_group``; its keys are those of this generation.
+            store: store for ``torch.distributed.init_process_group``, with separate keys for each generation.
         """
 
     @property
     def grid(self) -> Grid | None:
-        """Sizes to which an elastic job may change; None for a job that keeps its size."""
+        """Grid of an elastic job; None for a job of fixed size."""
         return None
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of consecutive ranks that communicate in every layer, and so should be on one node; each above 1."""
+        """Sizes, above 1, of groups of consecutive ranks that communicate in every layer and should share a node."""
         return ()
 
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
-        """Be ``rank`` from now on; called before :meth:`enter`, outside of the guard.
+        """Take a rank for the next generation; called before :meth:`enter`, outside of the guard.
 
         Args:
-            rank: of the job.
-            world: how many ranks the job has.
-            device: the local number of its device; None: it is known already.
+            rank: rank of this process.
+            world: number of ranks of the job.
+            device: local number of the rank's device; None: this process knows it already.
         """
 
     @abstractmethod
     def interrupted(self) -> None:
-        """Put away what the interruption has left half done; called between two generations, with all groups gone."""
+        """Clean up what an interruption has left half done; called between generations, without any process groups."""
 
     def ended(self) -> None:
-        """Called once, when the job has come to its end."""
+        """Finish the job in this process; called once, when all ranks have reached the end of training."""
 
     @property
     @abstractmethod
     def has_begun(self) -> bool:
-        """Return whether training has begun, so that there is state to keep through a failure."""
+        """True if training has begun, so that this process has state to keep through a failure."""
 
     @property
     @abstractmethod
     def iteration(self) -> int:
-        """The last committed iteration."""
+        """Last iteration that this rank has committed."""
 
     @property
     @abstractmethod
     def resumed_in(self) -> int:
-        """The newest generation in which training went on, with every failure before behind it; -1 before the first."""
+        """Newest generation in which training resumed after the recovery from all earlier failures; -1 before any."""
 
 
 def is_restarted_in_process() -> bool:
-    """Return whether this process takes part in a job that continues after failures."""
+    """Return True if this process is a member of a job with spares, which goes on after failures."""
     return MEMBER_ENV in os.environ
 
 
 def run_through_failures(training: Training) -> Any:
-    """Run ``training`` to the end of the job, through as many failures as come; returns what it returned.
+    """Run ``training`` to the end of the job, with a restart in place after every failure.
+
+    Returns:
+        The result of :meth:`Training.enter` in the last generation.
 
     Raises:
-        SystemExit: the job ends, as planned or because it cannot go on.
+        SystemExit: the job ends by a planned exit of the script, or because it cannot go on.
     """
     global _was_entered
     _was_entered = True
@@ -159,7 +163,7 @@ _was_entered = False
 
 
 def was_entered() -> bool:
-    """Return whether training of this process has taken part in its job."""
+    """Return True if this process has called :func:`run_through_failures`."""
     return _was_entered
 
 
@@ -174,16 +178,18 @@ class _Restarts:
         self._info = _introduction(training.watching.devices)
         self._member = Member(self._store, self._info)
         self._health: DeviceHealth | None = None
-        """Health of the device that came with the rank; None on CPUs, and for a spare."""
+        """Health of the device of this rank; None on CPUs, and for a spare."""
         self._reason = ""
+        """Error of this rank in the current generation; empty if it has none."""
         self._suspects: tuple[int, ...] = ()
+        """Ranks that computed results that are not finite in the current generation, as far as this rank knows."""
 
     def run(self) -> Any:
-        """Run to the end of the job."""
-        # It logs every interruption at every level; what an operator should know the coordinator reports.
+        """Take part in every generation until the end of the job; return the result of the training."""
+        # nvidia-resiliency-ext logs every interruption at every level. The coordinator reports what operators need.
         logging.getLogger(LogConfig.name).disabled = True
         make_gloo_interruptible()
-        # What was imported stays. Garbage collections, of which a recovery makes some, pass it over from here on.
+        # Imported objects stay alive. The garbage collections of a recovery skip them from here on.
         gc.collect()
         gc.freeze()
         if (grid := self._training.grid) is not None:
@@ -213,7 +219,7 @@ class _Restarts:
             return ended
 
     def _leave(self, now: Generation) -> None:
-        """Put away what an interruption has left, and have the job formed again."""
+        """Clean up after an interruption, and report to the coordinator that this rank has left the generation."""
         now.leaving.begin(LeavingPhase.COLLECT)
         torch.set_grad_enabled(True)
         forget_groups()
@@ -225,7 +231,7 @@ class _Restarts:
         faulthandler.cancel_dump_traceback_later()
 
     def _check_device(self, roster: Roster, rank: int) -> None:
-        """Give the rank back if the device that comes with it cannot be used."""
+        """Give the rank back if its device cannot be used; called before the member acknowledges the roster."""
         number = roster.devices.get(rank)
         if number is None or not self._info.devices:
             return
@@ -235,22 +241,23 @@ class _Restarts:
             self._give_back(fault)
 
     def _give_back_after(self, error: Exception, guard: Guard | None = None) -> None:
-        """Give the rank back if an exception came from this process's device; return if it did not."""
+        """Give the rank back, without returning, if an exception came from this process's device; else return."""
         fault = fault_of(error) if self._health is None else self._health.fault_of(error)
         if fault is not None:
             traceback.print_exc()
             self._give_back(fault, guard)
 
     def _give_back(self, fault: DeviceFault, guard: Guard | None = None) -> NoReturn:
-        """Report a fault of the device, interrupt the others, and end: nothing can be done in this process any more.
+        """Report a fault of the device, interrupt the other ranks, and end this process.
 
-        Without destructors, which would ask the device, or abort communicators with peers that do not know yet.
+        The process ends without destructors. They would use the device, or abort communicators with peers that do not
+        yet know of the failure.
         """
         unheard = threading.Timer(REPORT_S, os._exit, [BROKEN_DEVICE])
         unheard.daemon = True
         unheard.start()
         device = self._health.identity if self._health is not None else ""
-        with guard.atomic() if guard is not None else nullcontext():  # no interruption has it go on
+        with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop this.
             print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
             self._member.give_back(GivenBack(fault.reason, device, fault.is_broken))
             if guard is not None:
@@ -260,29 +267,31 @@ class _Restarts:
             os._exit(BROKEN_DEVICE)
 
     def _enter(self, now: Generation) -> Any:
-        """Run one generation. Return the result of training, the planned exit that it ended with,
-        or ``INTERRUPTED``.
+        """Run one generation under a guard.
+
+        Returns:
+            The result of the training, a ``SystemExit`` if the script ended by a planned exit, or ``INTERRUPTED``.
         """
         watching = self._training.watching
         injection.begin(watching.faults, lambda: self._training.iteration)
         world = len(now.roster.ranks)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason, self._suspects = "", ()
-        groups_store, its_connections = connect_breakable(self._address)
+        groups_store, group_connections = connect_breakable(self._address)
 
         signals = GenerationStore(connect(self._address), now.roster.generation)
         now.leaving = Leaving(watching.hang_s * QUIET, lambda phase: signals.report_leaving(self._member.number, phase))
 
         def begin_to_abort() -> None:
             now.abort()
-            # A thread that waits where no abort frees it does not stop, and its process is given up. It says where.
+            # If a thread waits where the abort cannot reach it, the job gives this process up. Print the place first.
             faulthandler.dump_traceback_later(watching.hang_s * DUMP_AFTER, exit=False)
 
         guard = Guard(
             now.rank,
             world,
             signals,
-            AbortAll(self._endpoints, its_connections, begin_to_abort, now.leaving, listening()),
+            AbortAll(self._endpoints, group_connections, begin_to_abort, now.leaving, listening()),
             watching.hang_s,
             watching.interval_s,
             PATIENCE * watching.hang_s if watching.devices else None,
@@ -302,14 +311,14 @@ class _Restarts:
             except (ConfigError, DataError, RunRecordError) as error:
                 if self._training.has_begun or is_aborting():
                     raise
-                raise _Unfit(error) from None  # it would be the same again
+                raise _Unfit(error) from None  # Another attempt would fail in the same way.
             except (Regroup, GenerationInterrupted):
                 raise
             except ResultError as error:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
-                if not is_aborting():  # an abort's own errors are looked at when the device is checked again
+                if not is_aborting():  # After an abort's own errors, the next check of the device decides.
                     self._give_back_after(error, guard)
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
@@ -325,8 +334,8 @@ class _Restarts:
                 self._reason = f"rank {now.rank}: {guard.hang}"
             return ended
         except BaseException as end:
-            # The process ends, and its process groups with it: to other ranks that is an abort, which has to stand in
-            # the store before it comes. Where nobody has trained, each rank is to report its mistake itself.
+            # The end of this process breaks its process groups. To the other ranks that is an abort, so the store must
+            # have the interruption first. If no rank has trained, each rank reports the mistake itself.
             if self._training.has_begun or now.roster.generation > 0:
                 guard.interrupt_all(Interruption.BASE_EXCEPTION)
             if isinstance(end, _Unfit):
@@ -340,20 +349,20 @@ class _Restarts:
             return self._training.enter(store)
         except SystemExit as exit_:
             if exit_.code in (0, None):
-                return exit_  # a planned exit is no failure: all ranks come to it
+                return exit_  # A planned exit is not a failure: all ranks reach it.
             if not self._training.has_begun:
                 raise
-            # Megatron's rerun machine ends a rank with 16 or 17 where a result was not a number, or did not come again.
-            # The state of every rank is whole then, so it is an interruption like any other.
+            # Megatron's rerun machine ends a rank with code 16 or 17 if a result is NaN or cannot be reproduced. The
+            # state of every rank is intact then, so this is an interruption like any other.
             raise TrainingExit(f"the trainer ended this rank with exit code {exit_.code}") from exit_
 
 
 class TrainingExit(MoEvementError):
-    """The training script ended its process with another code than 0 while the job trained."""
+    """Error of a training script that ended its process with an exit code other than 0 while the job trained."""
 
 
 class _Unfit(BaseException):
-    """A mistake of the user's, which another attempt would meet again."""
+    """Carrier of an error that every attempt would meet, such as a mistake in the flags; it ends the process."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)

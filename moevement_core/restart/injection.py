@@ -1,8 +1,8 @@
-"""Injected faults, for drills (``--moevement-inject...``): this rank is killed, stopped, or made to fail.
+"""Injection of faults for drills (``--moevement-inject...``): kills this rank, stops it, or makes it fail.
 
-Megatron has an injector of its own (``--fault-injector-ranks`` and its relatives), which fires a while after an
-iteration has begun. It cannot say at which point of the iteration, nor anything outside of training, which is what a
-recovery must be tried with.
+Megatron has its own injector (``--fault-injector-ranks`` and related flags), which fires some time after the beginning
+of an iteration. A test of recovery needs faults at certain points of an iteration and outside of training. Megatron's
+injector can do neither.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from moevement_core.restart.store import connect, store_address
 _INJECTED = "injected/{}"
 _BEGAN = "injected/began"
 MOST_WAIT_S = 60.0
-"""Most seconds that a rank stays where it is for another one to fail."""
+"""Seconds for which a rank with the signal WAIT stays in its phase, until another rank fails."""
 
 
 class Injector:
-    """The faults of this process.
+    """Injector of the faults of this process.
 
     Args:
-        faults: from the flags.
-        committed: gives the last iteration that this rank has committed.
+        faults: faults from the flags.
+        committed: returns the last iteration that this rank has committed.
     """
 
     def __init__(self, faults: Iterable[Fault], committed: Callable[[], int] = lambda: 0) -> None:
@@ -47,7 +47,12 @@ class Injector:
         self._store = connect(address) if address is not None and self._faults else None
 
     def at(self, phase: Phase, iteration: int | None) -> None:
-        """This rank is in ``phase`` of ``iteration``; maybe for the last time."""
+        """Inject the faults that are due in ``phase`` of ``iteration``; this rank may not survive the call.
+
+        Args:
+            phase: phase that this rank is in.
+            iteration: iteration; None: the one after the last committed iteration.
+        """
         if iteration is None and self._faults:
             iteration = self._committed() + 1
         for number, fault in self._faults:
@@ -60,46 +65,53 @@ class Injector:
                 strike(fault, f"iteration {iteration}")
 
     def _is_first(self, number: int) -> bool:
-        """Claim the fault for this process; return False if it has happened to an earlier process with the rank."""
-        mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-        return self._store is None or self._store.claim(_INJECTED.format(number), mine) == mine
+        """Claim a fault in the job's store; return False if an earlier process with this rank has had it."""
+        own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
+        return self._store is None or self._store.claim(_INJECTED.format(number), own_claim) == own_claim
 
 
 def _is_due(fault: Fault, iteration: int | None) -> bool:
-    """Return whether ``fault`` happens in ``iteration``; one of sending in the first in which something is sent."""
+    """Return True if ``fault`` is due in ``iteration``.
+
+    A fault in the phase of sending is also due in later iterations, because an iteration may send nothing.
+    """
     if fault.iteration is None or iteration is None:
         return fault.iteration is None
     return fault.iteration == iteration or (fault.phase is Phase.REPLICATE and fault.iteration < iteration)
 
 
 def strike(fault: Fault, where: str) -> None:
-    """Let it happen, to this process.
+    """Inject a fault into this process: send it a signal, raise an exception, or wait for another rank to fail.
+
+    Args:
+        fault: the fault.
+        where: place of the fault, for the log.
 
     Raises:
-        InjectedFault: if that is how.
+        InjectedFault: the fault is an exception, or no other rank has failed in time.
     """
     log.info(f"injecting {fault.signal} into rank {fault.rank} at {fault.phase} of {where}")
     if fault.signal is Signal.EXC:
         raise InjectedFault(f"injected at {fault.phase} of {where}")
     if fault.signal is Signal.WAIT:
         deadline = time.monotonic() + MOST_WAIT_S
-        while time.monotonic() < deadline:  # the restart's exception is raised in here
+        while time.monotonic() < deadline:  # The interruption by the guard is raised in this loop.
             time.sleep(0.01)
         raise InjectedFault(f"nobody failed while rank {fault.rank} stayed at {fault.phase} of {where}")
     os.kill(os.getpid(), signal.SIGKILL if fault.signal is Signal.KILL else signal.SIGSTOP)
-    time.sleep(1)  # until it is delivered
+    time.sleep(1)  # The signal is delivered within this call.
 
 
 injector = Injector(())
-"""The one of this process."""
+"""Injector of this process."""
 
 
 def begin(faults: Iterable[Fault], committed: Callable[[], int]) -> None:
-    """Have ``faults`` happen from now on; does nothing if they are there already.
+    """Arm ``faults`` in this process; do nothing if faults are armed already.
 
     Args:
-        faults: from the flags.
-        committed: gives the last iteration that this rank has committed.
+        faults: faults from the flags.
+        committed: returns the last iteration that this rank has committed.
     """
     global injector
     if not injector._faults:
@@ -107,65 +119,69 @@ def begin(faults: Iterable[Fault], committed: Callable[[], int]) -> None:
 
 
 def at(phase: Phase, iteration: int | None = None) -> None:
-    """This rank is in ``phase``; of the iteration that is under way if none is given."""
+    """Inject the faults that are due in ``phase`` of an iteration; None: the one after the last committed iteration."""
     injector.at(phase, iteration)
 
 
 def is_armed() -> bool:
-    """Return whether any fault is to happen in this process."""
+    """Return True if any fault is armed in this process."""
     return bool(injector._faults)
 
 
 def phases() -> frozenset[Phase]:
-    """Return the phases in which a fault is to happen."""
+    """Return the phases in which faults are armed."""
     return frozenset(fault.phase for _, fault in injector._faults)
 
 
 class InjectingTransport(Transport):
-    """Snapshots on their way, which a fault may cut off between header and payload."""
+    """Transport in which a fault may cut off a snapshot between its header and its payload."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
 
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """Send the first half; then, maybe, nothing more."""
+        """Send a message; before a payload (more than 4096 bytes), inject the faults that are due."""
         if data.numel() > 4096:
             at(Phase.REPLICATE)
         self._inner.send(peer, tag, data)
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """Receive as the inner transport does."""
+        """Receive through the inner transport."""
         self._inner.receive(peer, tag, data)
 
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:
-        """Pace as the inner transport does."""
+        """Set the pace of the inner transport."""
         self._inner.pace(peer, tag, bytes_per_s)
 
 
-# By the clock
+# Faults at points in time
 
 
 def start_clock(mtbf_s: float | None, seed: int, trace: Path | None, speedup: float, nodes: list[str]) -> None:
-    """Kill this rank at the times that are drawn or recorded; every rank calls it once in each generation.
+    """Schedule a kill of this rank at a random time or at the time in a trace, whichever comes first.
+
+    Every rank calls this once in each generation.
 
     Args:
-        mtbf_s: mean time between failures of the job; None: no failures are drawn.
-        seed: of the draws.
-        trace: failures of nodes; None: no trace.
-        speedup: of the trace.
-        nodes: the node of every rank.
+        mtbf_s: mean time between failures of the job, in seconds; None: no random kills.
+        seed: seed of the random times.
+        trace: file with failures of nodes; None: no trace.
+        speedup: factor by which the trace runs faster than recorded.
+        nodes: node of every rank.
     """
     now, rank = generation(), dist.get_rank()
     life = now.roster.generation if now is not None else 0
     times: list[float] = []
-    """Seconds from now."""
+    """Times of kills, in seconds from now."""
     if mtbf_s is not None:
         times.append(next(poisson_times(mtbf_s, len(nodes), rank, seed, life)))
     if trace is not None:
         began = _job_began()
         names = sorted(set(nodes))
-        mine = names.index(nodes[rank])
-        hits = [began + after - time.time() for after, node in removals(trace, len(names), speedup) if node == mine]
+        own_index = names.index(nodes[rank])
+        hits = [
+            began + after - time.time() for after, node in removals(trace, len(names), speedup) if node == own_index
+        ]
         times += [hit for hit in hits if hit > 0][:1]
     if times:
         name = f"moevement-inject-{life}"
@@ -173,14 +189,14 @@ def start_clock(mtbf_s: float | None, seed: int, trace: Path | None, speedup: fl
 
 
 def _job_began() -> float:
-    """Seconds since the epoch, the same for every process there will ever be."""
+    """Return the time at which the job began, in seconds since the epoch, the same in all its processes."""
     address = store_address()
     if address is None:
         return time.time()
     return float(connect(address).claim(_BEGAN, str(time.time())))
 
 
-def _kill_after(seconds: float, rank: int, its_generation: Generation | None) -> None:
+def _kill_after(seconds: float, rank: int, armed_in: Generation | None) -> None:
     time.sleep(seconds)
-    if generation() is its_generation:  # else another one has its own
+    if generation() is armed_in:  # A later generation has its own schedule.
         strike(Fault(rank, Phase.START, Signal.KILL), "what it does now")

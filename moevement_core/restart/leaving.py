@@ -1,4 +1,4 @@
-"""Phases in which this rank leaves an interrupted generation, with the seconds of each."""
+"""Account of how this rank leaves an interrupted generation: its current phase, and the duration of each phase."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from moevement_core import log
 
 
 class LeavingPhase(StrEnum):
-    """A part of the way out of a generation, in their order."""
+    """Phase in which a rank leaves a generation; the phases follow in this order."""
 
     SHUT_DOWN = "shut_down"
-    """Connections are shut down, each when what is under way on it has arrived."""
+    """Phase that shuts down connections, each once the data under way on it has arrived."""
     DRAIN = "drain"
-    """Background threads notice that."""
+    """Phase in which background threads notice the broken connections."""
     ABORT = "abort"
-    """Communicators are aborted, and process groups destroyed."""
+    """Phase that aborts communicators and destroys process groups."""
     UNWIND = "unwind"
-    """The main thread comes out of training."""
+    """Phase in which the main thread leaves training."""
     COLLECT = "collect"
-    """Cleaning up after the interruption, and releasing unused memory."""
+    """Phase that cleans up what the interruption left half done, and releases unused memory."""
 
 
 class Leaving:
-    """Account of the phases of one rank and generation; they follow each other, on whatever thread.
+    """Account of the phases of one rank in one generation. Phases follow each other, on different threads.
 
     Args:
-        quiet_s: seconds in which nothing is reported; a rank leaves in less as a rule.
-        report: called with each phase that begins later than that; may raise, which is of no consequence.
-        clock: seconds, monotonic.
+        quiet_s: seconds from the first phase in which no phase is reported; a rank usually leaves in less.
+        report: called with each phase that begins later than that; its exceptions are ignored.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Leaving:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds: dict[str, float] = {}
-        """Seconds of each phase that is over, by its name."""
+        """Duration in seconds of each ended phase, by name."""
         self._quiet_s, self._report, self._clock = quiet_s, report, clock
         self._phase: LeavingPhase | None = None
         self._began_at = self._phase_began_at = 0.0
 
     def begin(self, phase: LeavingPhase) -> None:
-        """Begin a phase, which ends the one before."""
+        """Begin a phase, and end the phase before it."""
         now = self._clock()
         if self._phase is None:
             self._began_at = now
         self._end_phase(now)
         self._phase, self._phase_began_at = phase, now
         if now - self._began_at > self._quiet_s:
-            with suppress(Exception):  # the store may be gone, and this rank is to leave all the same
+            with suppress(Exception):  # The store may be gone, and this rank leaves in any case.
                 self._report(phase)
 
     def end(self) -> None:
-        """End the last phase; log all of them where that took long."""
+        """End the last phase; log the durations of all phases if they took longer than ``quiet_s`` together."""
         now = self._clock()
         self._end_phase(now)
         self._phase = None
@@ -72,5 +72,5 @@ class Leaving:
 
 
 def in_words(seconds: dict[str, float]) -> str:
-    """Return the seconds of phases, for the log."""
+    """Return names and durations of phases in seconds, as text for the log."""
     return "  ".join(f"{phase.replace('_', ' ')} {took:.2f}" for phase, took in seconds.items())

@@ -1,4 +1,4 @@
-"""The store that ranks meet in. The launcher or the coordinator holds it, so that every rank, rank 0 too, may die."""
+"""Clients of the job's store, which the launcher or the coordinator holds so that any rank, even rank 0, may die."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from moevement_core.restart.environment import STORE_ENV
 from moevement_core.tcp import Endpoint, Ends, connections
 
 TIMEOUT = timedelta(minutes=10)
+"""Timeout of torch's store for operations that wait."""
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return the address of the job's store; None if there is no store."""
+    """Return host and port of the job's store; None if the environment names none."""
     if not (address := os.environ.get(STORE_ENV)):
         return None
     host, port = address.rsplit(":", 1)
@@ -30,7 +31,7 @@ def store_address() -> tuple[str, int] | None:
 
 
 def connect(address: tuple[str, int]) -> SignedStore:
-    """A client of the job's store.
+    """Return a signing client of the job's store.
 
     Raises:
         ConfigError: this process has no job token.
@@ -39,7 +40,7 @@ def connect(address: tuple[str, int]) -> SignedStore:
 
 
 def connect_plain(address: tuple[str, int]) -> Any:
-    """A client of the job's store for torch's process groups, whose values nobody signs.
+    """Return a client of the job's store for torch's process groups, which do not sign values.
 
     Raises:
         ConfigError: this process has no job token.
@@ -48,18 +49,18 @@ def connect_plain(address: tuple[str, int]) -> Any:
 
 
 def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:
-    """The same as :func:`connect_plain`, and its connections.
+    """Return a client as :func:`connect_plain` does, and its TCP connections.
 
-    Whoever waits in it can be freed by shutting these down, while other clients of the same store go on.
+    A shutdown of these connections ends every wait in the client, while other clients of the same store go on.
     """
     before = _to(address[1])
     return connect_plain(address), _to(address[1]) - before
 
 
 def endpoints(address: tuple[str, int]) -> set[Endpoint]:
-    """Return the endpoints at which the store may be reached, by every address that its host's name has."""
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    return {(str(name[0]), int(name[1])) for *_, name in found}
+    """Return every endpoint of the store: each address of its host's name, with the port."""
+    addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    return {(str(name[0]), int(name[1])) for *_, name in addresses}
 
 
 def _client(address: tuple[str, int]) -> Any:
@@ -67,19 +68,19 @@ def _client(address: tuple[str, int]) -> Any:
 
 
 def _to(port: int) -> set[Ends]:
-    every = (one.ends for one in connections())
-    return {ends for ends in every if ends.remote is not None and ends.remote[1] == port}
+    all_ends = (connection.ends for connection in connections())
+    return {ends for ends in all_ends if ends.remote is not None and ends.remote[1] == port}
 
 
 class GenerationStore(StoreMixin):
-    """Store in which the ranks of one generation, and the coordinator, interrupt each other. For one thread.
+    """Store for the interruption of one generation, by its ranks or the coordinator. One thread calls all methods.
 
-    Of ``StoreMixin`` what the monitoring thread uses; its own values are not signed, and it would end a rank with an
-    exception for one that a stranger has written.
+    The class implements the methods of ``StoreMixin`` that the monitoring thread uses. Those of the library do not sign
+    values, and would end a rank with an exception if a stranger wrote one.
 
     Args:
-        store: the job's.
-        generation: the keys of different ones do not meet.
+        store: store of the job.
+        generation: number of the generation, which has its own keys.
     """
 
     def __init__(self, store: SignedStore, generation: int) -> None:
@@ -87,25 +88,25 @@ class GenerationStore(StoreMixin):
 
     @override
     def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
-        # Whoever is first: several do at once, and what another one wrote would look like a stranger's.
-        self._store.claim(self._key, ",".join(f"{one.rank}:{one.interruption.name}" for one in records or ()))
+        # Several processes may record at once, and the first claim stands. Appending to a signed value would break it.
+        self._store.claim(self._key, ",".join(f"{record.rank}:{record.interruption.name}" for record in records or ()))
 
     @override
     def lock_interruption_records(self) -> None:
-        """Nothing is added to a record here; the first one stands."""
+        """Do nothing, because the first record stands and nothing is added to it."""
 
     @override
     def get_interruption_records(self) -> list[InterruptionRecord]:
         text = (self._store.read(self._key) or b"").decode()
-        pairs = [one.split(":", 1) for one in text.split(",") if one]
+        pairs = [item.split(":", 1) for item in text.split(",") if item]
         return [InterruptionRecord(int(rank), Interruption[name]) for rank, name in pairs]
 
     def is_interrupted(self) -> bool:
-        """Return whether anybody has recorded an interruption; one question to the store, which never waits."""
+        """Return True if an interruption is recorded; the call is one request to the store, and never waits."""
         return self._store.check([self._key])
 
     def report_leaving(self, member: int, phase: str) -> None:
-        """Let the coordinator know that a member has come to a later phase of leaving; returns at once."""
+        """Report to the coordinator that a member has reached a further phase of leaving; return at once."""
         self._store.set(f"{self._leaving}/{member}", phase)
 
     @override
@@ -114,10 +115,10 @@ class GenerationStore(StoreMixin):
 
 
 def interrupt_in(store: SignedStore) -> Callable[[int, int], None]:
-    """Return the function with which the coordinator interrupts ranks; it takes their generation and the failed rank.
+    """Return the function with which the coordinator interrupts ranks, given their generation and the failed rank.
 
     Args:
-        store: the job's.
+        store: store of the job.
     """
 
     def interrupt(generation: int, rank: int) -> None:

@@ -56,9 +56,9 @@ def connections_of(copies: CopiesConfig) -> Connections:
 def _address_of(interface: str, asked: str) -> str:
     addresses = psutil.net_if_addrs().get(interface, ())
     for family in (socket.AF_INET, socket.AF_INET6):
-        for one in addresses:
-            if one.family == family and not one.address.startswith("fe80"):
-                return one.address
+        for address in addresses:
+            if address.family == family and not address.address.startswith("fe80"):
+                return address.address
     raise ConfigError(
         f"{asked}: this host has no such interface with an address; it has {', '.join(sorted(psutil.net_if_addrs()))}"
     )

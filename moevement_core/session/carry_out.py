@@ -47,34 +47,37 @@ def carry_out(
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.mine
-    with_all = any(len(one.ranks) == parts.topology.world for one in prepared.plans)
+    with_all = any(len(each_plan.ranks) == parts.topology.world for each_plan in prepared.plans)
     shared_from = _shared_from(parts, plan)
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now, enabled=prepared.is_comparable)
-    mine = RunAgain(parts, prepared, plan, take_again) if plan is not None else None
-    if mine is not None:
-        mine.adopt()
+    reexecution = RunAgain(parts, prepared, plan, take_again) if plan is not None else None
+    if reexecution is not None:
+        reexecution.adopt()
     feeders = [] if with_all else start_feeders(parts, prepared)
-    came_of: Mapping[str, Any] = {}
-    if mine is not None:
-        came_of = mine.run(check, shared_from, with_all=with_all)
-    elif any(parts.topology.stage in one.runs for one in prepared.plans):
+    outcome: Mapping[str, Any] = {}
+    if reexecution is not None:
+        outcome = reexecution.run(check, shared_from, with_all=with_all)
+    elif any(parts.topology.stage in each_plan.runs for each_plan in prepared.plans):
         parts.binding.complete()
     for feeder in feeders:
         feeder.finish()
-    first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
-    known_until = check.known_until if mine is not None else until
-    replayed, redone = (mine.replayed, mine.redone) if mine is not None else (0, 0)
+    first, until = (
+        min(each_plan.first for each_plan in prepared.plans),
+        max(each_plan.until for each_plan in prepared.plans),
+    )
+    known_until = check.known_until if reexecution is not None else until
+    replayed, redone = (reexecution.replayed, reexecution.redone) if reexecution is not None else (0, 0)
     recovery = Recovery(
         first, until, replayed, known_until, known_until, len(check.recomputed), len(check.restored),
         check.largest_difference, check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.topology.stage): replayed},
         redone, lost.by_expert, lost.proportion,
-        sorted(rank for one in prepared.plans for rank in one.ranks),
+        sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
     part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas())
-    return agree(part, prepared.other_arithmetic, prepared.other_data), came_of
+    return agree(part, prepared.other_arithmetic, prepared.other_data), outcome
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
@@ -86,7 +89,7 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     if not parts.topology.pipeline.tied:
         return None
     index = parts.topology.table.index_of.get(EMBEDDING)
-    mine = None if index is None or plan is None else int(plan.runs[parts.topology.stage].full_at[index]) + 1
+    local = None if index is None or plan is None else int(plan.runs[parts.topology.stage].full_at[index]) + 1
     return min(
-        (active_from for active_from in all_gather_objects(mine, int | None) if active_from is not None), default=None
+        (active_from for active_from in all_gather_objects(local, int | None) if active_from is not None), default=None
     )

@@ -69,7 +69,7 @@ def _decode(kind: Any, sent: Any) -> Any:
     base = get_origin(kind) or kind
     if base is Plain:
         text, tensors = msgspec.convert(sent, tuple[str, list[bytes]])
-        return Plain(plain.restore(json.loads(text), [_bytes_tensor(one) for one in tensors]))
+        return Plain(plain.restore(json.loads(text), [_bytes_tensor(tensor) for tensor in tensors]))
     if base is np.ndarray:
         dtype, shape, data = msgspec.convert(sent, tuple[str, list[int], bytes])
         return np.frombuffer(data, dtype=_numbers(dtype)).reshape(shape).copy()
@@ -127,4 +127,4 @@ def unpack_schedule(packed: tuple[str, bytes]) -> Schedule:
 
 
 def _all_kinds(kind: type[Any]) -> list[type[Any]]:
-    return [one for its in kind.__subclasses__() for one in (its, *_all_kinds(its))]
+    return [subkind for child in kind.__subclasses__() for subkind in (child, *_all_kinds(child))]

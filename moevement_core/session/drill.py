@@ -56,11 +56,11 @@ def wipe_and_recover(
             log.info(f"the state of iteration {committed} is not what was wiped: {done.losses}")
         return done
     after = _digests(parts)
-    everyones = all_gather_objects([part for part in before if before[part] != after[part]], list[str])
-    if any(everyones):
+    changed_parts = all_gather_objects([part for part in before if before[part] != after[part]], list[str])
+    if any(changed_parts):
         raise RecoveryError(
             f"the state of iteration {committed} did not come back as it was before it was wiped: "
-            + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(everyones) if parts)
+            + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(changed_parts) if parts)
         )
     return done
 

@@ -31,9 +31,9 @@ def all_gather_objects(mine: Any, kind: Any, group: Any = None) -> list[Any]:
     known = sizes.tolist()
     sent = torch.zeros(max(known), dtype=torch.uint8, device=device)
     sent[: data.numel()] = data.to(device)
-    came = torch.empty(world * max(known), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(came, sent, group=group)
-    rows = came.cpu().view(world, max(known))
+    received = torch.empty(world * max(known), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(received, sent, group=group)
+    rows = received.cpu().view(world, max(known))
     return [_decoded(rows[rank, :size], kind, rank) for rank, size in enumerate(known)]
 
 
@@ -52,9 +52,9 @@ def broadcast_object(mine: Any, kind: Any, source: int = 0) -> Any:
     data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8) if dist.get_rank() == source else None
     size = torch.tensor([data.numel() if data is not None else 0], device=device)
     dist.broadcast(size, source)
-    came = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(came, source)
-    return _decoded(came.cpu(), kind, source)
+    received = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(received, source)
+    return _decoded(received.cpu(), kind, source)
 
 
 def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:

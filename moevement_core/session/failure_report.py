@@ -50,12 +50,12 @@ def report_failure(
     """
     now = generation()
     assert now is not None
-    mine = (
+    local = (
         now.interrupted_at, times.usable_at, times.prepared_at, times.replay_at, times.resumed_at,
         session.saving.windows.iteration_s, session.saving.copies_missing, dict(now.left_in), now.free_before,
     )  # fmt: skip
-    *moments, iteration_s, missing, left_in, free_bytes = zip(*all_gather_objects(mine, _Told), strict=True)
-    interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(its) for its in moments)
+    *moments, iteration_s, missing, left_in, free_bytes = zip(*all_gather_objects(local, _Told), strict=True)
+    interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(times) for times in moments)
     roster = now.roster
     failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
     iterations_s = max(iteration_s) * (until - session.saving.began_at)
@@ -125,8 +125,8 @@ def _noticed_by(deaths: Sequence[Death]) -> str:
 
 
 def _failure(death: Death) -> str:
-    who = f"rank {death.rank}" if death.rank is not None else "a spare"
-    return f"{who} (pid {death.pid}) {death.how}"
+    process = f"rank {death.rank}" if death.rank is not None else "a spare"
+    return f"{process} (pid {death.pid}) {death.how}"
 
 
 def _scope(topology: Topology, lost: frozenset[int], recovery: Recovery | None) -> str:

@@ -82,9 +82,9 @@ class _Flipper:
 
     def takes(self, number: int) -> bool:
         """Claim a flip for this process; return False if another process has claimed it."""
-        self._left = [(one, flip) for one, flip in self._left if one != number]
-        mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-        return self._store is None or self._store.claim(_FLIPPED.format(number), mine) == mine
+        self._left = [(claimed, flip) for claimed, flip in self._left if claimed != number]
+        claimant = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
+        return self._store is None or self._store.claim(_FLIPPED.format(number), claimant) == claimant
 
 
 _flipper = _Flipper(())
@@ -102,54 +102,56 @@ def at_plans(rank: int, plans: Sequence[RecoveryPlan], sources: Mapping[Source, 
     until = max(plan.until for plan in plans)
     for number, flip in _flipper.due((*_SOURCES, FlipKind.PARITY), rank, until):
         draw = random.Random(flip.seed)
-        fetches = [one for plan in plans for one in plan.fetches]
+        fetches = [fetch for plan in plans for fetch in plan.fetches]
         draw.shuffle(fetches)
         find = _of_parity if flip.kind is FlipKind.PARITY else _of_fetch
-        for one in fetches:
-            if (found := find(rank, one, flip, sources, draw)) is not None:
+        for fetch in fetches:
+            if (position := find(rank, fetch, flip, sources, draw)) is not None:
                 if _flipper.takes(number):
-                    _flip(*found)
+                    _flip(*position)
                 break
 
 
 def _of_fetch(
-    rank: int, one: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
+    rank: int, fetch: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
 ) -> tuple[torch.Tensor, Place] | None:
-    if one.holder != rank or one.sum is not None or one.source not in _SOURCES[flip.kind]:
+    if fetch.holder != rank or fetch.sum is not None or fetch.source not in _SOURCES[flip.kind]:
         return None
-    snapshot = sources[one.source].open(one.source, one.owner, one.iteration)
+    snapshot = sources[fetch.source].open(fetch.source, fetch.owner, fetch.iteration)
     if snapshot is None or (entry := _entry(snapshot, flip.kind, draw)) is None:
         return None
     buffer, offset, at = snapshot.buffer, entry.offset, draw.randrange(entry.nbytes)
-    if (path := sources[one.source].path_of(one.owner, one.iteration)) is not None:
+    if (path := sources[fetch.source].path_of(fetch.owner, fetch.iteration)) is not None:
         memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
         buffer, offset = Buffer(memory), offset + payload_start(path)
-    place = Place(flip.kind, rank, one.owner, one.iteration, entry.name, at, draw.randrange(8))
+    place = Place(flip.kind, rank, fetch.owner, fetch.iteration, entry.name, at, draw.randrange(8))
     return _byte(buffer, offset + at), place
 
 
 def _entry(snapshot: Snapshot, kind: FlipKind, draw: random.Random) -> Entry | None:
     is_gradient = kind is FlipKind.GRADIENTS
     entries = [
-        one for one in snapshot.header.entries if one.nbytes and (not is_gradient or one.saved is Saved.GRADIENT)
+        fetch
+        for fetch in snapshot.header.entries
+        if fetch.nbytes and (not is_gradient or fetch.saved is Saved.GRADIENT)
     ]
     return draw.choice(entries) if entries else None
 
 
 def _of_parity(
-    rank: int, one: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
+    rank: int, fetch: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
 ) -> tuple[torch.Tensor, Place] | None:
-    terms = one.sum.terms if one.sum is not None else ()
+    terms = fetch.sum.terms if fetch.sum is not None else ()
     for term in terms:
         if term.rank != rank or term.source is not Source.PARITY:
             continue
-        if (found := sources[Source.PARITY].open_sum(term.owner, one.iteration)) is None:
+        if (opened := sources[Source.PARITY].open_sum(term.owner, fetch.iteration)) is None:
             continue
-        group, stripe = found
+        group, stripe = opened
         group.give_back(stripe)
         at = draw.randrange(stripe.total.nbytes)
         return _byte(stripe.total, at), Place(
-            flip.kind, rank, term.owner, one.iteration, f"the sum of its group, for rank {one.owner}", at,
+            flip.kind, rank, term.owner, fetch.iteration, f"the sum of its group, for rank {fetch.owner}", at,
             draw.randrange(8),
         )  # fmt: skip
     return None
@@ -162,18 +164,18 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
         draw = random.Random(flip.seed)
         iteration = iterations[-1]
         sent = [
-            (direction, one)
+            (direction, logged)
             for direction in Direction
-            for one in boundary_log.sent(iteration, direction) or ()
-            if one.buffer.numel()
+            for logged in boundary_log.sent(iteration, direction) or ()
+            if logged.buffer.numel()
         ]
         if not sent or not _flipper.takes(number):
             continue
-        direction, one = draw.choice(sent)
-        _ = one.digest  # it was made when the tensor was sent
-        at = draw.randrange(one.buffer.numel())
-        what = f"tensor {one.order} that was sent {direction.name.lower()}"
-        _flip(_byte(Buffer(one.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
+        direction, logged = draw.choice(sent)
+        _ = logged.digest  # it was made when the tensor was sent
+        at = draw.randrange(logged.buffer.numel())
+        what = f"tensor {logged.order} that was sent {direction.name.lower()}"
+        _flip(_byte(Buffer(logged.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
 
 
 def on_the_way(channel: str, inner: Transport) -> Transport:
@@ -196,9 +198,9 @@ class _Announced:
         """
         if self.message.kind is not Kind.SNAPSHOT or self.header is None:
             return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())
-        entries = [one for one in Header.decode(self.header.numpy().tobytes()).entries if one.nbytes]
-        inside = [one for one in entries if one.offset + one.nbytes <= payload.numel()]
-        entry = draw.choice(inside) if inside else min(entries, key=lambda one: one.offset)
+        entries = [entry_ for entry_ in Header.decode(self.header.numpy().tobytes()).entries if entry_.nbytes]
+        inside = [entry_ for entry_ in entries if entry_.offset + entry_.nbytes <= payload.numel()]
+        entry = draw.choice(inside) if inside else min(entries, key=lambda entry_: entry_.offset)
         last = min(entry.offset + entry.nbytes, payload.numel())
         return entry.name, draw.randrange(entry.offset, last)
 

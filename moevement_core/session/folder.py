@@ -85,14 +85,14 @@ def find_place(flag: str, template: str, node: str, patience_s: float, *, is_wri
             if not is_written and error.errno in _READ_ONLY:
                 folder = _folder(template, node)
                 complaint, listed = within(patience_s, lambda: _listed(flag, folder))
-        told = [others for _, others in _tell_or_refuse((complaint, (mark, listed)))]
+        findings = [others for _, others in _tell_or_refuse((complaint, (mark, listed)))]
         try:
-            if any(its for _, its in told):
-                mine = listed or within(patience_s, lambda: _listed(flag, folder))[1]
-                everyones = [its for _, its in _tell_or_refuse((None, (mark, mine)))]
-                seen = [number for number, (_, its) in enumerate(everyones) if its == mine]
+            if any(other for _, other in findings):
+                local = listed or within(patience_s, lambda: _listed(flag, folder))[1]
+                listings = [listing for _, listing in _tell_or_refuse((None, (mark, local)))]
+                seen = [number for number, (_, listing) in enumerate(listings) if listing == local]
             else:
-                seen = within(patience_s, lambda: _which_are_there(folder, [name for name, _ in told]))
+                seen = within(patience_s, lambda: _which_are_there(folder, [name for name, _ in findings]))
         except OSError as error:
             complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
         _tell_or_refuse((complaint, (mark, "")))
@@ -131,10 +131,10 @@ def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _T
     Raises:
         ConfigError: the first complaint. On every rank.
     """
-    everyones = all_gather_objects(mine, tuple[str | None, _Told])
-    if complaint := next((text for text, _ in everyones if text), None):
+    findings = all_gather_objects(mine, tuple[str | None, _Told])
+    if complaint := next((text for text, _ in findings if text), None):
         raise ConfigError(complaint)
-    return everyones
+    return findings
 
 
 def lock_place(
@@ -169,8 +169,10 @@ def lock_place(
         complaint = error
     except OSError as error:
         complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
-    told = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
-    if refused := next((its for its in all_gather_objects(told, tuple[bool, str] | None) if its), None):
+    refusal = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
+    if refused := next(
+        (refusal_ for refusal_ in all_gather_objects(refusal, tuple[bool, str] | None) if refusal_), None
+    ):
         is_in_use, text = refused
         raise (FolderInUse if is_in_use else ConfigError)(text)
     return lock
@@ -188,10 +190,12 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
         ConfigError: there are windows that this job was not asked to load.
     """
     same = load is not None and _folder(load, node) == place.path
-    found = None if same else next(iter(manifests(place.path)), None)
-    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None, str | None) if name]
-    if told:
+    manifest = None if same else next(iter(manifests(place.path)), None)
+    conflicts = [
+        name for name in all_gather_objects(f"{place.path}/{manifest.name}" if manifest else None, str | None) if name
+    ]
+    if conflicts:
         raise ConfigError(
-            f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "
-            "folder, or give an empty one"
+            f"--moevement-persist-dir: {conflicts[0]} is of another run; go on from it with --moevement-load and the "
+            "same folder, or give an empty one"
         )

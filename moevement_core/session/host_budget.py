@@ -153,8 +153,8 @@ def _cheapest(
     """Yield changes that would make the job fit, the one that gives up the least first."""
     if keeps_own and may_drop and worst(needs, kept, keeps_own=False).beyond <= 0:
         yield "--moevement-keep-own auto"
-    unlogged = [replace(its, log=0) for its in needs]
-    if any(its.log for its in needs) and (left := -worst(unlogged, kept, keeps_own=keeps_own).beyond) > 0:
+    unlogged = [replace(need, log=0) for need in needs]
+    if any(need.log for need in needs) and (left := -worst(unlogged, kept, keeps_own=keeps_own).beyond) > 0:
         yield f"--moevement-log-memory-gb {math.floor(left / 1e6) / 1e3:.3f}"
     for flag, other in changes:
         if worst(needs, other, keeps_own=keeps_own or not may_drop).beyond <= 0:

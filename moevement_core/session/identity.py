@@ -42,8 +42,8 @@ def agree_on_names() -> JobNames:
 def _names() -> JobNames:
     if (name := job_name()) is None or (address := store_address()) is None:
         return JobNames(*(_new_name(),) * 2)  # a job that ends with its first failure
-    store, mine = connect(address), uuid.uuid4().hex
-    before = next(number for number in count() if store.claim(_START.format(number), mine) == mine)
+    store, claimant = connect(address), uuid.uuid4().hex
+    before = next(number for number in count() if store.claim(_START.format(number), claimant) == claimant)
     return JobNames(name, f"{name}.{before}" if before else name)
 
 

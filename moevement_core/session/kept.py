@@ -66,20 +66,20 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     Raises:
         RecoveryError: a rank has something else than it should; on every rank alike.
     """
-    mine = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
+    compared = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
     replicas = [] if replicas_are_known else parts.binding.replicas()
-    everyones: list[_Compared] = all_gather_objects(
-        _Compared(mine.kept, mine.in_part, mine.whole, mine.differences, replicas), _Compared
+    per_rank: list[_Compared] = all_gather_objects(
+        _Compared(compared.kept, compared.in_part, compared.whole, compared.differences, replicas), _Compared
     )
-    wrong = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
-    wrong += unequal_replicas([its.replicas for its in everyones])
+    wrong = [f"rank {rank}: {what}" for rank, other in enumerate(per_rank) for what in other.differences]
+    wrong += unequal_replicas([other.replicas for other in per_rank])
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise RecoveryError(
             f"what ranks kept is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. Nothing of it may "
             "be used: start again from a dense checkpoint or a window on disk"
         )
-    return Kept(*(sum(getattr(its, name) for its in everyones) for name in ("kept", "in_part", "whole")))
+    return Kept(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
 
 
 def _compare(parts: Parts, until: int) -> _Compared:

@@ -110,15 +110,19 @@ class Peers:
         for group in topology.groups:
             if rank not in group.holders:
                 continue
-            kept = (one.group for one in before if isinstance(one, MemberStore) and one.group.group == group)
-            its = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
+            kept = (
+                former.group for former in before if isinstance(former, MemberStore) and former.group.group == group
+            )
+            store = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
             receivers += [
-                ParityReceiver(rank, MemberStore(source, its), transport, allowance, self._report)
+                ParityReceiver(rank, MemberStore(source, store), transport, allowance, self._report)
                 for source in group.members
             ]
         for source in topology.sources if not topology.groups else ():
-            found = (one for one in before if isinstance(one, ReplicaStore) and one.source == source)
-            copies = next(found, None) or ReplicaStore(source, self._device)
+            former_stores = (
+                former for former in before if isinstance(former, ReplicaStore) and former.source == source
+            )
+            copies = next(former_stores, None) or ReplicaStore(source, self._device)
             receivers.append(CopyReceiver(rank, copies, transport, allowance, self._report))
         return receivers
 

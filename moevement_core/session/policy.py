@@ -35,10 +35,10 @@ class Policy:
     def with_windows_of(self, other: Policy) -> Policy:
         """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
         newest, schedules = self.schedules[-1], list(self.schedules)
-        for its in other.schedules:
+        for schedule in other.schedules:
             last = schedules[-1]
-            if its.start >= newest.start and is_other_window(its, last):
-                schedules.append(newest.with_windows_of(its))
+            if schedule.start >= newest.start and is_other_window(schedule, last):
+                schedules.append(newest.with_windows_of(schedule))
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 
     def for_stage(self, first: Schedule, learned: Any) -> Policy:
@@ -73,17 +73,17 @@ class SentPolicy:
 
 
 def agree(stage: int, told: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:
-    """The policy that all ranks of a stage go on by; every rank comes to the same.
+    """Return the policy with which all ranks of a stage continue; every rank chooses the same.
 
     Args:
-        stage: of the pipeline.
+        stage: pipeline stage of this rank.
         told: stage and policy of every rank that was in training.
 
     Returns:
-        The policy, and whether it is one of this stage; if not, orders are of another table.
+        The policy, and True if it belongs to this stage; otherwise its orders are of another table.
     """
     newest = max((policy for _, policy in told), key=lambda policy: policy.window_start)
-    own = [policy for its, policy in told if its == stage]
+    own = [policy for owner, policy in told if owner == stage]
     if not own:
         return newest, False
     latest = max(own, key=lambda policy: policy.window_start)

@@ -99,10 +99,10 @@ def prepare(
         RecoveryError: there is no way back. On every rank alike.
     """
     began = time.perf_counter()
-    of_sums, gone, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
+    of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
     while True:
         # Each time anew: a snapshot that a peer came to have meanwhile may be dropped by who took it, and is there now.
-        reports = [_without(one, gone) for one in _of_all(_with_snapshots(report, sources))]
+        reports = [_without(each, unavailable) for each in _of_all(_with_snapshots(report, sources))]
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
         flips.at_plans(report.rank, plans, sources)
         snapshots: dict[int, Snapshot] = {}
@@ -113,32 +113,34 @@ def prepare(
                 lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport,
                 of_sums.open_sum if of_sums is not None else lambda *which: None,
             )  # fmt: skip
-            missing += [one for one in fetched.values() if isinstance(one, Fetch)]
-            snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
-        failed = {one for its in all_gather_objects(missing, list[Fetch]) for one in its}
+            missing += [result for result in fetched.values() if isinstance(result, Fetch)]
+            snapshots |= {iteration: result for iteration, result in fetched.items() if isinstance(result, Snapshot)}
+        failed = {fetch for per_rank in all_gather_objects(missing, list[Fetch]) for fetch in per_rank}
         if not failed:
-            mine = next((plan for plan in plans if report.rank in plan.ranks), None)
+            own_plan = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(
-                plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
+                plans, own_plan, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
                 other_arithmetic=why_replay_may_differ(reports, plans), placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
         asked_again += 1
-        gone |= _gone(failed, asked_again)
+        unavailable |= _gone(failed, asked_again)
 
 
 def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
     """The report of this rank with what is in its sources now."""
     distinct = {id(source): source for source in sources.values()}.values()
     holdings = tuple(holding for source in distinct for holding in source.holdings())
-    return replace(report, holdings=holdings, summed=tuple(one for source in distinct for one in source.summed()))
+    return replace(report, holdings=holdings, summed=tuple(sum_ for source in distinct for sum_ in source.summed()))
 
 
 def _of_all(report: Report) -> list[Report]:
     """The reports of all ranks."""
-    mine = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
-    return [replace(its, outcomes=outcomes.value) for its, outcomes in all_gather_objects(mine, tuple[Report, Plain])]
+    local = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
+    return [
+        replace(other, outcomes=outcomes.value) for other, outcomes in all_gather_objects(local, tuple[Report, Plain])
+    ]
 
 
 def _plans(
@@ -147,8 +149,8 @@ def _plans(
     """Return one plan for the failed ranks alone, or one for each segment, or, if a segment cannot recover alone, one
     for all stages.
     """
-    if until is not None and (given := plan_from_replicas(reports, until, lost_ranks)) is not None:
-        return (given,)
+    if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
+        return (from_replicas,)
     if may_redo and lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
         return (alone,)
     if scope is not None and len(scope.lost) < scope.pipeline.stages:
@@ -169,9 +171,9 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
     feeding = neighbours_of(scope.pipeline, frozenset(plan.runs))
     needed = set(plan.iterations) - set(scope.left_out)
     for report in reports:
-        if report.stage in feeding and (gone := needed - set(report.logged)):
+        if report.stage in feeding and (unlogged := needed - set(report.logged)):
             raise RecoveryError(
-                f"rank {report.rank} has no log of what it sent in iteration {min(gone)}, which stage "
+                f"rank {report.rank} has no log of what it sent in iteration {min(unlogged)}, which stage "
                 f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
             )
 
@@ -185,9 +187,9 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
         if report.stage not in plan.runs:
             continue
         records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
-        if gone := needed - records - _outcomes(reports, report).keys():
+        if unknown := needed - records - _outcomes(reports, report).keys():
             raise RecoveryError(
-                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(gone)}, which "
+                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(unknown)}, which "
                 f"stage {report.stage} needs to replay alone"
             )
 
@@ -207,25 +209,25 @@ def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, An
 
 def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
     """Return the outcomes that ranks of this rank's model replica remember: they clipped by the same norm."""
-    found: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     for report in reports:
         if report.replica == mine.replica:
-            found |= report.outcomes
-    return found
+            known |= report.outcomes
+    return known
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
     """Return the fetches that are not repeated from the same source. A snapshot that was damaged on its way is still
     whole there.
     """
-    return {one for one in failed if not one.was_sent or attempt >= ATTEMPTS}
+    return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
 
 
 def _without(report: Report, failed: set[Fetch]) -> Report:
-    gone = {(one.holder, one.source, one.owner, one.iteration) for one in failed}
-    damaged = {(one.holder, one.source, one.iteration) for one in failed}
-    kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in gone]
-    sums = [one for one in report.summed if (report.rank, Source.PARITY, one.iteration) not in damaged]
-    gone_live = {one.owner for one in failed if (one.holder, one.source) == (report.rank, Source.REPLICA)}
+    unavailable = {(fetch.holder, fetch.source, fetch.owner, fetch.iteration) for fetch in failed}
+    damaged = {(fetch.holder, fetch.source, fetch.iteration) for fetch in failed}
+    kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in unavailable]
+    sums = [sum_ for sum_ in report.summed if (report.rank, Source.PARITY, sum_.iteration) not in damaged]
+    gone_live = {fetch.owner for fetch in failed if (fetch.holder, fetch.source) == (report.rank, Source.REPLICA)}
     stands_for = {rank: count for rank, count in report.stands_for.items() if rank not in gone_live}
     return replace(report, holdings=tuple(kept), summed=tuple(sums), stands_for=stands_for)

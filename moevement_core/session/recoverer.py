@@ -177,7 +177,9 @@ class Recoverer:
             return None
         run, strategy = prepared.mine.runs[self._saving.topology.stage], self._windows.strategy
         records = {at: snapshot.record() for at, snapshot in prepared.snapshots.items()}
-        learned = {at: its["learned"] if its.get("strategy") == strategy.name else None for at, its in records.items()}
+        learned = {
+            at: record["learned"] if record.get("strategy") == strategy.name else None for at, record in records.items()
+        }
         if learned[run.last] is None:  # windows on disk that another strategy wrote
             if not run.is_stale:
                 return None
@@ -218,7 +220,7 @@ class Recoverer:
         prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)
         assert prepared.mine is not None
         first, counts = prepared.mine.first, prepared.mine.sources()
-        name = next((one.name for one in on_disk.windows if one.first <= first <= one.last), "a window")
+        name = next((window.name for window in on_disk.windows if window.first <= first <= window.last), "a window")
         text = f"{name} on disk and replay iterations {prepared.mine.begins + 1} to {until}"
         if gone is None:
             text = f"all ranks go back to {text}"

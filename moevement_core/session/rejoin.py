@@ -71,7 +71,7 @@ def _packed(report: RankReport) -> _Sent:
     return _Sent(
         report.status,
         Plain((dict(report.outcome), dict(report.common), begun, report.books, report.shared)),
-        {rank: dict(its) for rank, its in report.keeps.items()},
+        {rank: dict(copies) for rank, copies in report.keeps.items()},
         SentPolicy.of(report.policy) if report.policy is not None else None,
         _packed(report.goal) if report.goal is not None else None,
     )
@@ -215,7 +215,7 @@ def rejoin(
     """
     usable_at = time.time()
     sent = all_gather_objects(_packed(report_of(binding, session, before)), _Sent)
-    reports = [_unpacked(its) for its in sent]
+    reports = [_unpacked(report) for report in sent]
     statuses = [report.status for report in reports]
     point = decide(statuses)
     injection.at(Phase.RECOVER, point.iteration)

@@ -14,8 +14,8 @@ def unequal_replicas(everyones: Sequence[Sequence[Replicas]]) -> list[str]:
         everyones: what ``Binding.replicas`` gave, of every rank.
     """
     digests: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-    for its in everyones:
-        for what, ranks, digest in its:
+    for reported in everyones:
+        for what, ranks, digest in reported:
             digests.setdefault((what, ranks), set()).add(digest)
     return [
         f"compute weights{f' of {what}' if what else ''} of ranks {', '.join(map(str, ranks))}, which have them alike"

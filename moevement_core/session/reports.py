@@ -72,9 +72,9 @@ class Reports:
 
     def _say_in_turn(self) -> None:
         while True:
-            its = self._from_threads[0]
-            if not (its.may_be_explained and is_fault_of_others(its.generation, its.at_s)):
-                log.warning(its.text)
+            report = self._from_threads[0]
+            if not (report.may_be_explained and is_fault_of_others(report.generation, report.at_s)):
+                log.warning(report.text)
             with self._lock:
                 self._from_threads.popleft()
                 if not self._from_threads:

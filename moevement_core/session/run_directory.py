@@ -111,9 +111,9 @@ def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iterat
 def state_digest(parts: Parts) -> dict[str, Any]:
     """The digest of the job's state: one string, one per part, and one per part and rank; every rank calls it."""
     boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
-    mine = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
-    ranks = all_gather_objects(mine, dict[str, str])
-    by_part = {part: digest([rank[part] for rank in ranks]) for part in mine}
+    local = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
+    ranks = all_gather_objects(local, dict[str, str])
+    by_part = {part: digest([rank[part] for rank in ranks]) for part in local}
     return {"all": digest(by_part), "parts": by_part, "ranks": ranks}
 
 

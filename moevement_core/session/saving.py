@@ -444,7 +444,9 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     if type(binding).complete is Binding.complete:
         raise ConfigError(f"{asked}: {type(binding).__name__} has no complete(); define it, or use {instead}")
     states = binding.states().values()
-    if any(all_gather_objects(any(one.full for one in states) and not any(one.gradient for one in states), bool)):
+    if any(
+        all_gather_objects(any(state.full for state in states) and not any(state.gradient for state in states), bool)
+    ):
         raise ConfigError(
             f"{asked}: {type(binding).__name__} gives no gradients; give them in states() (OperatorState.gradient), or "
             f"use {instead}"

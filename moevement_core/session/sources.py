@@ -75,11 +75,11 @@ class MemorySource(SnapshotSource):
             self._leases.append(lease)  # peers may come to have it meanwhile, and then it would not be kept here
             return lease.snapshot
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
-        return next((found for store in stores if (found := store.snapshots().get(iteration)) is not None), None)
+        return next((snapshot for store in stores if (snapshot := store.snapshots().get(iteration)) is not None), None)
 
     def summed(self) -> list[Summed]:
         """Return all parity blocks."""
-        return [one for group in self._groups() for one in summed(group)]
+        return [sum_ for group in self._groups() for sum_ in summed(group)]
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
         """A block, leased; nothing if it is gone meanwhile, or damaged."""
@@ -90,7 +90,7 @@ class MemorySource(SnapshotSource):
 
     def _groups(self) -> list[GroupStore]:
         stores = self._checkpointer.replicator.stores
-        return list(dict.fromkeys(one.group for one in stores if isinstance(one, MemberStore)))
+        return list(dict.fromkeys(store.group for store in stores if isinstance(store, MemberStore)))
 
 
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:

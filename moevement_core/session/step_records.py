@@ -53,7 +53,7 @@ class StepRecords:
 
     def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
         """Remember what other ranks, or snapshots, know of steps; what is known here already stays."""
-        self._recent = {iteration: its["step"] for iteration, its in outcomes.items()} | self._recent
+        self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
 
     def known(self, until: int) -> dict[int, Any]:
         """Returns what came of the iterations that snapshots here have a record of, and of those up to ``until``."""

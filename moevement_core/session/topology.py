@@ -123,8 +123,8 @@ class Topology:
             return sum(at_peer[source].nbytes for source in sources_of(self.peers, rank))
         groups = [group for group in self.groups if rank in group.holders]
         return sum(
-            _of_sums([at_peer[one] for one in group.members])
-            + AT_ONCE * max(at_peer[one].staging for one in group.members)
+            _of_sums([at_peer[member] for member in group.members])
+            + AT_ONCE * max(at_peer[member].staging for member in group.members)
             for group in groups
         )
 
@@ -158,7 +158,7 @@ def connect(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     connections = connections_of(config.copies)
-    everyones: list[_Rank] = all_gather_objects(
+    ranks: list[_Rank] = all_gather_objects(
         _Rank(
             binding.place(),
             config.copies.node_of(rank),
@@ -170,13 +170,13 @@ def connect(
         ),
         _Rank,
     )
-    connections.open(rank, [its.address for its in everyones])
-    places = [its.place for its in everyones]
-    stages = tuple(its.stage for its in places)
+    connections.open(rank, [other.address for other in ranks])
+    places = [other.place for other in ranks]
+    stages = tuple(other.stage for other in places)
     stage = stages[rank]
-    nodes = tuple(its.node for its in everyones)
-    guard = _guard(config, everyones, is_running=is_running)
-    tied = tied_stages(stages, [its.embedding_ranks for its in places])
+    nodes = tuple(other.node for other in ranks)
+    guard = _guard(config, ranks, is_running=is_running)
+    tied = tied_stages(stages, [other.embedding_ranks for other in places])
     pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
     channels = Channels(
         job_group=dist.new_group(backend="gloo"),
@@ -192,18 +192,18 @@ def connect(
         stage=stage,
         stages=stages,
         nodes=nodes,
-        table=OperatorTable(ranks=[its.operators for its in everyones if its.place.stage == stage]),
-        most_operators=max(len(its.operators) for its in everyones),
-        most_experts=_most_experts(operator for its in everyones for operator in its.operators),
+        table=OperatorTable(ranks=[other.operators for other in ranks if other.place.stage == stage]),
+        most_operators=max(len(other.operators) for other in ranks),
+        most_experts=_most_experts(operator for other in ranks for operator in other.operators),
         peers=guard.peers,
         groups=guard.groups,
-        groups_are_new=guard.groups not in [its.groups for its in everyones if its.groups is not None],
+        groups_are_new=guard.groups not in [other.groups for other in ranks if other.groups is not None],
         warning=guard.warning,
         channels=channels,
         pipeline=pipeline,
         neighbours=neighbours,
         replica=places[rank].replica,
-        step_spans_job=all(its.step_spans_job for its in places),
+        step_spans_job=all(other.step_spans_job for other in places),
     )
 
 
@@ -225,20 +225,20 @@ def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connection
     return InjectingTransport(transport) if config.drill.faults else transport
 
 
-def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
+def _make_stage_groups(stages: tuple[int, ...], own_stage: int) -> Any:
     groups = {
-        stage: dist.new_group([rank for rank, one in enumerate(stages) if one == stage], backend="gloo")
+        stage: dist.new_group([rank for rank, other in enumerate(stages) if other == stage], backend="gloo")
         for stage in sorted(set(stages))
     }
-    return groups[mine]
+    return groups[own_stage]
 
 
 def _of_sums(members: Sequence[AtPeer]) -> int:
     """Return the bytes of parity sums, each as long as the longest snapshot of an iteration."""
-    if len({(len(its.slots), its.count) for its in members}) > 1 or not members[0].slots:
-        return max(its.nbytes for its in members)
-    longest = np.array([its.slots for its in members]).max(axis=0)
-    return max(most_held(longest[:, None], members[0].count), *(its.nbytes for its in members))
+    if len({(len(member.slots), member.count) for member in members}) > 1 or not members[0].slots:
+        return max(member.nbytes for member in members)
+    longest = np.array([member.slots for member in members]).max(axis=0)
+    return max(most_held(longest[:, None], members[0].count), *(member.nbytes for member in members))
 
 
 class _Guard(NamedTuple):
@@ -249,16 +249,16 @@ class _Guard(NamedTuple):
     warning: str | None
 
 
-def _guard(config: SessionConfig, everyones: list[_Rank], *, is_running: bool) -> _Guard:
-    nodes, same_node = [its.node for its in everyones], config.copies.same_node
+def _guard(config: SessionConfig, ranks: list[_Rank], *, is_running: bool) -> _Guard:
+    nodes, same_node = [other.node for other in ranks], config.copies.same_node
     if (parity := config.copies.protection.parity) is not None:
-        return _in_parity(parity, everyones, nodes, same_node=same_node, is_running=is_running)
+        return _in_parity(parity, ranks, nodes, same_node=same_node, is_running=is_running)
     copies = allowed_copies(nodes, config.copies.replicas, same_node=same_node, is_running=is_running)
-    return _Guard(_place(config, everyones, copies), (), copies.warning)
+    return _Guard(_place(config, ranks, copies), (), copies.warning)
 
 
 def _in_parity(
-    parity: Parity, everyones: list[_Rank], nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
+    parity: Parity, ranks: list[_Rank], nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
 ) -> _Guard:
     members, blocks, warning = parity.members, parity.blocks, None
     if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
@@ -268,30 +268,30 @@ def _in_parity(
         warning = f"{parity} has become parity:{members}+{blocks}: there are {len(set(nodes))} nodes"
     if not blocks:
         return _Guard([()] * len(nodes), (), "one node is left, and nobody to keep parity")
-    before = next((its.groups for its in everyones if its.groups is not None), ())
+    before = next((other.groups for other in ranks if other.groups is not None), ())
     groups = before if still_do(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
     holders = {rank: group.holders for group in groups for rank in group.members}
     return _Guard([holders[rank] for rank in range(len(nodes))], groups, warning)
 
 
-def _place(config: SessionConfig, everyones: list[_Rank], copies: Copies) -> Placement:
+def _place(config: SessionConfig, ranks: list[_Rank], copies: Copies) -> Placement:
     groups: dict[int, list[int]] = {}
-    for rank, its in enumerate(everyones):
-        groups.setdefault(its.place.same_state, []).append(rank)
+    for rank, other in enumerate(ranks):
+        groups.setdefault(other.place.same_state, []).append(rank)
     kind = config.copies.placement or PlacementKind.SPREAD
     return place(
-        [its.node for its in everyones], copies.replicas, kind, list(groups.values()),
-        same_node=copies.same_node, before=_peers_before(everyones),
+        [other.node for other in ranks], copies.replicas, kind, list(groups.values()),
+        same_node=copies.same_node, before=_peers_before(ranks),
     )  # fmt: skip
 
 
-def _peers_before(everyones: list[_Rank]) -> list[tuple[int, ...]]:
+def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
     """Return the former peers of every rank; those of a new rank are known from its peers. Empty if all are new."""
-    if all(one.peers is None for one in everyones):
+    if all(report.peers is None for report in ranks):
         return []
     return [
-        one.peers if one.peers is not None else sources_of([other.sources for other in everyones], rank)
-        for rank, one in enumerate(everyones)
+        report.peers if report.peers is not None else sources_of([other.sources for other in ranks], rank)
+        for rank, report in enumerate(ranks)
     ]
 
 
@@ -307,10 +307,10 @@ def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]
 
 
 def _find_neighbours(
-    rank: int, stages: tuple[int, ...], mine: Place, tied: frozenset[int]
+    rank: int, stages: tuple[int, ...], place: Place, tied: frozenset[int]
 ) -> tuple[Pipeline, Neighbours]:
-    ranks = mine.pipeline or (rank,)
-    is_ring = mine.is_ring and len(ranks) > 1
+    ranks = place.pipeline or (rank,)
+    is_ring = place.is_ring and len(ranks) > 1
     pipeline = Pipeline(len(ranks), is_ring, tied)
     here = ranks.index(rank)
 

@@ -59,33 +59,33 @@ def summary(
         recoveries: of this process.
         window: iterations of the newest schedule.
     """
-    everyones = all_gather_objects(
+    per_rank = all_gather_objects(
         (totals, progress, on_disk, decided),
         tuple[Totals, Progress, tuple[int, int, int, float], tuple[int, int, int]],
     )
-    all_totals, all_progress, disk, decisions = ([its[part] for its in everyones] for part in range(4))
+    all_totals, all_progress, disk, decisions = ([sent[part] for sent in per_rank] for part in range(4))
     all_warnings = all_gather_objects(list(warnings), list[str])
-    newest_on_disk = min(its[0] for its in disk)
-    longest_s = max(its.train_s for its in all_totals) or 1.0
-    persisted = min(its.persisted for its in all_progress)
+    newest_on_disk = min(disk_totals[0] for disk_totals in disk)
+    longest_s = max(rank_totals.train_s for rank_totals in all_totals) or 1.0
+    persisted = min(rank_progress.persisted for rank_progress in all_progress)
     return {
-        "stall_s": max(its.stall_s for its in all_totals),
-        "stall_share": max(its.stall_s for its in all_totals) / longest_s,
-        "training_thread_s": max(its.begin_s for its in all_totals),
-        "training_thread_share": max(its.begin_s for its in all_totals) / longest_s,
-        "copied_bytes": sum(its.copied_bytes for its in all_totals),
-        "replicated_bytes": sum(its.replicated_bytes for its in all_totals),
+        "stall_s": max(rank_totals.stall_s for rank_totals in all_totals),
+        "stall_share": max(rank_totals.stall_s for rank_totals in all_totals) / longest_s,
+        "training_thread_s": max(rank_totals.begin_s for rank_totals in all_totals),
+        "training_thread_share": max(rank_totals.begin_s for rank_totals in all_totals) / longest_s,
+        "copied_bytes": sum(rank_totals.copied_bytes for rank_totals in all_totals),
+        "replicated_bytes": sum(rank_totals.replicated_bytes for rank_totals in all_totals),
         "window": window,
-        "windows": max(its[0] for its in decisions),
-        "windows_abandoned": sum(its.abandoned for its in all_progress),
-        "reorders": max(its[1] for its in decisions),
+        "windows": max(decided[0] for decided in decisions),
+        "windows_abandoned": sum(rank_progress.abandoned for rank_progress in all_progress),
+        "reorders": max(decided[1] for decided in decisions),
         "persisted_from": None if persisted == NONE else persisted,
-        "longest_unpersisted": max(its[2] for its in decisions),
-        "memory_bytes": max(its.memory_bytes for its in all_progress),
+        "longest_unpersisted": max(decided[2] for decided in decisions),
+        "memory_bytes": max(rank_progress.memory_bytes for rank_progress in all_progress),
         "recoveries": [recovery.as_dict() for recovery in recoveries],
         "on_disk": None if newest_on_disk == NONE else newest_on_disk,
-        "disk_windows_failed": max(its[1] for its in disk),
-        "disk_bytes": sum(its[2] for its in disk),
-        "disk_s": max(its[3] for its in disk),
+        "disk_windows_failed": max(disk_totals[1] for disk_totals in disk),
+        "disk_bytes": sum(disk_totals[2] for disk_totals in disk),
+        "disk_s": max(disk_totals[3] for disk_totals in disk),
         "warnings": max(all_warnings, key=len),  # a rank that joined later knows fewer
     }

@@ -68,11 +68,13 @@ class Twins(SnapshotSource):
         # As a snapshot has it, which is taken when the next iteration begins: after what was due between the two.
         boundary = mark.boundary if mark.resumed is None else mark.resumed
         marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})
-        tensors = [one for name in table.names if name in states for one in states[name].full if one.nbytes]
-        tensors += [StateTensor(BOUNDARY, Saved.FULL, str(number), one.contiguous()) for number, one in enumerate(kept)]
+        tensors = [tensor for name in table.names if name in states for tensor in states[name].full if tensor.nbytes]
+        tensors += [
+            StateTensor(BOUNDARY, Saved.FULL, str(number), tensor.contiguous()) for number, tensor in enumerate(kept)
+        ]
         placed, data = list(offsets(tensors)), torch.zeros(aligned_bytes(tensors), dtype=torch.uint8)
-        for one, at in placed:
-            data[at : at + one.nbytes] = as_bytes(one.tensor)
+        for tensor, at in placed:
+            data[at : at + tensor.nbytes] = as_bytes(tensor.tensor)
         contents = contents_text(np.full(len(table), Saved.FULL, dtype=np.int8))
         whole = begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in states.items()})()
         entries = entries_of(placed, data, table.index_of)

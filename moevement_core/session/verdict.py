@@ -46,18 +46,18 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
     Raises:
         RecoveryError: any of them found a difference that nothing explains.
     """
-    everyones = all_gather_objects(mine, Part)
-    found = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
-    unequal = unequal_replicas([its.replicas for its in everyones])
-    is_explained = other_arithmetic and not any(its.differ_as_loaded for its in everyones)
-    if found and is_explained and not unequal:
+    parts = all_gather_objects(mine, Part)
+    differences = [f"rank {rank}: {what}" for rank, part in enumerate(parts) for what in part.differences]
+    unequal = unequal_replicas([part.replicas for part in parts])
+    is_explained = other_arithmetic and not any(part.differ_as_loaded for part in parts)
+    if differences and is_explained and not unequal:
         if dist.get_rank() == 0:
             log.warning(
-                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}; the "
-                f"largest relative difference is {max(its.recovery.largest_difference for its in everyones):.1e}). "
+                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(differences)}; "
+                f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
                 "Training goes on from it, as from a checkpoint that is loaded elsewhere"
             )
-    elif found or unequal:
+    elif differences or unequal:
         advice = "start again from a dense checkpoint or an older window"
         if other_data:
             advice = (
@@ -65,38 +65,38 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
                 "let that job save a dense checkpoint (--save, --exit-interval 1); go on from that one with other data"
             )
         raise RecoveryError(
-            f"the replayed state is not the one that was lost: {_some(found + unequal)}. Nothing of it may be used: "
-            f"{advice}"
+            f"the replayed state is not the one that was lost: {_some(differences + unequal)}. Nothing of it may be "
+            f"used: {advice}"
         )
-    recoveries, lost = [its.recovery for its in everyones], mine.lost
-    known = min(NONE if one.restored_until is None else one.restored_until for one in recoveries)
-    recomputed = sum(one.recomputed for one in recoveries)
-    losses = max(one.losses_until for one in recoveries)
+    recoveries, lost = [part.recovery for part in parts], mine.lost
+    known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)
+    recomputed = sum(recovery.recomputed for recovery in recoveries)
+    losses = max(recovery.losses_until for recovery in recoveries)
     by_stage: dict[str, int] = {}
-    for its in everyones:
-        lost |= its.lost  # the same on all ranks of a stage
-        for stage, count in its.recovery.replayed_by_stage.items():
+    for part in parts:
+        lost |= part.lost  # the same on all ranks of a stage
+        for stage, count in part.recovery.replayed_by_stage.items():
             by_stage[stage] = max(count, by_stage.get(stage, 0))
     return replace(
         mine.recovery,
-        replayed=max(one.replayed for one in recoveries),
-        redone=max(one.redone for one in recoveries),
+        replayed=max(recovery.replayed for recovery in recoveries),
+        redone=max(recovery.redone for recovery in recoveries),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
         lost_tokens=lost.by_expert,
         proportion_lost=lost.proportion,
-        fed_bytes=sum(one.fed_bytes for one in recoveries),
+        fed_bytes=sum(recovery.fed_bytes for recovery in recoveries),
         verified_until=None if known == NONE or not recomputed else known,
         restored_until=None if known == NONE else known,
         recomputed=recomputed,
-        restored=sum(one.restored for one in recoveries),
-        largest_difference=max(one.largest_difference for one in recoveries),
+        restored=sum(recovery.restored for recovery in recoveries),
+        largest_difference=max(recovery.largest_difference for recovery in recoveries),
         losses_until=None if losses == NONE else losses,
-        sends=max(one.sends for one in recoveries),
-        fetch_s=max(one.fetch_s for one in recoveries),
-        replay_s=max(one.replay_s for one in recoveries),
-        replay_cpu_s=sum(one.replay_cpu_s for one in recoveries),
+        sends=max(recovery.sends for recovery in recoveries),
+        fetch_s=max(recovery.fetch_s for recovery in recoveries),
+        replay_s=max(recovery.replay_s for recovery in recoveries),
+        replay_cpu_s=sum(recovery.replay_cpu_s for recovery in recoveries),
     )
 
 
-def _some(found: Sequence[str]) -> str:
-    return "; ".join(found[:5]) + (f" (and {len(found) - 5} more)" if len(found) > 5 else "")
+def _some(differences: Sequence[str]) -> str:
+    return "; ".join(differences[:5]) + (f" (and {len(differences) - 5} more)" if len(differences) > 5 else "")

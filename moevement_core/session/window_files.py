@@ -47,15 +47,15 @@ class WindowFiles(SnapshotSource):
 
     def _holdings(self) -> Iterator[Holding]:
         for name in sorted(os.listdir(self._folder)) if self._folder.is_dir() else ():
-            found = owner_and_iteration(name)
-            if found is None or found[1] not in self._range or not self._is_mine_to_tell(found[0]):
+            named = owner_and_iteration(name)
+            if named is None or named[1] not in self._range or not self._is_mine_to_tell(named[0]):
                 continue
             try:
                 header = read_header(self._folder / name)
             except SnapshotError as error:
                 damage.report("the digest of a file's header", str(error).partition(";")[0], "planning without it")
                 continue
-            if (header.rank, header.iteration) == found:
+            if (header.rank, header.iteration) == named:
                 yield Holding(
                     header.rank, header.iteration, header.state, header.schedule, header.contents, Source.FILE
                 )
@@ -92,8 +92,8 @@ class JobWindows(SnapshotSource):
 
     def holdings(self) -> list[Holding]:
         """Return all snapshots that are there and look whole; one that belongs to two windows is listed once."""
-        found = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
-        return list(found.values())
+        holdings = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
+        return list(holdings.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """Return one snapshot, not yet checked; None if it cannot be read."""
@@ -154,8 +154,8 @@ def load_newest(
         ConfigError: the newest window is of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    everyones, unreadable = _windows_of_all(place)
-    candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
+    windows, unreadable = _windows_of_all(place)
+    candidates = [window for window in windows if window.reaches > after and is_wanted(window)]
     refused, here = [], arithmetic_of_all()
     for manifest in candidates:
         if not manifest.is_sealed and dist.get_rank() == 0:
@@ -164,7 +164,7 @@ def load_newest(
                 "hand would not be found"
             )
         free = resize.free if resize is not None else ()
-        _refuse_other_settings(place, manifest, {name: its for name, its in settings.items() if name not in free})
+        _refuse_other_settings(place, manifest, {name: value for name, value in settings.items() if name not in free})
         files = WindowFiles(place, manifest)
         try:
             if resize is not None and resize.is_needed(manifest):
@@ -194,13 +194,13 @@ def windows_of_all(place: SharedFolder) -> list[Manifest]:
 
 def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
     """Return the windows that ranks can read, and why others are left out. Collective."""
-    told = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
-    everyones = {one.name: one for found, _ in told for one in found}
-    refused = {name: why for _, its in told for name, why in its.items() if name not in everyones}
+    reported = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
+    windows = {manifest.name: manifest for manifests, _ in reported for manifest in manifests}
+    refused = {name: why for _, reasons in reported for name, why in reasons.items() if name not in windows}
     if dist.get_rank() == 0:
         for why in refused.values():
             log.warning(why)
-    return sorted(everyones.values(), key=_newest, reverse=True), refused
+    return sorted(windows.values(), key=_newest, reverse=True), refused
 
 
 def _newest(manifest: Manifest) -> tuple[int, str]:
@@ -209,8 +209,8 @@ def _newest(manifest: Manifest) -> tuple[int, str]:
 
 def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Mapping[str, Any]) -> None:
     if other := manifest.other_settings(settings):
-        found = "; ".join(other[:4])
+        differences = "; ".join(other[:4])
         raise ConfigError(
-            f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({found}); replayed "
+            f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({differences}); replayed "
             "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
         )

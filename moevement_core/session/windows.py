@@ -99,8 +99,8 @@ class WindowDecisions:
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
         self._began_at = began_at
-        self._counters = [one for one in (counts, room) if one is not None]
-        self._pending: dict[Counts, list[torch.Tensor]] = {one: [] for one in self._counters}
+        self._counters = [counter for counter in (counts, room) if counter is not None]
+        self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
         self._sums: list[tuple[torch.Tensor, Any]] = []
         """Counts of the window before that are being summed, and what to wait for."""
         self._counted = NONE
@@ -136,8 +136,8 @@ class WindowDecisions:
 
     def count(self, committed: int) -> None:
         """Take the tokens that the routers have counted since, up to ``committed``; when the next iteration begins."""
-        for one in self._counters:
-            self._pending[one].append(one.take())
+        for counter in self._counters:
+            self._pending[counter].append(counter.take())
             self._counted = committed
 
     def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
@@ -150,12 +150,12 @@ class WindowDecisions:
     @property
     def iteration_s(self) -> float:
         """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
-        return statistics.median(one.train_s for one in self._steps) if self._steps else 0.0
+        return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
         """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
-        for one in self._counters:
-            one.paused = is_paused and not self._counts_again
+        for counter in self._counters:
+            counter.paused = is_paused and not self._counts_again
 
     @property
     def tokens_owed(self) -> int:
@@ -184,9 +184,9 @@ class WindowDecisions:
 
     def _drop_counts(self) -> None:
         self._sums.clear()
-        for one in self._counters:
-            one.take()
-            self._pending[one].clear()
+        for counter in self._counters:
+            counter.take()
+            self._pending[counter].clear()
 
     def forget(self, committed: int) -> None:
         """Drop what was counted on the way to a failure.
@@ -199,8 +199,8 @@ class WindowDecisions:
         elif self._counts_again or self._counted < committed:
             self.count(committed)
         else:
-            for one in self._counters:
-                one.take()  # of the iteration that was interrupted
+            for counter in self._counters:
+                counter.take()  # of the iteration that was interrupted
         self._counts_again = False
 
     # The first window
@@ -250,17 +250,17 @@ class WindowDecisions:
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
         """Compare what every rank will need with what it may use, on every rank alike."""
         memory.keeps_own = True
-        mine = Needs(
+        local = Needs(
             memory.here([schedule]), memory.in_flight([schedule]),
             AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
-        needs = all_gather_objects(mine, Needs)
+        needs = all_gather_objects(local, Needs)
         memory.keeps_own, total = decide_keep_own(
             needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
         )
-        everyones = totals(needs, self.topology.kept_bytes, keeps_own=memory.keeps_own)
-        self.planned_bytes = everyones[self.topology.rank].nbytes
+        per_rank = totals(needs, self.topology.kept_bytes, keeps_own=memory.keeps_own)
+        self.planned_bytes = per_rank[self.topology.rank].nbytes
         if self.topology.rank == 0:
             also = "" if memory.keeps_own else "; own snapshots go when all peers have them"
             log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
@@ -299,8 +299,8 @@ class WindowDecisions:
             self._say_why(proposal)
             return
         needed = self._needed(proposal.schedules, checkpointer)
-        beyond = [any(total.beyond > 0 for total in everyones) for everyones in needed]
-        fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
+        beyond = [any(total.beyond > 0 for total in per_rank) for per_rank in needed]
+        fitting = [schedule for schedule, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.topology.rank == 0:
             self._say_beyond(proposal.schedules[0], fitting[0] if fitting else old)
         if not fitting:
@@ -315,8 +315,8 @@ class WindowDecisions:
         if not proposal.reorders and not is_other:
             return
         if is_other:
-            everyones = needed[proposal.schedules.index(chosen)]
-            self.planned_bytes = everyones[self.topology.rank].nbytes if everyones else None
+            per_rank = needed[proposal.schedules.index(chosen)]
+            self.planned_bytes = per_rank[self.topology.rank].nbytes if per_rank else None
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
@@ -393,9 +393,9 @@ class WindowDecisions:
         """
         if math.isinf(self.allowed.nbytes):
             return [[] for _ in schedules]
-        everyones = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules], list[Needs])
+        per_rank = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules], list[Needs])
         keeps_own = checkpointer.memory.keeps_own
-        return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*everyones, strict=True)]
+        return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*per_rank, strict=True)]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
         """Return the host memory that this rank needs for ``schedule`` after the current one; memory is freed later, if
@@ -423,10 +423,10 @@ class WindowDecisions:
             own = self.strategy.wanted_sizes(now, measured)
         most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
         sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
-        sizes[: len(own)] = torch.tensor([min(one, most) if one < NOT_CARRIED else one for one in own])
+        sizes[: len(own)] = torch.tensor([min(size, most) if size < NOT_CARRIED else size for size in own])
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
-        found = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
-        return found or None
+        agreed = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
+        return agreed or None
 
     def _cost_of_all(self) -> Evidence | None:
         """Return what saving costs, a mean over the ranks that have measured it: they wait for each other in every
@@ -447,10 +447,10 @@ class WindowDecisions:
         steps = self._steps[2:]
         if not steps:
             return 0.0, 0.0
-        quiet = [one.train_s for one in steps if not one.is_saving]
-        iteration_s = self._meter.quiet_s or statistics.median(quiet or [one.train_s for one in steps])
-        saving = [one for one in self._steps[self._decided_at :] if one.is_saving]
-        return iteration_s, max(0.0, sum(one.train_s + one.stall_s - iteration_s for one in saving))
+        quiet = [step.train_s for step in steps if not step.is_saving]
+        iteration_s = self._meter.quiet_s or statistics.median(quiet or [step.train_s for step in steps])
+        saving = [step for step in self._steps[self._decided_at :] if step.is_saving]
+        return iteration_s, max(0.0, sum(step.train_s + step.stall_s - iteration_s for step in saving))
 
     def _measured_bandwidths(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender], iteration_s: float

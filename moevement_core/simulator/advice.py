@@ -1,8 +1,8 @@
-"""Advice for a job on its cluster, with reasons: every exact strategy at its best, under the same failures.
+"""Advice for a job on its cluster, with reasons: each exact strategy at its best, under the same failures.
 
-A candidate is a strategy with its window or interval chosen. Candidates are ordered by the formula first; the best of
-each strategy are simulated with the failures, spares and seconds that the table beside the advice has, and compared by
-that. So no row of the table that loses no update, and fits into host memory, is better than what is proposed.
+A candidate is a strategy with its window or interval chosen. The formula orders the candidates, and the best of each
+strategy are simulated with the failures, spares and seconds of the table beside the advice. The simulation decides. So
+no row of the table is better than the advice if it loses no update and fits into host memory.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from moevement_core.strategies.config import Recovery
 
 MOST_COPIES = 3
 WINDOWS_TRIED = 4
-"""Number of windows tried, from the smallest that fits on."""
+"""Number of windows to try, from the smallest that fits upward."""
 SIMULATED = 3
-"""Candidates of each strategy, the best by the formula, that are simulated."""
+"""Number of candidates of each strategy to simulate, the best by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
-"""Intervals that are tried, over the one that a strategy would choose itself."""
+"""Intervals to try, relative to the one that a strategy would choose itself."""
 MONTH_S = 30 * 86400.0
 LOSSY = ("moc", "moetion")
-"""Strategies that lose updates of experts."""
+"""Names of strategies that lose updates of experts."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Settings that the user has fixed, so that they are not chosen."""
+    """Settings that the user has decided, so that advice does not choose them."""
 
     kind: WindowKind | None = None
     window: int | None = None
 
     def allows(self, strategy: Strategy) -> bool:
-        """Return whether a strategy is as decided."""
-        given, size = strategy.costs.plan.given, strategy.costs.plan.size
+        """Return True if a strategy agrees with these settings."""
+        inputs, size = strategy.costs.plan.given, strategy.costs.plan.size
         if not isinstance(strategy, MoEvement):
             return True
-        has_kind = self.kind is None or isinstance(strategy, Redo) or given.kind is self.kind
+        has_kind = self.kind is None or isinstance(strategy, Redo) or inputs.kind is self.kind
         return has_kind and self.window in (None, size)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate, with the trainings that it was simulated in."""
+    """Candidate, with the trainings in which it was simulated."""
 
     cell: Cell
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, with window or interval."""
+        """Strategy of the candidate, with its window or interval."""
         return self.cell.strategy
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio, the mean of the simulated trainings."""
+        """Effective training time ratio, a mean over the simulated trainings."""
         return self.cell.ettr
 
     @property
@@ -72,20 +72,20 @@ class Choice:
 
     @property
     def copies(self) -> int:
-        """Peers that keep a copy; 0 if state is in storage."""
+        """Number of peers that keep a copy; 0 if state is in storage."""
         return self.strategy.costs.plan.given.replicas if self.strategy.in_memory else 0
 
     @property
     def fits(self) -> bool:
-        """True if a node has the host memory, as far as that is known."""
+        """True if a node has enough host memory, as far as that is known."""
         return fits(self.strategy)
 
     @property
     def lost_a_month(self) -> float:
-        """Failures in 30 days after which no copy in memory is left, if failures of nodes are independent.
+        """Number of failures in 30 days after which no copy in memory is left, if nodes fail independently.
 
-        All copies of a rank are gone if the nodes that keep them fail with its own, or before its state is whole again:
-        that takes as long as the simulated recoveries did, waiting for spares included.
+        A rank loses all copies if the nodes that keep them fail together with its own, or before its state is complete
+        again. That takes as long as the simulated recoveries did, including the wait for spares.
         """
         if not self.strategy.in_memory:
             return 0.0
@@ -100,13 +100,13 @@ class Choice:
         )
         recovery_s = spent_s / failures if failures else self.strategy.expected_recovery_s()
         whole_again_s = recovery_s + self.strategy.interval * costs.iteration_s
-        # A node of the job fails once in nodes x MTBF.
+        # A given node of the job fails once in nodes x MTBF.
         before = min(1.0, whole_again_s / (mtbf_s * costs.nodes))
         return MONTH_S / mtbf_s * min(1.0, self.cell.together + before) ** self.copies
 
     @property
     def flags(self) -> str:
-        """Flags of a run with it."""
+        """Command-line flags of a run with this choice."""
         strategy, plan = self.strategy, self.strategy.costs.plan
         if isinstance(strategy, MoEvement):
             recovery = " --moevement-recovery redo" if isinstance(strategy, Redo) else ""
@@ -126,62 +126,65 @@ class Choice:
 
 @dataclass(frozen=True)
 class Advice:
-    """The best choice at one failure rate, and what it was compared with."""
+    """Best choice at one failure rate, and the choices that it was compared with."""
 
     mtbf_s: float
     choices: tuple[Choice, ...]
-    """The best of each exact strategy, the best of all first; those that fit into host memory before others."""
+    """Best choice of each exact strategy, the best first; choices that fit into host memory precede others."""
     by_copies: tuple[Choice, ...]
-    """The best choice at each number of copies, the proposed number among them."""
+    """Best choice in memory for each number of copies, the proposed number included."""
 
     @property
     def best(self) -> Choice:
-        """Choice that is proposed."""
+        """Choice that the advice proposes."""
         return self.choices[0]
 
     @property
     def next_best(self) -> Choice | None:
-        """The best of the other strategies; None if no other was tried."""
+        """Best choice of the other strategies; None if no other was tried."""
         return self.choices[1] if len(self.choices) > 1 else None
 
     @property
     def gain(self) -> tuple[float, float]:
-        """ETTR over the next best, and half of its 95% confidence interval, from pairs with the same failures."""
+        """Gain in ETTR over the next best, and half of its 95% confidence interval, from pairs with
+        the same failures.
+        """
         if self.next_best is None:
             return 0.0, math.nan
         pairs = zip(self.best.cell.outcomes, self.next_best.cell.outcomes, strict=True)
-        gains = [ours.ettr - other.ettr for ours, other in pairs]
+        gains = [best.ettr - other.ettr for best, other in pairs]
         return statistics.fmean(gains), half_interval(gains)
 
     @property
     def decides(self) -> tuple[str, float, float] | None:
-        """Part of the cost in which the best choice saves most against the next best, with its share of the wall time
-        of either; None if there is no other.
+        """Part of the wall time in which the best choice saves most over the next best, with the shares of both.
+
+        None if no other strategy was tried.
         """
         if self.next_best is None:
             return None
-        ours, other = self.best.cell.lost, self.next_best.cell.lost
-        name = max(ours, key=lambda part: other[part] - ours[part])
-        return name, ours[name], other[name]
+        best, other = self.best.cell.lost, self.next_best.cell.lost
+        name = max(best, key=lambda part: other[part] - best[part])
+        return name, best[name], other[name]
 
 
 def fits(strategy: Strategy) -> bool:
-    """Return whether a node has the host memory of a strategy, as far as that is known."""
+    """Return True if a node has enough host memory for a strategy, as far as that is known."""
     memory = strategy.costs.plan.given.cluster.host_memory_bytes
     return memory is None or node_bytes(strategy) <= memory
 
 
 def node_bytes(strategy: Strategy) -> float:
-    """Return the host memory that a strategy takes of a node, bytes."""
-    given = strategy.costs.plan.given
-    return strategy.host_bytes * min(given.cluster.gpus_per_node, given.job.ranks)
+    """Return the bytes of host memory that a strategy takes on a node."""
+    inputs = strategy.costs.plan.given
+    return strategy.host_bytes * min(inputs.cluster.gpus_per_node, inputs.job.ranks)
 
 
 class Variants:
-    """Costs of a job that saves its state in other ways, each planned once.
+    """Costs of a job with other windows, copies or ways to recover; each variant is planned once.
 
     Args:
-        costs: of the job as it is.
+        costs: costs of the job as it is.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -191,21 +194,21 @@ class Variants:
     def of(
         self, kind: WindowKind, window: int | None = None, copies: int | None = None, *, is_redone: bool = False
     ) -> Costs | None:
-        """Return the job with such windows; None if its nodes, or the operators of its stages, are too few.
+        """Return the costs of a variant; None if the job has too few nodes, or its stages too few operators.
 
         Args:
-            kind: of the windows.
-            window: iterations; left out the smallest that fits.
-            copies: on other nodes; left out as many as the job has.
-            is_redone: whether the smallest that fits is that of a recovery by redo.
+            kind: kind of the windows.
+            window: W, iterations; left out, the smallest that fits.
+            copies: number of copies on other nodes; left out, that of the job.
+            is_redone: True for windows of a recovery by redo.
         """
         copies = self.costs.plan.given.replicas if copies is None else copies
         key = (kind, window, copies, is_redone)
         if key not in self._known:
             recovery = Recovery.REDO if is_redone else Recovery.REPLAY
-            given = replace(self.costs.plan.given, kind=kind, window=window, replicas=copies, recovery=recovery)
+            inputs = replace(self.costs.plan.given, kind=kind, window=window, replicas=copies, recovery=recovery)
             try:
-                self._known[key] = replace(self.costs, plan=CheckpointPlan(given))
+                self._known[key] = replace(self.costs, plan=CheckpointPlan(inputs))
             except WindowError:
                 self._known[key] = None
         return self._known[key]
@@ -215,50 +218,50 @@ def advise(
     variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
     fixed: Fixed | None = None,
 ) -> Advice:  # fmt: skip
-    """Tune every exact strategy and compare them under the same failures.
+    """Tune every exact strategy, and compare them under the same failures.
 
     Args:
-        variants: of the job; the number of copies is its plan's.
+        variants: variants of the job; the job's plan has the number of copies.
         draws: failures of each training.
         until_s: wall seconds of a training.
-        spares: of a training.
-        rows: trainings that are known already: those of the table at this rate.
-        fixed: what is not to be chosen.
+        spares: spare nodes of a training.
+        rows: results that are already known: the rows of the table at this rate.
+        fixed: settings that the user has decided.
     """
     costs = variants.costs
     copies = costs.plan.given.replicas
-    found = choices_of(variants, draws, until_s, spares, rows, fixed)
-    by_copies = {copies: found}
+    choices = choices_of(variants, draws, until_s, spares, rows, fixed)
+    by_copies = {copies: choices}
     for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
         if count != copies and variants.of(costs.plan.given.kind, copies=count) is not None:
             by_copies[count] = choices_of(variants, draws, until_s, spares, (), fixed, count)
     in_memory = (
         next(choice for choice in by_copies[count] if choice.strategy.in_memory) for count in sorted(by_copies)
     )
-    return Advice(draws.mtbf_s, tuple(found), tuple(in_memory))
+    return Advice(draws.mtbf_s, tuple(choices), tuple(in_memory))
 
 
 def choices_of(
     variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
     fixed: Fixed | None = None, copies: int | None = None,
 ) -> list[Choice]:  # fmt: skip
-    """Return the best choice of each exact strategy, the best first; arguments as of :func:`advise`.
+    """Return the best choice of each exact strategy, the best first.
 
     Args:
-        variants: of the job.
+        variants: variants of the job.
         draws: failures of each training.
         until_s: wall seconds of a training.
-        spares: of a training.
-        rows: trainings that are known already.
-        fixed: what is not to be chosen.
-        copies: on other nodes; left out as many as the job has.
+        spares: spare nodes of a training.
+        rows: results that are already known.
+        fixed: settings that the user has decided.
+        copies: number of copies on other nodes; left out, that of the job.
     """
     fixed = fixed or Fixed()
     copies = variants.costs.plan.given.replicas if copies is None else copies
     known = [Choice(cell) for cell in rows if may_be_proposed(cell.strategy) and fixed.allows(cell.strategy)]
-    for those in _by_family(_candidates(variants, draws.mtbf_s, fixed, copies)).values():
-        those.sort(key=lambda one: (fits(one), one.analytic_ettr(draws.mtbf_s)), reverse=True)
-        known += [Choice(cell_of(one, draws, until_s, spares)) for one in those[:SIMULATED]]
+    for candidates in _by_family(_candidates(variants, draws.mtbf_s, fixed, copies)).values():
+        candidates.sort(key=lambda candidate: (fits(candidate), candidate.analytic_ettr(draws.mtbf_s)), reverse=True)
+        known += [Choice(cell_of(candidate, draws, until_s, spares)) for candidate in candidates[:SIMULATED]]
     known.sort(key=_rank, reverse=True)
     best: dict[str, Choice] = {}
     for choice in known:
@@ -267,43 +270,43 @@ def choices_of(
 
 
 def _by_family(candidates: Iterable[Strategy]) -> dict[str, list[Strategy]]:
-    found: dict[str, list[Strategy]] = {}
-    for one in candidates:
-        found.setdefault(family(one), []).append(one)
-    return found
+    families: dict[str, list[Strategy]] = {}
+    for candidate in candidates:
+        families.setdefault(family(candidate), []).append(candidate)
+    return families
 
 
 def _rank(choice: Choice) -> tuple[bool, float, float]:
-    """Order choices: those that fit first, by what was simulated; among equals by the formula."""
+    """Return the sort key of a choice: fit into host memory, simulated ratio, and the formula between equals."""
     return choice.fits, choice.ettr, choice.cell.formula
 
 
 def may_be_proposed(strategy: Strategy) -> bool:
-    """Return whether a strategy loses no update, and is one that a job can be started with."""
+    """Return True if a strategy loses no update, and a job can be started with it."""
     is_part = isinstance(strategy, MoEvement) and strategy.techniques != Techniques()
     return strategy.name not in (*LOSSY, "none", "gemini-stalling") and not is_part
 
 
 def family(strategy: Strategy) -> str:
-    """Return the name under which variants of a strategy are one."""
+    """Return the name that all variants of a strategy share."""
     if isinstance(strategy, Redo):
         return "redo"
     return "moevement" if isinstance(strategy, MoEvement) else strategy.name.split("-")[0]
 
 
 def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) -> Iterator[Strategy]:
-    """Yield each exact strategy with each window or interval that is tried."""
+    """Yield each exact strategy with each window or interval to try."""
     for kind in WindowKind if fixed.kind is None else (fixed.kind,):
         smallest = variants.of(kind, None, copies)
-        for made in _windows(smallest, variants, kind, fixed.window, copies):
-            yield MoEvement(made, name=f"moevement-{kind}")
+        for variant in _windows(smallest, variants, kind, fixed.window, copies):
+            yield MoEvement(variant, name=f"moevement-{kind}")
     smallest = variants.of(WindowKind.ROLLING, None, copies, is_redone=True)
-    for made in _windows(smallest, variants, WindowKind.ROLLING, fixed.window, copies):
-        yield Redo(made)
+    for variant in _windows(smallest, variants, WindowKind.ROLLING, fixed.window, copies):
+        yield Redo(variant)
     costs = variants.of(variants.costs.plan.given.kind, variants.costs.plan.given.window, copies)
     if costs is None:
         return
-    # A checkpoint that is still being sent when the next begins is waited for; further apart it is not.
+    # Training waits for a checkpoint that is still being sent when the next one begins; this interval avoids that.
     sent = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes)))
     for interval in _intervals(Gemini(costs, mtbf_s).interval) | {max(1, sent)}:
         yield Gemini(costs, mtbf_s, interval=interval)
@@ -317,14 +320,14 @@ def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) ->
 def _windows(
     smallest: Costs | None, variants: Variants, kind: WindowKind, fixed: int | None, copies: int
 ) -> Iterator[Costs]:
-    """Yield the job with each window that is tried: some from the smallest that fits on, or the one that is fixed."""
+    """Yield the job with each window to try: the fixed one, or some from the smallest that fits upward."""
     if smallest is None:
         return
     first = smallest.plan.size
     for window in range(first, first + WINDOWS_TRIED) if fixed is None else (fixed,):
-        made = variants.of(kind, window, copies)
-        if made is not None:
-            yield made
+        variant = variants.of(kind, window, copies)
+        if variant is not None:
+            yield variant
 
 
 def _intervals(own: int) -> set[int]:

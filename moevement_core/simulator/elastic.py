@@ -1,8 +1,9 @@
-"""A training whose nodes come and go: elastic experts, equal experts that are regrouped, and restarts from checkpoints.
+"""Simulation of a training whose nodes come and go: elastic experts, equal experts that are regrouped, and restarts.
 
-As in Lazarus's section 6: its own way (``lazarus``), DeepSpeed's expert parallelism which restarts from the newest
-checkpoint whenever a node goes (``restart``), and the same with Lazarus's way to regroup (``regroup``, the paper's
-DS(FT)). Allocation, placement, migration and survival are those of :mod:`moevement_core.elastic`, on recorded loads.
+It compares three systems, as section 6 of Lazarus does: Lazarus itself (``lazarus``), DeepSpeed's expert parallelism,
+which restarts from the newest checkpoint whenever a node leaves (``restart``), and the same with Lazarus's way to
+regroup (``regroup``, DS(FT) in the paper). Allocation, placement, migration and survival come from
+:mod:`moevement_core.elastic`, with recorded loads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class System(StrEnum):
-    """Systems for a job whose nodes come and go."""
+    """Systems that train on nodes which come and go."""
 
     LAZARUS = "lazarus"
     REGROUP = "regroup"
@@ -33,23 +34,24 @@ class System(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElasticJob:
-    """Elastic training: its experts and the times of its operations.
+    """Job of an elastic training, with the seconds that its operations take.
 
     Attributes:
-        experts: E, of each layer.
-        slots: c, of each node.
-        floor: f.
-        iteration_s: on ``nodes`` nodes with equal loads; fewer nodes take longer in proportion.
-        nodes: of the whole cluster.
-        expert_share: of an iteration that is spent in experts, and so waits for the node with the most tokens.
-        expert_bytes: state of an expert of one layer.
-        bytes_per_s: of a node's network.
-        regroup_s: until process groups are there again.
-        restart_s: until a job that is started anew trains again.
+        experts: number of experts of each layer, E.
+        slots: expert slots of each node, c.
+        floor: least number of replicas of each expert, f.
+        iteration_s: seconds of an iteration on ``nodes`` nodes with equal loads; fewer nodes take proportionally
+            longer.
+        nodes: number of nodes of the whole cluster.
+        expert_share: share of an iteration that experts take, in which all nodes wait for the one with the most tokens.
+        expert_bytes: bytes of state of an expert of one layer.
+        bytes_per_s: bytes per second of a node's network.
+        regroup_s: seconds until new process groups are ready.
+        restart_s: seconds until a restarted job trains again.
         checkpoint_every: iterations between two checkpoints in storage.
-        checkpoint_s: what one of them delays training by.
-        wait_s: for which new nodes are gathered before they are taken in.
-        rebalance_every: iterations.
+        checkpoint_s: seconds by which a checkpoint delays training.
+        wait_s: seconds for which new nodes are gathered before the job takes them in.
+        rebalance_every: iterations between two rebalances.
     """
 
     experts: int
@@ -68,20 +70,21 @@ class ElasticJob:
     rebalance_every: int = 200
 
     def usable(self, nodes: int, system: System) -> int:
-        """Return how many of ``nodes`` nodes take part: expert parallelism uses multiples of the nodes that hold every
-        expert once.
+        """Return how many of ``nodes`` nodes the job can use.
+
+        Expert parallelism uses multiples of the nodes that together hold every expert once.
         """
         if system is System.LAZARUS:
             return nodes if nodes * self.slots >= self.experts else 0
         return nodes // self.group * self.group
 
     def slots_used(self, system: System) -> int:
-        """Return the expert slots of a node that are used: expert parallelism gives each node equally many experts."""
+        """Return the slots of a node that the job uses; expert parallelism has equally many experts on each."""
         return self.slots if system is System.LAZARUS else self.experts // self.group
 
     @property
     def group(self) -> int:
-        """Nodes that hold every expert once, each as many as another: the smallest number that divides them evenly."""
+        """Nodes that together hold every expert once, equally many on each: the smallest number that allows it."""
         least = math.ceil(self.experts / self.slots)
         return next(size for size in range(least, self.experts + 1) if self.experts % size == 0)
 
@@ -91,26 +94,26 @@ class Trained:
     """Result of an elastic training."""
 
     iterations: float = 0.0
-    """Committed."""
+    """Number of committed iterations."""
     changes: int = 0
     fallbacks: int = 0
-    """Changes after which an expert had no replica, or a restart was all there was."""
+    """Changes that led back to a checkpoint: an expert had no replica left, or the system always restarts."""
     moved: int = 0
-    """Committed iterations."""
+    """Experts that nodes fetched from other nodes, over all layers."""
     lost_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("regroup", "migrate", "restart", "checkpoint"), 0.0)
     )
 
 
 class ElasticTraining:
-    """Simulation of one system on nodes that come and go; every layer has an allocation of its own.
+    """Simulation of one system on nodes that come and go; every layer has its own allocation.
 
     Args:
-        job: see there.
-        system: see there.
-        loads: tokens routed to each expert in an iteration, ``[records, layers, E]``; the last record holds on.
+        job: job to simulate.
+        system: system that trains it.
+        loads: tokens routed to each expert in an iteration, ``[records, layers, E]``; the last record stays in force.
         every: iterations between two records.
-        first: nodes that are there.
+        first: nodes at the beginning.
     """
 
     def __init__(self, job: ElasticJob, system: System, loads: Tokens, every: int, first: Sequence[str]) -> None:
@@ -123,29 +126,29 @@ class ElasticTraining:
         self._settle()
 
     def run(self, changes: Sequence[Change], until_s: float) -> Trained:
-        """Simulate until ``until_s``; return the result."""
+        """Simulate until ``until_s``, seconds, and return the result."""
         now_s = 0.0
         for change in _gathered(changes, self.job.wait_s):
             if change.at_s >= until_s:
                 break
             self._train(change.at_s - now_s)
-            # A change that comes before the job is back from the last one finds it where that one left it.
+            # A change during the recovery from an earlier one takes effect when that recovery is over.
             now_s = max(now_s, change.at_s) + self._change(change)
         self._train(until_s - now_s)
         return self.done
 
     def _train(self, seconds: float) -> None:
-        """Train for some seconds, with checkpoints and rebalances on the way."""
+        """Train for ``seconds``, with the checkpoints and rebalances that are due."""
         job, done = self.job, self.done
         while seconds > 0.0 and self._members:
             rebalances = self.system is System.LAZARUS
             to_rebalance = job.rebalance_every - done.iterations % job.rebalance_every if rebalances else math.inf
             span = min(job.checkpoint_every - self._since_checkpoint, to_rebalance, self._every)
-            made = min(span, seconds / self._iteration_s())
-            seconds -= made * self._iteration_s()
-            done.iterations += made
-            self._since_checkpoint += made
-            if made < span:
+            trained = min(span, seconds / self._iteration_s())
+            seconds -= trained * self._iteration_s()
+            done.iterations += trained
+            self._since_checkpoint += trained
+            if trained < span:
                 return
             if self._since_checkpoint >= job.checkpoint_every - 1e-9:
                 self._since_checkpoint = 0.0
@@ -155,16 +158,16 @@ class ElasticTraining:
                 seconds -= self._spend("migrate", self._settle())
 
     def _change(self, change: Change) -> float:
-        """Nodes come and go; returns the seconds until training goes on."""
-        gone = change.removed & set(self._members)
+        """Add and remove nodes, and return the seconds until training continues."""
+        left = change.removed & set(self._members)
         self.there = (self.there | change.added) - change.removed
-        if not gone and self.job.usable(len(self.there), self.system) == len(self._members):
+        if not left and self.job.usable(len(self.there), self.system) == len(self._members):
             return 0.0
         self.done.changes += 1
-        is_kept = all(self._layers) and not any(self._lost(layer, gone) for layer in self._layers)
+        is_kept = all(self._layers) and not any(self._lost(layer, left) for layer in self._layers)
         if self.system is not System.RESTART and is_kept:
             return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle())
-        if gone:  # without a loss it saves before it takes nodes in
+        if left:  # without a loss the job saves a checkpoint before it takes nodes in
             self.done.fallbacks += 1
             self.done.iterations -= self._since_checkpoint
         self._since_checkpoint = 0.0
@@ -172,18 +175,18 @@ class ElasticTraining:
         self._settle()
         return self._spend("restart", self.job.restart_s) if self._members else 0.0
 
-    def _lost(self, layer: Mapping[str, tuple[int, ...]], gone: Collection[str]) -> bool:
-        """Return whether an expert of a layer had replicas only on nodes that left."""
+    def _lost(self, layer: Mapping[str, tuple[int, ...]], left: Collection[str]) -> bool:
+        """Return True if an expert of a layer had replicas only on nodes that left."""
         names = sorted(layer)
-        return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in gone]))
+        return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _settle(self) -> float:
-        """Allocate, place and migrate on the nodes that are there; returns the seconds of the busiest sender."""
+        """Allocate, place and migrate experts on the present nodes, and return the seconds of the busiest sender."""
         job = self.job
         stay = [node for node in self._members if node in self.there]
         every = stay + sorted(self.there - set(stay))
         self._members = sorted(every[: job.usable(len(every), self.system)])
-        if not self._members:  # it saves what it has, and waits
+        if not self._members:  # the job saves a checkpoint, and waits for nodes
             self._layers, self._since_checkpoint = [{} for _ in self._layers], 0.0
             return 0.0
         slots, sends = job.slots_used(self.system), np.zeros(len(self._members), dtype=np.int64)
@@ -194,14 +197,14 @@ class ElasticTraining:
             replicas = allocate(wanted, len(self._members) * slots, job.floor)
             numbered = {place_: held.get(name, ()) for place_, name in enumerate(self._members)}
             migration = migrate(numbered, place(replicas, len(self._members), slots, job.floor))
-            self._layers[number] = {self._members[place_]: its for place_, its in migration.experts.items()}
-            if held:  # not where state comes from storage
+            self._layers[number] = {self._members[place_]: experts for place_, experts in migration.experts.items()}
+            if held:  # otherwise state comes from storage
                 self.done.moved += len(migration.transfers)
-                sends += np.bincount([one.source for one in migration.transfers], minlength=len(sends))
+                sends += np.bincount([transfer.source for transfer in migration.transfers], minlength=len(sends))
         return int(sends.max()) * job.expert_bytes / job.bytes_per_s
 
     def _iteration_s(self) -> float:
-        """Return the seconds of an iteration: all nodes wait for the one with the most tokens, layer by layer."""
+        """Return the seconds of an iteration, in which all nodes wait for the most loaded one, layer by layer."""
         pairs = zip(self._loads_now(), self._layers, strict=True)
         share = float(np.mean([slowest_node(tokens, list(layer.values())) for tokens, layer in pairs]))
         even_s = self.job.iteration_s * self.job.nodes / len(self._members)
@@ -216,7 +219,7 @@ class ElasticTraining:
 
 
 def _gathered(changes: Sequence[Change], wait_s: float) -> Iterator[Change]:
-    """Losses at once; nodes that come wait for others, or for a loss."""
+    """Yield changes as the job applies them: losses at once, and new nodes after a wait or with the next loss."""
     waiting: dict[str, float] = {}
     for change in changes:
         if waiting and min(waiting.values()) + wait_s <= change.at_s:

@@ -1,4 +1,4 @@
-"""Length of an iteration: pipelines, exposed gradient synchronisation, the update (MoEvement, appendix C)."""
+"""Seconds of an iteration: pipelines, exposed gradient synchronisation, and the update (MoEvement, appendix C)."""
 
 from __future__ import annotations
 
@@ -14,67 +14,67 @@ from moevement_core.operators import OperatorKind
 from moevement_core.simulator.pipeline import Pipeline
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Two matrix products for each of the forward pass."""
+"""Ratio of backward to forward work: two matrix products for each one of the forward pass."""
 ELEMENT_BYTES = 2
 """Bytes of an element of activations and of gathered parameters."""
 GRADIENT_BYTES = 4
-"""Megatron reduces gradients in FP32."""
+"""Bytes of an element of gradients, which Megatron reduces in FP32."""
 
 
 @dataclass(frozen=True)
 class IterationTime:
-    """``max(T_pipeline) + T_sync + T_update``; seconds."""
+    """Seconds of an iteration by part, ``max(T_pipeline) + T_sync + T_update``."""
 
     pipelines: tuple[Pipeline, ...]
-    """Pipelines of data-parallel replicas that differ; one if all are alike."""
+    """Pipelines of data-parallel replicas that differ; a single one if all replicas are alike."""
     sync_s: float = 0.0
     """Seconds of gradient reduction and parameter gathering that do not overlap with computation."""
     update_s: float = 0.0
     ranks_of_stage: int = 1
     cores: int = 0
-    """Processors that all ranks share, where seconds were measured so; 0 if each rank has its own device."""
+    """Processors that all ranks shared when seconds were measured; 0 if each rank has its own device."""
 
     @cached_property
     def total_s(self) -> float:
         """Seconds of an iteration by event simulation of the slowest pipeline."""
-        return max(one.simulate() for one in self.pipelines) + self.sync_s + self.update_s
+        return max(pipeline.simulate() for pipeline in self.pipelines) + self.sync_s + self.update_s
 
     @property
     def closed_form_s(self) -> float:
         """Seconds of an iteration by the paper's formula."""
-        return max(one.closed_form() for one in self.pipelines) + self.sync_s + self.update_s
+        return max(pipeline.closed_form() for pipeline in self.pipelines) + self.sync_s + self.update_s
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages S."""
+        """Number of pipeline stages, S."""
         return self.pipelines[0].stages
 
     def segment_s(self, segment: Iterable[int]) -> float:
-        """Seconds in which neighbouring stages replay an iteration, fed from logs, the others waiting.
+        """Return the seconds in which neighbouring stages replay an iteration from logs, while other stages wait.
 
-        One stage has no bubble; several have the bubble of a pipeline of their number. Ranks that share processors get
-        more of them when others wait.
+        A single stage has no bubble, and several stages have the bubble of a pipeline of their number. Ranks that share
+        processors get more of them while others wait.
         """
         stages = sorted(segment)
-        seconds = max(one.part(stages).simulate() for one in self.pipelines) + self.sync_s + self.update_s
+        seconds = max(pipeline.part(stages).simulate() for pipeline in self.pipelines) + self.sync_s + self.update_s
         return seconds * self._crowd(len(stages)) / self._crowd(self.stages)
 
     def _crowd(self, stages: int) -> float:
-        """Return the factor by which ranks on so many stages slow each other down."""
+        """Return the factor by which ranks on so many stages slow each other down on shared processors."""
         return max(1.0, stages * self.ranks_of_stage / self.cores) if self.cores else 1.0
 
     def scaled(self, factor: float) -> IterationTime:
-        """Return the same with all seconds multiplied by ``factor``."""
+        """Return this time with all seconds multiplied by ``factor``."""
         return replace(
             self,
             pipelines=tuple(
                 replace(
-                    one,
-                    forward_s=tuple(factor * each for each in one.forward_s),
-                    backward_s=tuple(factor * each for each in one.backward_s),
-                    send_s=factor * one.send_s,
+                    pipeline,
+                    forward_s=tuple(factor * seconds for seconds in pipeline.forward_s),
+                    backward_s=tuple(factor * seconds for seconds in pipeline.backward_s),
+                    send_s=factor * pipeline.send_s,
                 )
-                for one in self.pipelines
+                for pipeline in self.pipelines
             ),
             sync_s=factor * self.sync_s,
             update_s=factor * self.update_s,
@@ -82,7 +82,7 @@ class IterationTime:
 
 
 def from_total(iteration_s: float, job: JobShape) -> IterationTime:
-    """Stages that are alike, of an iteration whose length is known; a third of the work is forward."""
+    """Return the time of equal stages from the seconds of an iteration; a third of the work is forward."""
     stages, count = job.pipeline_parallel, job.micro_batches
     each = iteration_s / (count + (stages - 1) / job.chunks)
     return IterationTime((_even(stages, count, job.chunks, each),))
@@ -94,42 +94,46 @@ def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline
 
 
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
-    """Return the measured iteration time, for any number of micro-batches and of data-parallel ranks.
+    """Return the measured time, adapted to the number of micro-batches and data-parallel ranks.
 
-    Among another number of ranks synchronisation takes as much longer as the measured collectives say (appendix C). For
-    the very job that was measured the parts are scaled so that they add up to the iteration that was.
+    The measured collectives predict synchronisation among another number of ranks (appendix C). For the job that was
+    measured itself, the parts are scaled so that they add up to the measured iteration.
 
     Raises:
-        ConfigError: another pipeline, or other micro-batches, than the profile is of.
+        ConfigError: the profile has another pipeline, or other sizes of micro-batches, than the job.
     """
-    found = {one.tokens: one for one in profile.sizes}
-    if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in found:
-        sizes = ", ".join(map(str, sorted(found)))
+    by_tokens = {size.tokens: size for size in profile.sizes}
+    if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in by_tokens:
+        sizes = ", ".join(map(str, sorted(by_tokens)))
         raise ConfigError(
             f"a profile of {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of {sizes} tokens for "
             f"a job of {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure one of its own"
         )
-    size = found[job.tokens]
-    forward, backward = (tuple(getattr(one, name) for one in size.stages) for name in ("forward_s", "backward_s"))
+    size = by_tokens[job.tokens]
+    forward, backward = (tuple(getattr(stage, name) for stage in size.stages) for name in ("forward_s", "backward_s"))
     pipeline = Pipeline(forward, backward, job.micro_batches, job.chunks, size.send_s)
     of_stage = job.ranks // job.pipeline_parallel
-    made = IterationTime((pipeline,), _profiled_sync_s(profile, size, of_stage), size.update_s, of_stage, profile.cores)
+    time = IterationTime((pipeline,), _profiled_sync_s(profile, size, of_stage), size.update_s, of_stage, profile.cores)
     if (job.ranks, job.micro_batches) != (profile.ranks, size.micro_batches):
-        return made
-    return made.scaled(size.iteration_s / made.total_s)
+        return time
+    return time.scaled(size.iteration_s / time.total_s)
 
 
 def _profiled_sync_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
-    """Return what is exposed of synchronisation among so many ranks of a stage: the same share as was measured."""
+    """Return the exposed seconds of synchronisation among so many ranks of a stage.
+
+    The exposed share is the same as in the profile.
+    """
     measured_s, wanted_s = (_synchronised_s(profile, size, each) for each in (profile.ranks_of_stage, ranks))
-    if not measured_s:  # one rank, which had nobody to wait for, or collectives that were not measured
+    if not measured_s:  # a single rank, which waits for no other, or collectives without measurements
         return size.sync_s + wanted_s
     return size.sync_s * wanted_s / measured_s
 
 
 def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
-    """Return the seconds in which so many ranks reduce gradients and gather parameters of the largest stage; 0.0 where
-    no collective was measured, or of one rank.
+    """Return the seconds in which so many ranks reduce gradients and gather parameters of the largest stage.
+
+    They are 0.0 for a single rank, or if collectives were not measured.
     """
     reduce, gather = (profile.fit(name, ranks) for name in ("reduce_scatter", "all_gather"))
     if reduce is None or gather is None:
@@ -139,15 +143,15 @@ def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
 
 
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
-    """Estimate the iteration time from FLOP and bytes: matrix products at the GPU's rate, all-to-all, sends,
-    synchronisation over links.
+    """Return the time estimated from FLOP and bytes.
 
-    Attention scores count, embedding and norms do not. All-to-all stays on NVLink where the expert-parallel ranks of a
-    stage share a node. Gradients go once through the network in FP32 and parameters once in 16 bit, each
-    ``(n - 1) / n`` of their bytes; of that, ``cluster.overlap`` hides behind the backward pass.
+    It adds up matrix products at the GPU's rate, all-to-all, sends, and synchronisation over links. Attention scores
+    count; embedding and norms do not. All-to-all stays on NVLink if the expert-parallel ranks of a stage share a node.
+    The network carries gradients once in FP32 and parameters once in 16 bit, ``(n - 1) / n`` of their bytes each. The
+    share ``cluster.overlap`` of that hides behind the backward pass.
 
     Raises:
-        ConfigError: the cluster says nothing of its GPUs, or the job nothing of its tokens.
+        ConfigError: the cluster has no rates of its GPUs, or the job has no number of tokens.
     """
     if cluster.flops is None or cluster.link_bytes_per_s is None:
         raise ConfigError(
@@ -159,7 +163,7 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
     forward = tuple(_forward_s(job, stage, cluster) for stage in job.stages)
     pipeline = Pipeline(
         forward,
-        tuple(BACKWARD_OVER_FORWARD * one for one in forward),
+        tuple(BACKWARD_OVER_FORWARD * seconds for seconds in forward),
         job.micro_batches,
         job.chunks,
         job.boundary_bytes / (cluster.network_bytes_per_s / cluster.gpus_per_node),
@@ -170,35 +174,35 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
 
 
 def _forward_s(job: JobShape, stage: StageShape, cluster: Cluster) -> float:
-    """Return the forward seconds of a micro-batch on a stage, all-to-all included."""
+    """Return the seconds of the forward pass of a micro-batch on a stage, all-to-all included."""
     assert cluster.flops is not None
     assert cluster.link_bytes_per_s is not None
     tokens, products, layers = job.tokens, 0.0, 0
-    experts = [one for one in stage.operators if one.kind is OperatorKind.EXPERT]
-    gates = sum(one.kind is OperatorKind.GATE for one in stage.operators)
-    for one in stage.operators:
-        if one.kind in (OperatorKind.NON_EXPERT, OperatorKind.GATE, OperatorKind.HEAD, OperatorKind.LAYER):
-            products += 2.0 * one.parameters * tokens
-        layers += one.kind in (OperatorKind.NON_EXPERT, OperatorKind.LAYER)
+    experts = [operator for operator in stage.operators if operator.kind is OperatorKind.EXPERT]
+    gates = sum(operator.kind is OperatorKind.GATE for operator in stage.operators)
+    for operator in stage.operators:
+        if operator.kind in (OperatorKind.NON_EXPERT, OperatorKind.GATE, OperatorKind.HEAD, OperatorKind.LAYER):
+            products += 2.0 * operator.parameters * tokens
+        layers += operator.kind in (OperatorKind.NON_EXPERT, OperatorKind.LAYER)
     if experts:
-        each = sum(one.parameters for one in experts) / len(experts)
+        each = sum(operator.parameters for operator in experts) / len(experts)
         products += gates * 2.0 * each * tokens * job.experts_per_token
-    # Scores and their product with the values, half of them masked, over tensor parallelism.
+    # Attention scores and their product with the values: half is masked, and tensor-parallel ranks share the rest.
     scores = 2 * 2.0 * tokens * job.seq_length * job.hidden_size / 2 / job.tensor_parallel * layers
     seconds = (products + scores) / (cluster.flops * cluster.utilization)
     if job.expert_parallel > 1 and gates:
         sent = tokens * job.experts_per_token * job.hidden_size * ELEMENT_BYTES * (1 - 1 / job.expert_parallel)
         inside = job.expert_parallel * job.tensor_parallel <= cluster.gpus_per_node
         rate = cluster.link_bytes_per_s if inside else cluster.network_bytes_per_s / cluster.gpus_per_node
-        seconds += gates * 2 * sent / rate  # there and back
+        seconds += gates * 2 * sent / rate  # to the experts and back
     return seconds
 
 
 def _sync_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
     nbytes = sum(
-        one.parameters * (GRADIENT_BYTES + ELEMENT_BYTES) * (1 - 1 / one.shards)
-        for one in stage.operators
-        if one.shards > 1
+        operator.parameters * (GRADIENT_BYTES + ELEMENT_BYTES) * (1 - 1 / operator.shards)
+        for operator in stage.operators
+        if operator.shards > 1
     )
     inside = job.ranks // job.pipeline_parallel <= cluster.gpus_per_node
     assert cluster.link_bytes_per_s is not None
@@ -206,13 +210,16 @@ def _sync_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
 
 
 def _update_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
-    """Reads and writes all state once; bound by the GPU's memory."""
+    """Return the seconds to read and write all state once, at the bandwidth of the GPU's memory."""
     full = int(stage.table(job.regime).full.sum())
     return 2 * full / cluster.memory_bytes_per_s if cluster.memory_bytes_per_s else 0.0
 
 
 def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipeline]:
-    """The pipelines of all data-parallel replicas, those alike once: a stage is as slow as its slowest node there."""
+    """Return the different pipelines of all data-parallel replicas.
+
+    A stage of a replica is as slow as the slowest node that it is on.
+    """
     if not cluster.speeds:
         return [pipeline]
     of_stage = job.ranks // job.pipeline_parallel
@@ -222,8 +229,8 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
         different.add(
             tuple(
                 min(
-                    cluster.speed_of((stage * of_stage + replica * of_replica + one) // cluster.gpus_per_node)
-                    for one in range(of_replica)
+                    cluster.speed_of((stage * of_stage + replica * of_replica + rank) // cluster.gpus_per_node)
+                    for rank in range(of_replica)
                 )
                 for stage in range(job.pipeline_parallel)
             )
@@ -232,9 +239,9 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
 
 
 def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
-    """Return a pipeline whose stages run at a fraction of their speed."""
+    """Return the pipeline with each stage at a fraction of its speed."""
     return replace(
         pipeline,
-        forward_s=tuple(one / speed for one, speed in zip(pipeline.forward_s, speeds, strict=True)),
-        backward_s=tuple(one / speed for one, speed in zip(pipeline.backward_s, speeds, strict=True)),
+        forward_s=tuple(seconds / speed for seconds, speed in zip(pipeline.forward_s, speeds, strict=True)),
+        backward_s=tuple(seconds / speed for seconds, speed in zip(pipeline.backward_s, speeds, strict=True)),
     )

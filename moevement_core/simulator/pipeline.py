@@ -13,7 +13,7 @@ Op = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One data-parallel pipeline under 1F1B, or under Megatron's interleaved schedule if stages have several chunks.
+    """Data-parallel pipeline under 1F1B, or under Megatron's interleaved schedule if stages have several chunks.
 
     Raises:
         ConfigError: times do not match, or the interleaved schedule does not allow the number of micro-batches.

@@ -1,4 +1,4 @@
-"""Scenario of a simulation, as a plain file: job, layout, cluster, failures, strategies. docs/scenarios.md has every
+"""Scenario of a simulation in a plain file: job, layout, cluster, failures, strategies. docs/scenarios.md has every
 field.
 """
 
@@ -30,39 +30,41 @@ from moevement_core.simulator.strategies import STRATEGIES, Costs
 from moevement_core.simulator.training import Spares
 
 MTBFS_S = (7200.0, 3600.0, 1800.0, 1200.0, 600.0)
-"""MoEvement, table 3."""
+"""Default mean seconds between failures: those of table 3 of MoEvement."""
 SHOWN = ("checkfreq", "gemini", "moc", "moevement")
-"""The systems of that table."""
+"""Strategies that are simulated by default: the systems of that table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """Settings of checkpointing, and other costs in time."""
+    """Settings of how state is saved, and of other times that cost training."""
 
     window_kind: str = "aligned"
     window: int | None = None
-    """Imposed; left out it is the smallest that fits."""
+    """W, iterations; left out, the smallest that fits."""
     period: int | None = None
-    """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
+    """Iterations from one window to the next; left out, as many as the cap on overhead asks for."""
     replicas: int = 2
     keeps_own: bool = True
-    """True if ranks keep own snapshots that all peers have."""
+    """True if ranks keep their own snapshots after all peers have them."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
     interference: float = 0.0
-    """Share of the seconds of copies to the host by which these lengthen the training beside them."""
+    """Share of the seconds of copies to the host by which these copies lengthen training."""
     contention: float | None = None
-    """Share of the seconds in which links could carry nothing but copies to peers, by which those lengthen training.
-    None: the profile's, and 0 without a profile.
+    """Share of the seconds in which links could carry nothing but copies to peers by which these copies lengthen
+    training.
+
+    Left out, it is the profile's, or 0 without a profile.
     """
     weight_gradient_share: float = 1 / 3
     skew: float = 0.0
-    """Skew of the popularity of experts."""
+    """Skew of the popularity of experts, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Failures of nodes, and their replacement."""
+    """Settings of when nodes fail, and of the spares that replace them."""
 
     mtbf_s: tuple[float, ...] = MTBFS_S
     weibull: float = 1.0
@@ -75,7 +77,7 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Extent of a simulation."""
+    """Settings of the simulated trainings: strategies, length, number and seeds."""
 
     strategies: tuple[str, ...] = SHOWN
     hours: float = 12.0
@@ -85,23 +87,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Job on one cluster, checked as a whole; :func:`load` reads a file."""
+    """Job on a cluster, checked as a whole; :func:`load` reads it from a file."""
 
     job: JobShape
     cluster: Cluster
     iteration_s: float | None = None
-    """Left out it comes from the profile, or from what the cluster computes."""
+    """Seconds of an iteration; left out, they come from the profile, or from what the cluster computes."""
     profile: Profile | None = None
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     failures: Failures = field(default_factory=Failures)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        for what, value, its in (
+        for what, value, allowed in (
             ("iteration_s", self.iteration_s, POSITIVE),
             ("hours", self.run.hours, POSITIVE),
             ("speedup", self.failures.speedup, POSITIVE),
-            *(("mtbf", one, POSITIVE) for one in self.failures.mtbf_s),
+            *(("mtbf", mtbf_s, POSITIVE) for mtbf_s in self.failures.mtbf_s),
             ("repair", self.failures.repair_s, Range(0.0, or_infinite=True)),
             ("first_seed", self.run.first_seed, NOT_NEGATIVE),
             ("detect", self.checkpointing.detect_s, NOT_NEGATIVE),
@@ -111,7 +113,7 @@ class Scenario:
             ("weight_gradient_share", self.checkpointing.weight_gradient_share, SHARE),
             ("skew", self.checkpointing.skew, SHARE),
         ):
-            its.check(what, value)
+            allowed.check(what, value)
         self._check_checkpointing()
         AT_LEAST_ONE.check("seeds", self.run.seeds)
         NOT_NEGATIVE.check("spares", self.failures.spares)
@@ -135,7 +137,7 @@ class Scenario:
 
     @property
     def time(self) -> IterationTime:
-        """Seconds of an iteration by the best source: as given, as measured, or as estimated."""
+        """Iteration time from the best source there is: given, measured or estimated."""
         if self.iteration_s is not None:
             return from_total(self.iteration_s, self.job)
         if self.profile is not None:
@@ -144,10 +146,10 @@ class Scenario:
 
     @property
     def contention(self) -> float:
-        """Contention as given, as measured, or 0 where nothing is known."""
-        given = self.checkpointing.contention
+        """Contention as given, or else as measured, or else 0."""
+        asked = self.checkpointing.contention
         measured = self.profile.contention if self.profile is not None else None
-        return next((one for one in (given, measured) if one is not None), 0.0)
+        return next((share for share in (asked, measured) if share is not None), 0.0)
 
     def costs(self) -> Costs:
         """Return the costs that strategies are computed from."""
@@ -170,20 +172,22 @@ class Scenario:
         return self.run.hours * 3600
 
     def draws(self) -> list[Draws]:
-        """Failures by rate: of every seed, or as recorded.
+        """Return the failures at each rate: of every seed, or as recorded.
 
         Raises:
-            ConfigError: a trace without a failure in that time.
+            ConfigError: the trace has no failure in that time.
         """
         nodes, how = math.ceil(self.job.ranks / self.cluster.gpus_per_node), self.failures
         if how.trace is not None:
-            found = [one for one in recorded(Path(how.trace), nodes, how.speedup) if one.at_s < self.until_s]
-            if not found:
+            failures = [
+                failure for failure in recorded(Path(how.trace), nodes, how.speedup) if failure.at_s < self.until_s
+            ]
+            if not failures:
                 raise ConfigError(
                     f"trace {how.trace}: no failure in {self.run.hours:g} hours at speedup {how.speedup:g}; needs one "
                     "at least"
                 )
-            return [Draws(mean_time_between(found, self.until_s), (found,))]
+            return [Draws(mean_time_between(failures, self.until_s), (failures,))]
         seeds = range(self.run.first_seed, self.run.first_seed + self.run.seeds)
         for mtbf_s in how.mtbf_s:
             check_count(mtbf_s, self.until_s, self.run.seeds)
@@ -194,12 +198,12 @@ class Scenario:
         ]
 
     def spares(self) -> Spares:
-        """Return the spares that the scenario's failures name."""
+        """Return the spare nodes of a training."""
         return Spares(self.failures.spares, self.failures.repair_s)
 
 
 def is_scenario(path: Path) -> bool:
-    """Return whether a file is a scenario, and not a list of Megatron's flags."""
+    """Return True if a file is a scenario; False if it is a list of Megatron's flags."""
     return isinstance(_read(path).get("job"), Mapping)
 
 
@@ -207,11 +211,11 @@ def load(path: Path, ranks: int | None = None) -> Scenario:
     """Read a scenario from a file.
 
     Args:
-        path: of the file.
-        ranks: in place of the file's; more ranks are more data parallelism.
+        path: path of the file.
+        ranks: number of ranks instead of the file's; more ranks mean more data parallelism.
 
     Raises:
-        ConfigError: what stands there is none; the message names file and field.
+        ConfigError: the file is no valid scenario; the message names file and field.
     """
     fields = dict(_read(path))
     try:
@@ -224,12 +228,12 @@ def load(path: Path, ranks: int | None = None) -> Scenario:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: needs fields and values")
-    return found
+    return content
 
 
 def _scenario(path: Path, fields: dict[str, Any]) -> Scenario:
@@ -279,34 +283,34 @@ _CLUSTER_UNITS = {
 }  # fmt: skip
 
 
-def _cluster(given: object, measured: Profile | None) -> Cluster:
-    """A preset by name, one with other values, one by all its values, or the one that a profile has measured."""
-    if isinstance(given, str):
-        given = {"preset": given}
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"cluster {given!r}; needs a preset's name or fields")
-    _refuse_unknown("cluster.", given, {"preset", "speeds", *_CLUSTER_UNITS})
+def _cluster(fields: object, measured: Profile | None) -> Cluster:
+    """Return the cluster: a preset, a preset with other values, all values of a file, or that of a profile."""
+    if isinstance(fields, str):
+        fields = {"preset": fields}
+    if fields is None:
+        fields = {}
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"cluster {fields!r}; needs a preset's name or fields")
+    _refuse_unknown("cluster.", fields, {"preset", "speeds", *_CLUSTER_UNITS})
     values: dict[str, Any] = {
-        name: _number(f"cluster.{key}", given[key]) * (factor or 1)
+        name: _number(f"cluster.{key}", fields[key]) * (factor or 1)
         for key, (name, factor) in _CLUSTER_UNITS.items()
-        if key in given
+        if key in fields
     }
     if "gpus_per_node" in values:
         values["gpus_per_node"] = _converted("cluster.gpus_per_node", "int", values["gpus_per_node"])
-    speeds = given.get("speeds", ())
+    speeds = fields.get("speeds", ())
     try:
         pairs = tuple((float(speed), int(count)) for speed, count in speeds)
     except (TypeError, ValueError):
         raise ConfigError(f"cluster.speeds {speeds!r}; needs pairs of a speed and a number of nodes") from None
     base: Cluster | None = measured.cluster if measured is not None else None
-    if (preset := given.get("preset")) is not None:
+    if (preset := fields.get("preset")) is not None:
         if preset not in CLUSTERS:
             raise ConfigError(f"cluster {preset!r}; needs one of {', '.join(CLUSTERS)}, or fields")
         base = CLUSTERS[str(preset)]
     if base is None:
-        missing = [key for key in ("gpus_per_node", "d2h", "network") if key not in given]
+        missing = [key for key in ("gpus_per_node", "d2h", "network") if key not in fields]
         if missing:
             raise ConfigError(f"cluster without {', '.join(missing)}; needs them, a preset or a profile")
         base = Cluster(1, 1.0, 1.0)
@@ -317,25 +321,27 @@ def _cluster(given: object, measured: Profile | None) -> Cluster:
 
 
 def _section(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = fields.get(name, {})
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} {found!r}; needs fields and values")
-    return dict(found)
+    section = fields.get(name, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name} {section!r}; needs fields and values")
+    return dict(section)
 
 
 def _made[Made](kind: type[Made], where: str, values: object) -> Made:
-    """An instance of a dataclass from fields of a file, each checked by its annotation."""
+    """Return an instance of a dataclass from fields of a file, each converted by its annotation."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} {values!r}; needs fields and values")
-    declared = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    declared = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
     _refuse_unknown(f"{where}.", values, set(declared))
     missing = [
-        name for name, one in declared.items()
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING and name not in values
+        name for name, spec in declared.items()
+        if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING and name not in values
     ]  # fmt: skip
     if missing:
         raise ConfigError(f"{where} without {', '.join(missing)}; needs them")
-    return kind(**{name: _converted(f"{where}.{name}", str(declared[name].type), one) for name, one in values.items()})
+    return kind(
+        **{name: _converted(f"{where}.{name}", str(declared[name].type), value) for name, value in values.items()}
+    )
 
 
 def _converted(where: str, kind: str, value: Any) -> Any:
@@ -344,7 +350,7 @@ def _converted(where: str, kind: str, value: Any) -> Any:
     if kind.startswith("tuple"):
         each = "float" if "float" in kind else "int" if "int" in kind else "str"
         values = value if isinstance(value, list) else [value]
-        return tuple(_converted(where, each, one) for one in values)
+        return tuple(_converted(where, each, item) for item in values)
     if kind.startswith("str"):
         return str(value)
     if kind.startswith("bool"):
@@ -363,7 +369,7 @@ def _number(where: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(f"{where} {value!r}; needs a number")
     try:
-        return float(value)  # YAML takes 1e9 for a string
+        return float(value)  # because YAML reads 1e9 as a string
     except ValueError:
         raise ConfigError(f"{where} {value!r}; needs a number") from None
 

@@ -23,7 +23,7 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
     Args:
         work: function of a module, which workers can import.
         tasks: arguments of ``work``. Each worker gets all of them at its start, and then one index after another.
-        workers: number of processes; the remaining ones are killed if this call is interrupted.
+        workers: number of processes, all of which are killed when this call ends or is interrupted.
 
     Raises:
         ProcessGroupError: a worker has ended.

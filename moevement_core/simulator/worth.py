@@ -1,7 +1,7 @@
-"""Value of fault tolerance for a job: what a month costs it, beside what restarts from storage cost.
+"""Worth of fault tolerance for a job: its monthly cost, compared with the cost of restarts from storage.
 
-Everything is in GPU hours of a month: what saving, failures and recoveries take from the job's own GPUs, and the hours
-of nodes that stand idle as spares. Both sides are simulated with the same failures.
+All costs are GPU hours of a month: those that saving, failures and recoveries take from the job's own GPUs, and those
+of idle spare nodes. Both sides are simulated with the same failures.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ MONTH_H = 720.0
 MOST_SPARES = 8
 STEP = 1.5
 LEAST_SHARE = 0.005
-"""Share of the job's GPU hours that has to be saved for another way to checkpoint to be worth the effort."""
+"""Least share of the job's GPU hours that another way to checkpoint has to save to be worth the effort."""
 SHORTEST_S, LONGEST_S = 60.0, 1e9
-"""Mean times between failures among which the one is searched at which both sides cost the same."""
+"""Shortest and longest mean seconds between failures among which the break-even is searched."""
 SAVING = ("checkpointing",)
 FAILING = ("interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to checkpoint, with what a month of it costs."""
+    """Way to checkpoint, with its cost in a month."""
 
     name: str
     cell: Cell
     spares: int
-    """Nodes that stand idle."""
+    """Number of idle spare nodes."""
     is_yours: bool = False
-    """True if the user has given the interval."""
+    """True if the user has given its interval."""
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, with window or interval."""
+        """Strategy of this way, with its window or interval."""
         return self.cell.strategy
 
     @property
     def gpus(self) -> int:
-        """GPUs of the job, spares left out."""
+        """Number of GPUs of the job, without spares."""
         return self.cell.ranks
 
     @property
@@ -56,7 +56,7 @@ class Way:
 
     @property
     def failing_h(self) -> float:
-        """GPU hours that failures take: iterations that are cut off or repeated, and recoveries."""
+        """GPU hours that failures take: interrupted or repeated iterations, and recoveries."""
         return self._hours(FAILING)
 
     @property
@@ -66,13 +66,13 @@ class Way:
 
     @property
     def total_h(self) -> float:
-        """GPU hours that are lost in all."""
+        """GPU hours lost in all, a mean over the trainings."""
         return statistics.fmean(self.totals_h)
 
     @property
     def totals_h(self) -> list[float]:
-        """The same of each training."""
-        return [(1 - one.ettr) * self.gpus * MONTH_H + self.spares_h for one in self.cell.outcomes]
+        """GPU hours lost in all, for each training."""
+        return [(1 - outcome.ettr) * self.gpus * MONTH_H + self.spares_h for outcome in self.cell.outcomes]
 
     def _hours(self, parts: Sequence[str]) -> float:
         return sum(self.cell.lost[part] for part in parts) * self.gpus * MONTH_H
@@ -80,35 +80,35 @@ class Way:
 
 @dataclass(frozen=True)
 class Worth:
-    """Cost of a month of a job, today and with each strategy."""
+    """Monthly cost of a job, today and with each strategy."""
 
     mtbf_s: float
     today: tuple[Way, ...]
-    """Restarts from storage: at the best interval of each way to save, and at the user's; the cheapest first."""
+    """Restarts from storage, at the best interval of each way to save and at the user's; the cheapest first."""
     ours: tuple[Way, ...]
-    """Strategies, each at its best: those that fit into host memory first, then the cheapest."""
+    """Strategies at their best, the cheapest first; those that fit into host memory precede others."""
     break_even_s: float
-    """Longest mean time between failures at which ours pays; 0: it never does, inf: it always does."""
+    """Longest mean seconds between failures at which the best strategy pays; 0 if never, inf if always."""
 
     @property
     def saved_h(self) -> float:
-        """GPU hours that the cheapest of ours saves in a month over the cheapest of today's."""
+        """GPU hours that the best strategy saves in a month over the cheapest restarts from storage."""
         return self.today[0].total_h - self.ours[0].total_h
 
     @property
     def saved_interval_h(self) -> float:
-        """Half of the 95% confidence interval of that: pairs of months with the same failures."""
+        """Half of the 95% confidence interval of the saved hours, from pairs of months with the same failures."""
         pairs = zip(self.today[0].totals_h, self.ours[0].totals_h, strict=True)
-        return half_interval([today - ours for today, ours in pairs])
+        return half_interval([today - best for today, best in pairs])
 
     @property
     def pays(self) -> bool:
-        """True if the saving is worth the effort."""
+        """True if the best strategy fits into host memory and saves enough to be worth the effort."""
         return fits(self.ours[0].strategy) and self.saved_h > LEAST_SHARE * self.today[0].gpus * MONTH_H
 
     @property
     def yours(self) -> Way | None:
-        """The cheapest of today's ways at the user's interval; None if none was given."""
+        """Cheapest of today's ways at the user's interval; None if no interval was given."""
         return next((way for way in self.today if way.is_yours), None)
 
 
@@ -118,13 +118,13 @@ def worth(
     """Compare restarts from storage with every strategy.
 
     Args:
-        costs: of the job with fault tolerance.
+        costs: costs of the job with fault tolerance.
         draws: failures of each month.
-        restart_s: from a failure to a job that has started again and loads its checkpoint, today; and until a job that
-            waits for a node gets one.
-        every: iterations between two checkpoints, today; left out only the best interval is looked at.
-        spares: nodes that stand idle; left out the number that costs least.
-        repair_s: after which a failed node is a spare again.
+        restart_s: seconds from a failure until a job has started again and loads its checkpoint, today. A job that
+            waits for a node also gets one after so many seconds.
+        every: iterations between two checkpoints, today; left out, only the best interval is examined.
+        spares: number of idle spare nodes; left out, the number that costs least.
+        repair_s: seconds after which a failed node is a spare again.
     """
     today = [
         Way(name, cell_of(strategy, draws, MONTH_H * 3600, Spares()), 0, is_yours)
@@ -133,12 +133,15 @@ def worth(
     today.sort(key=lambda way: way.total_h)
     tried = range(MOST_SPARES + 1) if spares is None else (spares,)
     pool = Spares(None, repair_s, restart_s)
-    ours = _ours(costs, draws, tried, pool)
-    return Worth(draws.mtbf_s, tuple(today), tuple(ours), _break_even_s(ours[0].strategy, tried, pool, costs))
+    tolerant = _ours(costs, draws, tried, pool)
+    return Worth(draws.mtbf_s, tuple(today), tuple(tolerant), _break_even_s(tolerant[0].strategy, tried, pool, costs))
 
 
 def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str, Strategy, bool]]:
-    """Yield restarts from storage, saved while training waits or behind it, and whether the interval is the user's."""
+    """Yield name and strategy of restarts from storage, and True if the interval is the user's.
+
+    Saves are synchronous, so that training waits, or asynchronous.
+    """
     for name, of_interval, own in _stored(costs, mtbf_s):
         yield name, _best(of_interval, own, mtbf_s), False
         if every is not None:
@@ -146,7 +149,7 @@ def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str
 
 
 def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], Strategy], int]]:
-    """Yield name, strategy of an interval, and an interval to begin with."""
+    """Yield the name of a way to save, its strategy by interval, and an interval to begin with."""
     written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
     yield (
         "synchronous saves",
@@ -162,11 +165,16 @@ def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], 
 
 def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> Strategy:
     intervals = {max(1, round(own * scale)) for scale in (*SCALES, 8.0, 16.0, 64.0)}
-    return max((of_interval(one) for one in sorted(intervals)), key=lambda one: one.analytic_ettr(mtbf_s))
+    return max(
+        (of_interval(interval) for interval in sorted(intervals)), key=lambda strategy: strategy.analytic_ettr(mtbf_s)
+    )
 
 
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
-    """Return each strategy at its best, with the number of spares that costs least, more being tried while it pays."""
+    """Return each strategy at its best, with the number of spares that costs least.
+
+    More spares are tried as long as the cheapest strategy gets cheaper.
+    """
     variants = Variants(costs)
     best: list[Way] = []
     for count in tried:
@@ -183,14 +191,14 @@ def _way(choice: Choice, spares: int) -> Way:
     return Way(choice.flags, choice.cell, spares)
 
 
-def _break_even_s(ours: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
-    """Return the longest mean time between failures at which ``ours`` pays, by the formula."""
+def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
+    """Return the longest mean seconds between failures at which ``strategy`` pays, by the formula."""
 
     def gain(mtbf_s: float) -> float:
-        lost = min(lost_share(ours, mtbf_s, replace(pool, count=count)) for count in tried)
+        lost = min(lost_share(strategy, mtbf_s, replace(pool, count=count)) for count in tried)
         return lost_today(costs, mtbf_s, pool.provided_s) - lost - LEAST_SHARE
 
-    # Where failures come faster than a job can start, both sides lose everything: the search begins at the other end.
+    # The search begins with rare failures: both sides lose everything if failures are faster than restarts.
     low, high = LONGEST_S, math.inf
     while gain(low) <= 0:
         low, high = low / STEP, low
@@ -205,26 +213,29 @@ def _break_even_s(ours: Strategy, tried: Sequence[int], pool: Spares, costs: Cos
 
 
 def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None = None) -> float:
-    """Return what restarts from storage lose by the formula, at the best interval or at ``every``, as a share."""
+    """Return the share of GPU hours that restarts from storage lose, by the formula.
+
+    The interval is ``every``, or the best one if that is None.
+    """
     restarted = replace(costs, detect_s=0.0, regroup_s=restart_s)
     stored = (
         of_interval(every) if every is not None else _best(of_interval, own, mtbf_s)
         for _, of_interval, own in _stored(restarted, mtbf_s)
     )
-    return min(1 - one.analytic_ettr(mtbf_s) for one in stored)
+    return min(1 - strategy.analytic_ettr(mtbf_s) for strategy in stored)
 
 
 def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
-    """Return what is lost by the formula, idle spares included, as a share of the job's GPU hours.
+    """Return the share of the job's GPU hours that a strategy loses by the formula, idle spares included.
 
-    A failure that finds all spares under repair waits until the scheduler gives a node; Erlang's loss formula says how
-    many do.
+    A failure that finds all spares under repair waits until the scheduler provides a node. Erlang's loss formula gives
+    the share of such failures.
     """
-    costs, given, spares = strategy.costs, strategy.costs.plan.given, pool.count or 0
+    costs, inputs, spares = strategy.costs, strategy.costs.plan.given, pool.count or 0
     without = 1.0
     for count in range(1, spares + 1):
         load = pool.repair_s / mtbf_s * without
         without = load / (count + load) if math.isfinite(load) else 1.0
     recovery_s = strategy.expected_recovery_s() + without * min(pool.provided_s, pool.repair_s)
     ettr = 1 / (1 + strategy.overhead_s / costs.iteration_s) / (1 + recovery_s / mtbf_s)
-    return 1 - ettr + spares * given.cluster.gpus_per_node / given.job.ranks
+    return 1 - ettr + spares * inputs.cluster.gpus_per_node / inputs.job.ranks

@@ -188,7 +188,7 @@ class StrategyConfig:
 
     @property
     def interval(self) -> int | None:
-        """Iterations between snapshots, K; None if they are measured, or if the strategy has windows."""
+        """Iterations between snapshots, K, given or by default; None if the strategy has no default."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 

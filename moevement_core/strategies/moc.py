@@ -1,8 +1,9 @@
 """MoC-System (ASPLOS '25): all state but the experts, and K of the E experts of each layer, every few iterations.
 
 After a failure all ranks go back to the newest checkpoint. Experts that it leaves out are restored from the newest
-earlier checkpoint that has them. Updates in between are lost, so the bits of a failure-free run are lost too, unless K
-= E. The strategy counts the tokens behind these updates, and doubles K while their share is beyond its limit.
+earlier checkpoint that has them. Updates in between are lost. So the job loses the bits of a failure-free run, unless
+every expert is saved (K = E). The strategy counts the tokens behind lost updates, and doubles K while their share is
+beyond its limit.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class PartialSchedule(VersionSchedule):
     All stages use the same E, so their runs have the same number of snapshots.
     """
     persisted: int | None = None
-    """Number of experts of each layer that are written to disk of a snapshot; None for all that it holds."""
+    """Number of experts of each layer that a snapshot writes to disk; None for all that it holds."""
     turn: int = 0
     """Number of the turn of the first snapshot."""
     history: int = 0
@@ -152,7 +153,7 @@ class MoC(Strategy):
         interval: iterations between checkpoints.
         experts: K, experts of each layer in a checkpoint; None for an eighth.
         most: E, number of experts of the layer of the job that has the most; None for that of this stage.
-        persisted: number of experts of each layer that are written to disk of a checkpoint; None for all that it holds.
+        persisted: number of experts of each layer that a checkpoint writes to disk; None for all that it holds.
         limit: share of lost tokens beyond which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:

@@ -235,8 +235,11 @@ class Redo(Strategy):
         self.windows.adopt(learned)
 
     def _size(self, measured: Measured, to_save: float) -> int:
-        """Return the fewest snapshots of a window that copies carry one by one, and links at ``to_save`` bytes on
-        average.
+        """Return the fewest snapshots of a window that copies carry one by one and links on average.
+
+        Args:
+            measured: measurements of this rank.
+            to_save: mean bytes that an iteration may save.
         """
         table, order = self.table.with_gradients_for_compute(), order_of(self.table)
         if (size := self.windows.size) is not None:

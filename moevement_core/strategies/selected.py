@@ -74,8 +74,7 @@ class SelectedSchedule(VersionSchedule):
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` for the operators of this stage, with the rounds of this schedule.
 
-        It is used if no rank of this stage has survived, so no rank knows its selection; the snapshots record what they
-        hold.
+        The selection of this stage may be lost with its ranks; its snapshots record what they hold.
         """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds)

@@ -99,8 +99,9 @@ class SparseSchedule(Schedule):
         return self.window.kind is WindowKind.ROLLING and not self.rest
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` may begin a run: the first slot of a window, or any if
-        rolling without rest.
+        """Return True if ``SS_iteration`` may begin a run.
+
+        A run begins with the first slot of a window, or with any snapshot of rolling windows without a rest.
         """
         return self.begins_anywhere or self.slot(iteration) == 0
 

@@ -1,5 +1,7 @@
-"""Trains nothing, under the real restarts in process: the first process that has the rank breaks its device, or makes
-one long C call while it is set up. Each generation leaves a line in a file.
+"""Script that trains nothing under the real in-process restarts, and fails on purpose.
+
+The first process of the rank breaks its device, or makes one long C call during set-up. Each generation adds a line to
+a file.
 
 moevement launch --trainer torch --nproc 1 --spares 1 benchmarks/gpu/scripts/troubled.py broken-device LINES
 """
@@ -24,9 +26,9 @@ from moevement_core.restart.in_process import Training, Watching, run_through_fa
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}
 CALL_S = 7.0
-"""Seconds of the long C call, beyond the limit for a hang."""
+"""Seconds of the long C call, longer than the limit for a hang."""
 LIMIT = 8
-"""Generations after which the script gives up by ending well, so that a check ends."""
+"""Generations after which the device no longer breaks, so that the check ends."""
 
 
 class Troubled(Training):
@@ -60,7 +62,7 @@ class Troubled(Training):
         self._is_first |= number == 0
         self._write("entered", number)
         if self._trouble == "long-call" and number == 0:
-            # The limit is a longer one on GPUs until an iteration is committed; on CPUs where a trainer says so.
+            # GPUs have a longer limit until the first commit. On CPUs a trainer asks for it with this context.
             with nullcontext() if self.watching.devices else waiting_for_others():
                 ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the interpreter, and runs no Python code
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -79,7 +81,7 @@ class Troubled(Training):
 
     @override
     def interrupted(self) -> None:
-        """Nothing is left half done here."""
+        """Do nothing, because this training leaves no work half done."""
 
     @property
     @override
@@ -98,7 +100,7 @@ class Troubled(Training):
 
 
 def break_device() -> None:
-    """Read far out of bounds on the device, which ends its context; without one raise what that raises.
+    """Read far out of bounds on the device, which ends its CUDA context. Without a device, raise the same error.
 
     Raises:
         torch.AcceleratorError: always.
@@ -113,12 +115,12 @@ def break_device() -> None:
 
 
 def main() -> None:
-    """Run to the end of the job."""
+    """Run the rank until the end of the job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trouble", choices=list(HANG_S))
     parser.add_argument("lines", type=Path)
-    given = parser.parse_args()
-    run_through_failures(Troubled(given.trouble, given.lines))
+    arguments = parser.parse_args()
+    run_through_failures(Troubled(arguments.trouble, arguments.lines))
 
 
 if __name__ == "__main__":

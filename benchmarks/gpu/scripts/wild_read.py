@@ -1,4 +1,4 @@
-"""A kernel that reads far out of bounds."""
+"""Triton kernel that reads far out of bounds."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def _read(values: Any, distance: Any) -> None:
 
 
 def wild_read() -> None:
-    """Launch it; the error comes with the next synchronization."""
+    """Launch the kernel. The error appears at the next synchronization."""
     _read[(1,)](torch.zeros(1, device="cuda"), 1 << 44)

@@ -1,4 +1,4 @@
-"""Runs the script that is measured, which follows on the command line, under an observer."""
+"""Runner of the script to measure, which follows on the command line, under an observer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from moevement_core.session import observer as observers
 
 OUTPUT_ENV = "MOEVEMENT_BENCH_OUTPUT"
-"""The folder in which rank 0, with which the others are in step, leaves ``samples.json``."""
+"""Variable with the folder for ``samples.json``; rank 0 writes it, and the other ranks keep in step with rank 0."""
 
 
 def run_observed(observer: observers.Observer, samples: Callable[[], Any]) -> None:
-    """Train; every rank calls it.
+    """Run the script with an observer. Collective.
 
     Args:
-        observer: is called before every iteration.
-        samples: what rank 0 writes at the end, as JSON.
+        observer: observer that the session calls before every iteration.
+        samples: function whose result rank 0 writes at the end, as JSON.
     """
     observers.observe(observer)
     sys.argv = sys.argv[1:]

@@ -1,7 +1,7 @@
-"""A run whose iterations take turns with snapshots off, captured, and captured and sent to peers.
+"""Benchmark run whose iterations alternate between no snapshots, captured snapshots, and captured and sent snapshots.
 
-Blocks of a few iterations alternate in one run, so that a drift of the machine meets every mode alike. The script that
-is measured follows this one on the command line; it is run as it is.
+Blocks of a few iterations alternate in one run, so that a drift of the machine affects all modes equally. The script to
+measure follows this one on the command line and runs unchanged.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class Sample:
     mode: str
     first_of_block: bool
     seconds: float
-    """Seconds from the beginning of one iteration to that of the next."""
+    """Seconds from the beginning of the iteration to the beginning of the next one."""
     stall_s: float
     begin_s: float
-    """Seconds of the training thread for the boundary record and for issuing copies."""
+    """Seconds that the training thread spends on the boundary record and on issuing copies."""
     copied_bytes: int
     copy_cpu_s: float
     digest_cpu_s: float
     whole_cpu_s: float
-    """Processor seconds of digests of the whole state, in the iterations that have one."""
+    """Processor seconds of digests of the whole state, in iterations that compute one."""
     replicated_bytes: int
 
 
 def mode_of(iteration: int, block: int) -> str:
-    """The mode of ``iteration``, counted from 0."""
+    """Return the mode of ``iteration``, counted from 0."""
     return MODES[iteration // block % len(MODES)]
 
 
 class Observer(observers.Observer):
-    """Sets the mode of every iteration and keeps what it took."""
+    """Observer that sets the mode of every iteration and keeps its measurements."""
 
     def __init__(self, block: int) -> None:
         self.samples: list[Sample] = []
@@ -52,7 +52,7 @@ class Observer(observers.Observer):
         self._began_s: float | None = None
 
     def before_iteration(self, session: Session, committed: int) -> None:
-        """Note the iteration that has just ended and choose the mode of the next."""
+        """Record the iteration that has just ended, and set the mode of the next one."""
         now_s = time.perf_counter()
         if self._began_s is not None:
             last, progress = committed - 1, session.saving.checkpointer.progress
@@ -71,7 +71,7 @@ class Observer(observers.Observer):
 
 
 def main() -> None:
-    """Run the script that follows, observed."""
+    """Run the script that is given on the command line, under the observer."""
     observer = Observer(int(os.environ[BLOCK_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 

@@ -1,8 +1,9 @@
-"""A run that is measured part by part for ``moevement profile``: what a simulated iteration is made of.
+"""Measured training run for ``moevement profile``: the parts of which a simulated iteration consists.
 
-Iterations take turns: without Megatron's timers, for the length of an iteration, and with them (log level 2,
-which waits for the device at each end) for its parts. After the last one the ranks measure copies, storage and
-collectives together. The script that is measured follows on the command line; nothing of this project has to be on.
+Iterations alternate. One runs without Megatron's timers and gives the length of an iteration. The next runs with them
+(log level 2, at which each timer waits for the device at both ends) and gives the parts. After the last iteration the
+ranks measure copies, storage and collectives, all at the same time. The script to measure follows on the command line;
+it needs no flag of this project.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ PARTS = {
     "gather": ("params-all-gather",),
     "optimizer": ("optimizer",),
 }
-"""Megatron's timers by part; the optimizer's holds the gathering of parameters too."""
+"""Megatron's timers of each part; the optimizer's time includes the gathering of parameters."""
 SIZES = tuple(4**power for power in range(5, 12))
-"""Bytes of a rank's message: 1 KB to 4 MB."""
+"""Sizes of a rank's message in bytes: 1 KB to 4 MB."""
 REPEATS = 7
 COPIED_BYTES, STORED_BYTES = 64 << 20, 32 << 20
 
@@ -54,12 +55,12 @@ class Measured:
         self.count = 0
 
     def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """``train_step`` of Megatron's trainer, measured."""
+        """Return a ``train_step`` of Megatron's trainer that measures each call."""
 
         @functools.wraps(train_step)
         def measured(*arguments: Any, **named: Any) -> Any:
-            given = inspect.signature(train_step).bind(*arguments, **named).arguments
-            config, model = given["config"], given["model"]
+            bound = inspect.signature(train_step).bind(*arguments, **named).arguments
+            config, model = bound["config"], bound["model"]
             is_timed = self.count % 2 == 1
             timers = config.timers
             config.timers = timers if is_timed else None
@@ -69,9 +70,9 @@ class Measured:
             try:
                 if self.count == WARM_UP - 1:
                     with _layers(model, self.layers):
-                        made = train_step(*arguments, **named)
+                        result = train_step(*arguments, **named)
                 else:
-                    made = train_step(*arguments, **named)
+                    result = train_step(*arguments, **named)
             finally:
                 config.timers = timers
             _settle()
@@ -84,27 +85,27 @@ class Measured:
             self.count += 1
             if self.count == self.iterations:
                 self._tell(model)
-            return made
+            return result
 
         return measured
 
     def _tell(self, model: Any) -> None:
-        """Gather what all ranks have seen; rank 0 writes it."""
+        """Gather the measurements of all ranks; rank 0 writes them to ``samples.json``. Collective."""
         from megatron.core import parallel_state
         from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.training import get_args
 
         args = get_args()
-        told = {
+        measured = {
             "stage": parallel_state.get_pipeline_model_parallel_rank(),
             "whole_s": self.whole_s,
             "parts_s": self.parts_s,
             "layers": self.layers,
-            "parameters": sum(one.numel() for chunk in model for one in chunk.parameters()),
+            "parameters": sum(parameter.numel() for chunk in model for parameter in chunk.parameters()),
             "d2h_bytes_per_s": _copy_rate(),
             "storage_bytes_per_s": _storage_rate(Path(os.environ[STORAGE_ENV])),
         }
-        ranks = all_gather_objects(told, dict[str, Any])
+        ranks = all_gather_objects(measured, dict[str, Any])
         collectives = list(_collectives())
         if dist.get_rank() == 0:
             written = {
@@ -145,9 +146,13 @@ def _elapsed(timers: Any, name: str) -> float:
 
 
 @contextmanager
-def _layers(model: Any, found: dict[str, Any]) -> Iterator[None]:
-    """Record, for each transformer layer in one micro-batch, the bytes that it keeps for its backward pass and the
-    bytes of its output.
+def _layers(model: Any, sizes: dict[str, Any]) -> Iterator[None]:
+    """Record what the transformer layers keep in memory during one micro-batch.
+
+    Args:
+        model: this rank's virtual stages.
+        sizes: receives the number of layers, and means over them: bytes kept for the backward pass, bytes of the
+            output.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -156,33 +161,33 @@ def _layers(model: Any, found: dict[str, Any]) -> Iterator[None]:
     handles, hooks = [], []
 
     def before(*_: Any) -> None:
-        sizes: dict[int, int] = {}
+        nbytes: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if not isinstance(tensor, torch.nn.Parameter):
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                nbytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         hook = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         hook.__enter__()
-        hooks.append((hook, sizes))
+        hooks.append((hook, nbytes))
 
     def after(_: Any, __: Any, output: Any) -> None:
-        hook, sizes = hooks.pop()
+        hook, nbytes = hooks.pop()
         hook.__exit__(None, None, None)
-        kept.append(sum(sizes.values()))
+        kept.append(sum(nbytes.values()))
         tensor = output[0] if isinstance(output, tuple) else output
         outputs.append(tensor.numel() * tensor.element_size())
 
-    layers = [one for chunk in model for one in chunk.modules() if isinstance(one, TransformerLayer)]
-    for one in layers:
-        handles += [one.register_forward_pre_hook(before), one.register_forward_hook(after)]
+    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    for layer in layers:
+        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    found |= {
+    sizes |= {
         "count": len(layers),
         "activation_bytes": round(statistics.fmean(kept)) if kept else 0,
         "output_bytes": round(statistics.fmean(outputs)) if outputs else 0,
@@ -194,7 +199,7 @@ def _device() -> torch.device:
 
 
 def _rate(nbytes: int, action: Callable[[], None]) -> float:
-    """Bytes per second, median, all ranks at once."""
+    """Return the median rate in bytes per second, while all ranks run ``action`` at the same time. Collective."""
     seconds = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -216,7 +221,7 @@ def _copy_rate() -> float:
 
 
 def _storage_rate(folder: Path) -> float:
-    """Return the rate of writes to storage until they are durable."""
+    """Return the rate of durable writes to storage, in bytes per second. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(STORED_BYTES)
 
@@ -230,11 +235,11 @@ def _storage_rate(folder: Path) -> float:
 
 
 def _collectives() -> Iterator[dict[str, Any]]:
-    """Seconds of each collective over sizes, on groups of each number of ranks; every rank calls it."""
+    """Yield the seconds of each collective, by message size and number of ranks. Every rank iterates over them."""
     ranks = dist.get_world_size()
     sizes = sorted({2**power for power in range(1, ranks.bit_length())} | {ranks})
-    for count in (one for one in sizes if 1 < one <= ranks):
-        # All ranks at once, in neighbouring groups, as a training uses them.
+    for count in (size for size in sizes if 1 < size <= ranks):
+        # Neighbouring groups communicate at the same time, as they do in training.
         groups = [dist.new_group(list(range(first, first + count))) for first in range(0, ranks - count + 1, count)]
         place = dist.get_rank() // count
         group = groups[place] if place < len(groups) else None
@@ -246,8 +251,8 @@ def _collectives() -> Iterator[dict[str, Any]]:
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 samples.append([size, float(slowest)])
             yield {"collective": name, "ranks": count, "samples": samples}
-        for one in groups:
-            dist.destroy_process_group(one)
+        for old in groups:
+            dist.destroy_process_group(old)
 
 
 def _once(name: str, size: int, group: Any, count: int) -> float:
@@ -285,7 +290,7 @@ def _once(name: str, size: int, group: Any, count: int) -> float:
 
 
 def main() -> None:
-    """Run the script that follows, measured."""
+    """Run the script that is given on the command line, and measure it."""
     from megatron.training import training
 
     measured = Measured(int(os.environ[ITERATIONS_ENV]))

@@ -1,6 +1,7 @@
-"""A run that loses the memory of one stage and that of all stages in turns, and recovers each time.
+"""Benchmark run that alternately loses the memory of one stage and of all stages, and recovers each time.
 
-The script that is measured follows this one on the command line. Its state is recovered bit for bit, or it ends.
+The script to measure follows this one on the command line. Each recovery restores its state bit for bit, or the run
+ends.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from moevement_core.session.session import Session
 
 STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
 BEGIN = 6
-"""Iterations before the first loss."""
+"""Iterations before the first loss of memory."""
 
 
 @dataclass
 class Sample:
-    """An iteration, or a recovery."""
+    """Measurement of one iteration or one recovery."""
 
     kind: str
-    """normal, stage, or all."""
+    """Kind of the sample: normal, stage, or all."""
     wall_s: float
-    """Seconds of an iteration; of a recovery, those of its replay."""
+    """Seconds of the iteration, or of the recovery's replay."""
     cpu_s: float
-    """Processor time of all ranks together."""
+    """Processor seconds of all ranks together."""
     replayed: int
     fetch_s: float
     fed_bytes: int
 
 
 class Observer(observers.Observer):
-    """Notes every iteration, and makes ranks lose their memory after every few of them."""
+    """Observer that records every iteration, and wipes and recovers memory every few iterations."""
 
     def __init__(self, stage: int, every: int) -> None:
         self.samples: list[Sample] = []
@@ -47,7 +48,7 @@ class Observer(observers.Observer):
         self._next_is_stage = True
 
     def before_iteration(self, session: Session, committed: int) -> None:
-        """Note the iteration that has just ended, and recover where it is time."""
+        """Record the iteration that has just ended; wipe and recover memory if it is due."""
         if self._began is not None and committed > 2:
             self._note(*self._began)
         if committed >= BEGIN and committed % self._every == 0:
@@ -69,7 +70,7 @@ class Observer(observers.Observer):
 
 
 def main() -> None:
-    """Run the script that follows, observed."""
+    """Run the script that is given on the command line, under the observer."""
     observer = Observer(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 

@@ -1,8 +1,8 @@
-"""A run in which one iteration after another is replayed with more and more operators frozen, in turns.
+"""Benchmark run that replays iterations with growing shares of frozen operators.
 
-Shares of frozen operators take turns round after round, so that a drift of the machine meets all alike. Operators are
-active in the order in which a replay activates them: the least popular first. The script that is measured follows this
-one on the command line; its state is of no use afterwards.
+The shares alternate round after round, so that a drift of the machine affects all shares equally. Operators become
+active in the order in which a replay activates them, the least popular first. The script to measure follows this one on
+the command line; its state is useless afterwards.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from moevement_core.strategies import MoEvement, SparseSchedule
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
-"""The iteration before which everything is measured; those before it show what is popular."""
+"""Iteration before which all measurements happen; earlier iterations give the popularity of operators."""
 
 
 @dataclass
 class Sample:
-    """Measurements of one iteration of one rank."""
+    """Measurement of one replayed iteration on one rank."""
 
     round: int
     share: float
-    """Share of the operators that are frozen; nothing of a normal iteration is different."""
+    """Share of the operators that are frozen; with share 0 the iteration equals a normal one."""
     seconds: float
 
 
 class Observer(observers.Observer):
-    """Measures when the time has come."""
+    """Observer that measures before iteration :data:`AT`."""
 
     def __init__(self, shares: Sequence[float], rounds: int) -> None:
         self.samples: list[Sample] = []
@@ -47,7 +47,7 @@ class Observer(observers.Observer):
         self._shares, self._rounds = shares, rounds
 
     def before_iteration(self, session: Session, committed: int) -> None:
-        """Replay every share in every round."""
+        """Replay one iteration for each share in each round, before iteration :data:`AT`."""
         if committed != AT:
             return
         schedule = session.saving.checkpointer.history.newest
@@ -57,8 +57,8 @@ class Observer(observers.Observer):
         session.saving.checkpointer.capturer.settle()
         iteration = committed
         with session.recoverer.replaying(), session.binding.replaying(None, None) as trainer:
-            for number in range(self._rounds + 1):  # the first one warms up
-                # Boustrophedon: a drift within a round meets both ends alike.
+            for number in range(self._rounds + 1):  # the first round warms up
+                # Rounds alternate their direction, so that a drift within a round affects both ends equally.
                 for share in self._shares if number % 2 else reversed(self._shares):
                     iteration += 1
                     active = round((1 - share) * len(names))
@@ -72,7 +72,7 @@ class Observer(observers.Observer):
 
 
 def _skewness(session: Session) -> float:
-    """S of the counted routing, mean over layers (MoEvement appendix D)."""
+    """Return S of the counted routing, as a mean over layers (MoEvement appendix D)."""
     strategy, layers = session.saving.windows.strategy, dict[str, list[float]]()
     assert isinstance(strategy, MoEvement)
     for name, kind, score in zip(
@@ -87,7 +87,7 @@ def _skewness(session: Session) -> float:
 
 
 def main() -> None:
-    """Run the script that follows, observed."""
+    """Run the script that is given on the command line, under the observer."""
     observer = Observer(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
     run_observed(
         observer,

@@ -1,1 +1,1 @@
-"""Text to Megatron's token files, the embedded corpus, and batches that can be asked for again."""
+"""Data of training: conversion of text to Megatron's token files, the embedded corpus, and re-readable batches."""

@@ -1,7 +1,7 @@
-"""Training batches that can be asked for again.
+"""Training batches that a replay can read again.
 
-The batch of an iteration is a pure function of the samples consumed before it; a loader opened at that number gives
-the same batches again.
+The batch of an iteration is a pure function of the samples consumed before it. A loader that is opened at that number
+returns the same batches again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron.moevement.runtime.live import Live
 
 
 def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator[dict[str, torch.Tensor]] | None]:
-    """Iterators over this rank's training micro-batches, from the one after ``consumed_train_samples`` samples on.
+    """Return iterators over this rank's training micro-batches after the first ``consumed_train_samples`` samples.
 
-    One for each virtual pipeline chunk; None where this rank reads no data. No communication, and no generator that
-    training draws from is moved. Needs ``--dataloader-type single`` or ``cyclic``.
+    Each virtual stage has one iterator; it is None if this rank reads no data. The function does not communicate, and
+    advances no generator from which training draws. It needs ``--dataloader-type single`` or ``cyclic``.
     """
     from megatron.training import get_args, training
 

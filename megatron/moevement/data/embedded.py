@@ -1,7 +1,7 @@
-"""Token files of the embedded corpus, byte-level: the same text on every machine, without a download.
+"""Byte-level token files of the embedded corpus: the same text on every machine, without a download.
 
-Built once into a cache; ranks that want it at the same time wait for the rank that builds it. The text itself stands
-beside the token files.
+The files are built once into a cache; ranks that need them at the same time wait for the rank that builds them. The
+text itself is beside the token files.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from moevement_core import log
 VOCAB_SIZE = BYTE_VOCAB_SIZE
 SPLIT = "95,4,1"
 FORMAT = 2
-"""Part of the cache's name; raised whenever the text or its token files change."""
+"""Version in the cache's path; it must be raised whenever the text or its token files change."""
 
 
 def cache_dir() -> Path:
-    """``$MOEVEMENT_CACHE``, else ``moevement`` in the user's cache folder."""
+    """Return ``$MOEVEMENT_CACHE``, or else ``moevement`` in the user's cache folder."""
     if own := os.environ.get("MOEVEMENT_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moevement"
 
 
 def corpus_path() -> Path:
-    """Return where the corpus stands or will stand, as a prefix for ``--data-path``."""
+    """Return the prefix of the corpus for ``--data-path``, whether it is built or not."""
     return cache_dir() / "corpus" / f"v{FORMAT}" / "sentences"
 
 
 def corpus_prefix() -> Path:
-    """Return the corpus as a prefix for ``--data-path``; build it first if it is not there. Any process may call it."""
+    """Return the prefix of the corpus for ``--data-path``, and build the corpus first if it is missing.
+
+    Any process may call it at any time.
+    """
     prefix = corpus_path()
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Megatron's data loaders and data sets: a random generator of their own, kept through failures."""
+"""Wrappers of Megatron's data loaders and data sets: a separate random generator, and reuse after failures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from moevement_core.restart.generation import waiting_for_others
 
 
 def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``build_pretraining_data_loader`` whose loaders do not touch the default generator.
+    """Return a wrapper of ``build_pretraining_data_loader`` whose loaders do not use the default generator.
 
-    A loader draws its workers' seed whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and a
-    recovery opens one more; both would move the generator, and on a machine without a GPU that one draws dropout.
+    A loader draws the seed of its workers whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and
+    a
+    recovery opens another one. Both would advance the generator, from which dropout draws on a machine without a GPU.
 
-    Workers of validation and test sets are not forked before the first evaluation: a recovery enters training again,
-    and would fork them all.
+    Workers of validation and test sets are not forked before the first evaluation, because a recovery enters training
+    again
+    and would fork all of them.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +45,7 @@ def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Calla
 
 
 class _OpenedLate(DataLoader[Any]):
-    """A loader whose iterators are opened when they are asked for their first batch."""
+    """Data loader that opens an iterator at the request for its first batch."""
 
     @override
     def __iter__(self) -> Any:
@@ -63,10 +65,10 @@ class _Late(Iterator[Any]):
 
 
 def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``build_train_valid_test_data_loaders`` that begins where the job says.
+    """Return a wrapper of ``build_train_valid_test_data_loaders`` that starts at the job's consumed samples.
 
-    In a job that goes on and has consumed no validation samples Megatron takes the number for one that an old
-    checkpoint did not have, and guesses it.
+    If a continued job has consumed no validation samples, Megatron assumes that an old checkpoint lacks the number, and
+    guesses it.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +88,7 @@ def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Calla
 
 
 def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``build_train_valid_test_datasets`` that keeps the training set, to ask it for batches again."""
+    """Return a wrapper of ``build_train_valid_test_datasets`` that keeps the data sets for replays."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -96,12 +98,12 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
             job = process.job
             live, is_rejoining = job.live, job.rejoined is not None
             chunk, live.datasets_asked = live.datasets_asked, live.datasets_asked + 1
-            if is_rejoining and chunk < len(live.datasets):  # after a failure each chunk has its own of before
+            if is_rejoining and chunk < len(live.datasets):  # After a failure, each virtual stage reuses its data sets.
                 return live.datasets[chunk]
             with live.undo.nested() as inner:
                 if is_rejoining:
                     building_data_alone(inner, get_args().data_cache_path)
-                with waiting_for_others():  # rank 0 may build indices, for minutes
+                with waiting_for_others():  # Rank 0 may build indices, which takes minutes.
                     datasets = original(*args, **kwargs)
             live.datasets[chunk:] = [datasets]
             return datasets

@@ -1,7 +1,7 @@
-"""Text files to the ``.bin``/``.idx`` pair that Megatron's ``GPTDataset`` reads.
+"""Conversion of text files to the ``.bin``/``.idx`` pair that Megatron's ``GPTDataset`` reads.
 
-Byte-level by default: a token is a byte of the text (0 to 255), and :data:`END_OF_DOCUMENT` closes every document, so
-Megatron's ``NullTokenizer`` with ``--vocab-size 257`` trains on it and no tokenizer file is needed.
+The default is byte-level: a token is a byte of the text (0 to 255), and :data:`END_OF_DOCUMENT` closes every document.
+Megatron's ``NullTokenizer`` with ``--vocab-size 257`` trains on it, so no tokenizer file is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from moevement_core.errors import DataError
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 CHUNK_BYTES = 16 << 20
-"""A document longer than this is written in several sequences, cut at a line end, so memory stays bounded."""
+"""Size in bytes above which a document is written as several sequences, cut at line ends, so that memory stays bounded.
+"""
 
 DocumentUnit = Literal["file", "line", "paragraph"]
 
@@ -35,14 +36,14 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
     train_flags: list[str]
-    """The flags with which Megatron reads what this tokenizer wrote."""
+    """Flags with which Megatron reads the output of this tokenizer."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Token ids of ``text`` (UTF-8), one-dimensional."""
+        """Return the token ids of ``text`` (UTF-8), one-dimensional."""
 
 
 class ByteTokenizer:
-    """A byte is a token."""
+    """Tokenizer whose tokens are bytes."""
 
     vocab_size = BYTE_VOCAB_SIZE
     end_of_document = END_OF_DOCUMENT
@@ -56,7 +57,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face folder or ``tokenizer.json``, or a SentencePiece ``.model``, through Megatron's own classes."""
+    """Tokenizer from a Hugging Face folder, a ``tokenizer.json`` or a SentencePiece ``.model``."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -86,7 +87,7 @@ class FileTokenizer:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Files that were written, and how to train on them; stands beside them as ``PREFIX.json``."""
+    """Description of written token files and of the flags that train on them; ``PREFIX.json`` has a copy."""
 
     prefix: str
     documents: int
@@ -107,14 +108,17 @@ def build_token_files(
     """Write ``prefix.bin`` and ``prefix.idx``; they appear only when they are complete.
 
     Args:
-        inputs: text files, or ``.jsonl`` with one document a line under ``json_key``; either may end in ``.gz``.
-        prefix: path without suffix; its folder is made.
-        documents: what of a text file is a document. Ignored for ``.jsonl``.
-        on_bytes: called with the number of input bytes each time some have been read.
+        inputs: text files, or ``.jsonl`` with one document per line under ``json_key``; either may end in ``.gz``.
+        prefix: path without suffix; the function creates its folder.
+        tokenizer: converter of text into token ids.
+        documents: part of a text file that is a document. Ignored for ``.jsonl``.
+        json_key: key of the text in a line of ``.jsonl``.
+        on_bytes: function that receives the number of input bytes after each read.
 
     Raises:
-        DataError: an input cannot be read or is not UTF-8 where the tokenizer needs that, there is no text at all, or
-            the output cannot be written.
+        DataError: an input is not readable, is not UTF-8 although the tokenizer needs that, all inputs are empty, or
+            the
+            output is not writable.
     """
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -147,7 +151,7 @@ def build_token_files(
             prefix.name, written_documents, written_tokens, tokenizer.vocab_size, list(tokenizer.train_flags)
         )
         Path(f"{partial}.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
-        # .idx last: Megatron takes a prefix whose .idx exists for complete.
+        # The .idx file comes last, because Megatron considers a prefix with an .idx file complete.
         for suffix in (".json", ".bin", ".idx"):
             os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
     except OSError as error:
@@ -171,7 +175,7 @@ def _encode(tokenizer: Tokenizer, text: bytes, path: Path) -> np.ndarray:
 def _pieces(
     path: Path, documents: DocumentUnit, json_key: str, on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[bytes, bool]]:
-    """Pieces of documents, each with whether it ends its document."""
+    """Yield pieces of documents, each with True if it ends its document."""
     is_json = path.name.removesuffix(".gz").endswith(".jsonl")
     try:
         with _open(path) as file:

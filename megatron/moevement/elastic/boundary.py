@@ -1,4 +1,4 @@
-"""Boundary state of another rank, beside the optimizer's state, fitted to this one."""
+"""Conversion of another rank's boundary state for this rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megatron.moevement.state_digest import members, random_states
 
 
 def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Returns the boundary state of a rank of the same stage, converted so that this rank can restore it.
+    """Return the boundary state of a rank of the same stage in a form that this rank can restore.
 
-    With one data-parallel rank Megatron has a single optimizer, where it otherwise has a second one for experts. If
-    their number has changed, the first one's loss scaler is used for all.
+    With one data-parallel rank, Megatron has a single optimizer; with more, it has another one for experts. If the
+    number
+    of optimizers has changed, the function uses the first loss scaler for all of them.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))
     if len(scalers) != count:
         scalers = [scalers[0]] * count
     steps = {step for of_member in boundary["group_steps"] for step in of_member if step is not None}
-    step = max(steps, default=None)  # of all parameters together, so the same in every group
+    step = max(steps, default=None)  # A step counts for all parameters together, so all groups have the same count.
     return {
         **boundary,
         "rng": _with_own_expert_draws(boundary["rng"]),
@@ -31,29 +32,30 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: bool) -> dict[str, Any]:
-    """Return the outcome of an iteration in the form that this rank can use.
+    """Return the outcome of an iteration in a form that this rank can use.
 
     Args:
-        record: of a rank of its stage.
-        optimizer: Megatron's.
-        is_comparable: whether what comes of the iteration has the same bits now; otherwise nothing is to be compared.
+        record: outcome on a rank of the same stage.
+        optimizer: Megatron's optimizer.
+        is_comparable: True if a recovery computes the same bits again; if False, the losses are left out.
     """
     if not record:
         return {}
     kept = {name: value for name, value in record.items() if is_comparable or name != "losses"}
-    kept.pop("sent", None)  # to other ranks, in other pieces
+    kept.pop("sent", None)  # other ranks receive it now, in other pieces
     if "step" not in kept:
         return kept
-    found, count = list(kept["step"]["found_inf"]), len(members(optimizer))
-    if len(found) != count:
-        found = [any(found) if any(one is not None for one in found) else None] * count
-    return {**kept, "step": {**kept["step"], "found_inf": found}}
+    found_inf, count = list(kept["step"]["found_inf"]), len(members(optimizer))
+    if len(found_inf) != count:
+        found_inf = [any(found_inf) if any(flag is not None for flag in found_inf) else None] * count
+    return {**kept, "step": {**kept["step"], "found_inf": found_inf}}
 
 
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The generator of expert weights as this rank was built with it, where experts are in slots.
+    """Return random states with this rank's own generator of expert weights, if experts are in slots.
 
-    It differs between expert-parallel ranks, is drawn from when a model is built, and by no iteration.
+    This generator differs between expert-parallel ranks. Megatron draws from it when it builds a model, but in no
+    iteration.
     """
     from megatron.core import tensor_parallel
 

@@ -1,4 +1,4 @@
-"""An elastic job's state to the ranks of now, and what an operator sees of it."""
+"""Transfer of an elastic job's state to the present ranks, and the report of it to the operator."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from moevement_core.session.exchange import all_gather_objects
 
 @torch.no_grad()
 def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | None, *, is_verified: bool) -> Exchanged:
-    """Fill the optimizer's state of a model that was just built, and its weights; every rank calls it.
+    """Fill the optimizer's state and the weights of a model that was just built. Collective.
 
     Args:
         live: Megatron's objects.
-        stand: where this rank stands in the job of now.
-        iteration: whose state; the newest that anybody has committed.
-        offer: what this rank has; None: nothing.
+        stand: position of this rank in the resized job.
+        iteration: iteration of the state; the newest that any rank has committed.
+        offer: state that this rank brings; None if it brings none.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
+    Returns:
+        What the exchange moved and compared.
+
     Raises:
-        StateMissing: neither replicas nor shards of a part of it are left. On every rank alike.
-        RecoveryError: replicas differ, or the state is another than it was. On every rank alike.
+        StateMissing: neither a replica nor a shard of a part of the state is left; raised on all ranks.
+        RecoveryError: replicas differ, or the digest of the state has changed; raised on all ranks.
     """
     from megatron.core.utils import unwrap_model
 
@@ -49,24 +52,23 @@ def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | No
 
 @torch.no_grad()
 def equalize_replicas(live: Live, stand: Stand) -> None:
-    """Send the state of the first replica of each expert, as it was built or loaded, to all replicas at a start of the
-    job.
+    """Copy the state of the first replica of each expert to its other replicas, when the job starts. Collective.
 
-    Every rank calls it.
+    The first replica has the state with which the model was built or loaded.
     """
     from megatron.core.utils import unwrap_model
 
-    its = slots()
-    assert its is not None
+    expert_slots = slots()
+    assert expert_slots is not None
     pieces = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
     first = {
         expert_name(layer, expert)
-        for layer, table in its.tables.items()
+        for layer, table in expert_slots.tables.items()
         for slot, expert in enumerate(table[stand.expert])
-        if its.is_first(layer, stand.expert, slot)
+        if expert_slots.is_first(layer, stand.expert, slot)
     }
-    experts = {expert_name(layer, expert) for layer in its.tables for expert in range(its.experts)}
-    held = [one for one in pieces if one.operator not in experts or one.operator in first]
+    experts = {expert_name(layer, expert) for layer in expert_slots.tables for expert in range(expert_slots.experts)}
+    held = [piece for piece in pieces if piece.operator not in experts or piece.operator in first]
     bring_pieces(held, pieces, is_verified=True)
     _make_weights(live)
 
@@ -78,7 +80,7 @@ def _make_weights(live: Live) -> None:
 
 
 def report_resized(job: Job, resized: Resized) -> None:
-    """Tell the operator; every rank calls it."""
+    """Write the event of a change of size, and log it on rank 0. Collective."""
     now = generation()
     assert now is not None
     roster = now.roster
@@ -87,14 +89,14 @@ def report_resized(job: Job, resized: Resized) -> None:
         tuple[float | None, float, float, float],
     )
     interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
-    deaths = (*roster.earlier, *roster.deaths)  # an attempt to go on may have been interrupted itself
+    deaths = (*roster.earlier, *roster.deaths)  # a failure may have interrupted an earlier attempt to continue
     began_at = min([*(death.at for death in deaths), *filter(None, interrupted_at)], default=min(usable_at))
-    gone = ", ".join(f"rank {one.rank} (pid {one.pid}) {one.how}" for one in deaths if one.rank is not None)
+    lost = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in deaths if death.rank is not None)
     event = ResizedEvent(
         iteration=resized.iteration,
         world_before=resized.world_before,
         world_size=dist.get_world_size(),
-        lost=gone,
+        lost=lost,
         moved_bytes=resized.exchanged.moved_bytes,
         digests_equal=len(resized.exchanged.digests),
         seconds={

@@ -1,4 +1,4 @@
-"""Windows on disk for a job of another number of ranks than the one that wrote them."""
+"""Loading of windows on disk into a job with another number of ranks than the job that wrote them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from moevement_core.session.window_files import Resize, WindowFiles
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """Return how an elastic job loads windows; None where the job is not elastic.
+    """Return how an elastic job loads windows of another size; None if the job is not elastic.
 
     Args:
-        args: Megatron's.
-        binding: of this rank.
-        live: with the model that was just built.
+        args: Megatron's arguments.
+        binding: binding of this rank.
+        live: Megatron's objects, with the model that was just built.
     """
     if not args.moevement_elastic:
         return None
 
     def is_needed(manifest: Manifest) -> bool:
-        """Return whether a window needs a resize: always with slots, because the ranks that wrote it may have had other
-        experts.
+        """Return True if the window has to be recut.
+
+        With slots it always has to be, because the ranks that wrote it may have had other experts.
         """
         return slots() is not None or manifest.settings.get("world_size") != args.world_size
 
     def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:
         stands = tuple(Stand.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
         held = Held(
-            Formation(-1, stands), -1, files.holdings(), lambda one: files.open(one.source, one.owner, one.iteration)
+            Formation(-1, stands),
+            -1,
+            files.holdings(),
+            lambda holding: files.open(holding.source, holding.owner, holding.iteration),
         )
         rebuilt = prepare_from_snapshots(
             [held], binding.states(), live.optimizer, Stand.now(), until=manifest.reaches, is_verified=True

@@ -1,4 +1,4 @@
-"""Sizes to which an elastic job may shrink, from Megatron's arguments."""
+"""Sizes that an elastic job may have, from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moevement_core.rendezvous.resizing import Grid
 
 
 def grid_of(args: Namespace) -> Grid | None:
-    """Returns how the job may change its size; None where it may not.
+    """Return the sizes that the job may have; None if it is not elastic.
 
-    Called before the job has changed its size for the first time in this process.
+    A process calls it before the job's first change of size.
 
     Raises:
-        ConfigError: a flag's value cannot be.
+        ConfigError: a flag has an invalid value.
     """
     config = from_args(ElasticConfig, args)
     if not config.is_elastic:
@@ -25,13 +25,14 @@ def grid_of(args: Namespace) -> Grid | None:
     units = args.world_size // (args.pipeline_model_parallel_size * unit)
     least = 1 if config.expert_slots is None else -(-args.num_experts // config.expert_slots)
     replicas = {size: size * unit // ranks_of_replica for size in range(least, units + 1)}
-    sizes = [size for size, its in replicas.items() if can_train(args, its)]
+    sizes = [size for size, count in replicas.items() if can_train(args, count)]
     return Grid(args.pipeline_model_parallel_size, unit, tuple(sizes), config.join_wait_s)
 
 
 def unit_of(args: Namespace) -> int:
-    """Ranks of a stage that come and go together: those of a data-parallel replica, and of an expert-parallel group
-    where experts are not in slots.
+    """Return the number of ranks of a stage that the job adds or removes together.
+
+    A unit is a data-parallel replica; if experts are not in slots, it also has whole expert-parallel groups.
     """
     replica = int(args.tensor_model_parallel_size * args.context_parallel_size)
     if args.moevement_expert_slots is not None:
@@ -41,15 +42,16 @@ def unit_of(args: Namespace) -> int:
 
 
 def blocks_of(args: Namespace) -> tuple[int, ...]:
-    """Return how many consecutive ranks communicate in every layer: tensor and context parallel ones, and with
-    expert parallel ones.
+    """Return the sizes of the blocks of consecutive ranks that communicate in every layer.
+
+    One block has the tensor- and context-parallel ranks; a larger one has the expert-parallel ranks too.
     """
     sizes = {int(args.tensor_model_parallel_size * args.context_parallel_size), unit_of(args)}
     return tuple(sorted(sizes - {1}))
 
 
 def can_train(args: Namespace, replicas: int) -> bool:
-    """Return whether so many data-parallel replicas can share every batch as Megatron shares it."""
+    """Return True if Megatron can divide every batch among this number of data-parallel replicas."""
     micro_batches, rest = divmod(args.global_batch_size, args.micro_batch_size * replicas)
     is_interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
     stages = args.pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""Snapshots of a job that a rank can hand out when the job is put together again, whatever its size was then."""
+"""Snapshots of an earlier formation of the job that a rank can send when the job is reassembled."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Formation:
-    """A job from one forming to the next."""
+    """Ranks of a job from one forming to the next failure."""
 
     generation: int
-    """Generation in which it was formed: a job may return to an earlier size, with other state in the same places."""
+    """Generation in which the job was formed. It is part of the identity, because a job may return to an earlier size
+    with other state in the same positions.
+    """
     stands: tuple[Stand, ...]
-    """Positions of all its ranks, in their order."""
+    """Positions of all ranks of the formation, in rank order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Snapshots of one formation that this rank can hand out."""
+    """Snapshots of one formation that this process can send to other ranks."""
 
     formation: Formation
     own: int
-    """The rank that this process was in it; -1: none."""
+    """Rank of this process in that formation; -1 if it had none."""
     holdings: Sequence[Holding]
     open: Callable[[Holding], Snapshot | None]
-    """Opens one snapshot, not yet checked; returns None if it cannot be read."""
+    """Function that opens one snapshot without checking it; it returns None if the snapshot is not readable."""
 
     @staticmethod
     def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> Held:
-        """Own snapshots and those that are kept for others.
+        """Return the snapshots that this process captured and those it keeps for peers.
 
         Args:
-            snapshots: of a formation.
-            formation: which.
-            rank: that this process was in it.
+            snapshots: snapshots of one formation.
+            formation: the formation.
+            rank: rank of this process in it.
         """
-        found = {holding_of(one, Source.MEMORY if one.header.rank == rank else Source.PEER): one for one in snapshots}
-        return Held(formation, rank, list(found), found.get)
+        by_holding = {
+            holding_of(snapshot, Source.MEMORY if snapshot.header.rank == rank else Source.PEER): snapshot
+            for snapshot in snapshots
+        }
+        return Held(formation, rank, list(by_holding), by_holding.get)

@@ -16,30 +16,30 @@ from moevement_core.session.exchange import all_gather_objects
 
 @dataclass(frozen=True)
 class Line:
-    """Outcome of one iteration."""
+    """Outcome of an iteration, as a metrics line reports it."""
 
     losses: Mapping[str, torch.Tensor]
-    """Losses of the iteration; empty where a rank is lost that had a part of them."""
+    """Losses of the iteration by name; empty if a rank that had a part of them failed."""
     outcome: Mapping[str, Any]
-    """Outcome of the iteration's step."""
+    """Outcome of the iteration's optimizer step."""
 
 
 def line_of(offer: Offer | None, iteration: int) -> Line | None:
-    """Returns the losses and step outcome of ``iteration``; None if no living rank has them. Every rank calls it.
+    """Return the losses and the step outcome of ``iteration``; None if no survivor has them. Collective.
 
     Args:
-        offer: of this rank; None: it is new.
-        iteration: the newest that anybody has committed.
+        offer: state that this rank brings; None if it is new.
+        iteration: newest iteration that any rank has committed.
     """
     from megatron.training import get_args
 
     mark = offer.mark if offer is not None else None
     is_live = offer is not None and mark is not None and mark.iteration == iteration
-    mine = None
+    own = None
     if is_live and offer is not None and mark is not None:
-        mine = offer.stand, Plain((dict(offer.losses) if offer.losses is not None else None, dict(mark.outcome)))
-    sent = [one for one in all_gather_objects(mine, tuple[Stand, Plain] | None) if one is not None]
-    known = [(stand, *told.value) for stand, told in sent]
+        own = offer.stand, Plain((dict(offer.losses) if offer.losses is not None else None, dict(mark.outcome)))
+    sent = [report for report in all_gather_objects(own, tuple[Stand, Plain] | None) if report is not None]
+    known = [(stand, *report.value) for stand, report in sent]
     outcome = next((outcome for _, _, outcome in known if outcome), None)
     if outcome is None:
         return None
@@ -48,6 +48,6 @@ def line_of(offer: Offer | None, iteration: int) -> Line | None:
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
     if not last or len(last) < next(iter(last)).world // ranks:
         return Line({}, outcome)
-    sums = [losses for _, losses in sorted(last.items(), key=lambda its: its[0].rank)]
-    totals = {name: torch.stack([its[name] for its in sums]).sum(dim=0) for name in sums[0]}
+    sums = [losses for _, losses in sorted(last.items(), key=lambda item: item[0].rank)]
+    totals = {name: torch.stack([losses[name] for losses in sums]).sum(dim=0) for name in sums[0]}
     return Line({name: total[0] / total[1] for name, total in totals.items()}, outcome)

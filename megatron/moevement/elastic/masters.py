@@ -1,8 +1,8 @@
-"""Dense checkpoints of FP32 masters where a rank has two replicas of an expert.
+"""Dense checkpoints of FP32 masters in a job in which a rank may have two replicas of an expert.
 
-A checkpoint takes each tensor from a rank once, so the second replica is left out of it and stays as it is
-(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron keeps masters in lists, in which what is left out moves
-those after it. By their number they stay where they are.
+A checkpoint takes each tensor of a rank once, so it leaves the second replica out
+(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron keeps masters in lists, in which the entries after a
+left-out one move up. Keys by number keep their positions.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``sharded_state_dict`` of an optimizer that may have FP32 masters, with these by group and number."""
+    """Return a ``sharded_state_dict`` that has FP32 masters in dictionaries by group and number, if it has any."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = original(self, *args, **kwargs)
         if slots() is None or _MASTERS not in state:
             return state
-        return {**state, _MASTERS: {group: dict(enumerate(its)) for group, its in enumerate(state[_MASTERS])}}
+        return {**state, _MASTERS: {group: dict(enumerate(masters)) for group, masters in enumerate(state[_MASTERS])}}
 
     return sharded_state_dict
 
 
 def masters_in_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``load_state_dict``, which gets the result of :func:`masters_by_number`."""
+    """Return a ``load_state_dict`` that accepts the masters as :func:`masters_by_number` saves them."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
         masters = state_dict.get(_MASTERS)
         if isinstance(masters, dict):
-            ordered = [[its[number] for number in sorted(its)] for _, its in sorted(masters.items())]
+            ordered = [[numbered[number] for number in sorted(numbered)] for _, numbered in sorted(masters.items())]
             state_dict = {**state_dict, _MASTERS: ordered}
         return original(self, state_dict)
 

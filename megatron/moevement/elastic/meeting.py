@@ -1,8 +1,8 @@
-"""Exchange between the ranks of an elastic job on which state is left: after a failure, before growing, and at a
-rebalance.
+"""Exchange between the ranks of an elastic job about the state that is left.
 
-They go on from what they have in memory: replicas and shards of the state after the newest iteration that any rank has
-committed, and snapshots. A process may get another rank, so of the old model only the state is kept.
+Ranks meet after a failure, before the job grows, and at a rebalance. They continue from what they have in memory:
+replicas and shards of the state after the newest iteration that any rank has committed, and snapshots. A process may
+get another rank, so it keeps only the state of its old model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moevement_core.session.sources import MemorySource
 
 @dataclass(frozen=True)
 class _Standing:
-    """Report of a rank to all others on what it has."""
+    """Report that a rank sends to all others about the state it has."""
 
     lineage: str
     committed: int
@@ -41,104 +41,118 @@ class _Standing:
 
 @dataclass(frozen=True)
 class Brought:
-    """State that a rank brings."""
+    """State that a rank brings into the new formation of the job."""
 
     stand: Stand | None = None
-    """Position that the rank had; None: it is new, or has waited."""
+    """Position of the rank in the job that it leaves; None if it is new or has waited as a spare."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Experts in its slots, by layer."""
+    """Experts in the rank's slots, by layer."""
     loads: Loads = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Agreement of the ranks, the same on all of them."""
+    """Result of the exchange; equal on all ranks."""
 
     lineage: str
     is_between: bool
-    """True if an evaluation or dense save after the newest iteration may not have happened."""
+    """True if an evaluation or a dense save that is due after the newest iteration may not have happened."""
     world_before: int
     newest: int
-    """The newest iteration that anybody has committed; -1: nobody has state but in snapshots."""
+    """Newest iteration that any rank has committed; -1 if only snapshots hold state."""
     books: float
-    """Floating-point operations so far."""
+    """Floating-point operations that the job has executed so far."""
     held: Sequence[Brought]
-    """State that each rank brings."""
+    """State that each rank brings, by rank."""
     line: Line | None = None
-    """Outcome of the newest iteration, for a line of metrics that may not have been written."""
+    """Outcome of the newest iteration; a failure may have prevented its metrics line."""
 
 
 def meet(process: Process) -> Meeting | None:
-    """Tell each other what is left, bring every survivor to the newest iteration, and keep its state as an offer.
+    """Exchange what state is left, bring every survivor to the newest iteration, and keep its state as an offer.
 
-    Every rank calls it, when process groups are usable. Nothing is returned, to anybody, where no state is left.
+    Collective: every rank calls it as soon as process groups are usable.
+
+    Returns:
+        The agreement of all ranks; None, on all ranks, if no rank has state left.
     """
-    mine = _standing(process)
-    known: list[_Standing] = [one for one in all_gather_objects(mine, _Standing | None) if one is not None]
+    own = _standing(process)
+    known: list[_Standing] = [report for report in all_gather_objects(own, _Standing | None) if report is not None]
     if not known:
         return None
-    lineage = max((one.lineage for one in known), key=_number_of_start)
-    if mine is None or mine.lineage != lineage:
-        mine, process.offer, process.before = None, None, ()
-    known = [one for one in known if one.lineage == lineage]
-    newest = max(one.committed for one in known)
-    holders = [one for one in known if one.committed == newest]
-    if mine is not None and mine.committed == newest - 1 and mine.may_follow:
+    lineage = max((report.lineage for report in known), key=_number_of_start)
+    if own is None or own.lineage != lineage:
+        own, process.offer, process.before = None, None, ()
+    known = [report for report in known if report.lineage == lineage]
+    newest = max(report.committed for report in known)
+    holders = [report for report in known if report.committed == newest]
+    if own is not None and own.committed == newest - 1 and own.may_follow:
         _follow(process.job, holders, newest)
-    if mine is not None and process.offer is None:
+    if own is not None and process.offer is None:
         process.offer = _offer(process)
-    is_between = not (all(one.has_begun_next for one in holders) and any(one.stand.is_last for one in holders))
+    is_between = not (
+        all(holder.has_begun_next for holder in holders) and any(holder.stand.is_last for holder in holders)
+    )
     return _agree(process.offer, lineage, newest, is_between)
 
 
 def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
-    """Agree on the state. A rank without state of ``iteration`` (it may have waited as a spare
-    since) brings nothing.
+    """Exchange the state that ranks bring.
+
+    A rank without state of ``iteration`` brings nothing; it may have waited as a spare since.
     """
     committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
     held = Brought() if offer is None or committed < iteration else Brought(offer.stand, offer.experts, offer.loads)
     helds = all_gather_objects(held, Brought)
-    world = max(one.stand.world for one in helds if one.stand is not None)
+    world = max(brought.stand.world for brought in helds if brought.stand is not None)
     books = max(all_gather_objects(offer.books if offer is not None else 0.0, float))
     return Meeting(lineage, is_between, world, iteration, books, helds, line_of(offer, iteration))
 
 
 def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mapping[str, Any] | None:
-    """Return the boundary state with which this rank continues, beside the optimizer's state of the newest iteration;
-    None if no rank of its stage has it. Collective.
+    """Return the boundary state with which this rank continues from the newest iteration. Collective.
+
+    The optimizer's state is not part of it (:func:`~megatron.moevement.elastic.bring.bring_live_state`).
 
     Args:
-        meeting: of all ranks.
-        offer: of this rank.
-        stand: where this rank stands in the job of now.
+        meeting: the agreement of all ranks.
+        offer: state that this rank brings; None if it brings none.
+        stand: position of this rank in the resized job.
+
+    Returns:
+        The boundary state; None if no rank of this rank's stage has it.
     """
-    mine: dict[Stand, Mapping[str, Any]] = {}
+    own: dict[Stand, Mapping[str, Any]] = {}
     if offer is not None and (mark := offer.mark) is not None and mark.iteration == meeting.newest:
         is_complete = not meeting.is_between and mark.resumed is not None
-        mine = {offer.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
-    return nearest_of_stage(mine, stand)
+        own = {offer.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
+    return nearest_of_stage(own, stand)
 
 
 def nearest_of_stage(mine: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
-    """Return what a rank of the same stage brings, of the same position in it where there is one; None if no rank
-    brings any.
+    """Return what a rank of the same stage brings, if possible a rank with the same position in it. Collective.
 
-    Data-parallel replicas draw the same random numbers, so all of them go on with those of one. Every rank calls it.
+    Data-parallel replicas draw the same random numbers, so all of them continue with the state of one replica.
 
     Args:
-        mine: what this rank brings, by where a rank stood.
-        stand: where this rank stands.
+        mine: what this rank brings, by the position that a rank had.
+        stand: position of this rank in the resized job.
+
+    Returns:
+        The chosen entry of some rank's ``mine``; None if no rank brings an entry of this stage.
     """
     speakers: dict[tuple[int, int, int], int] = {}
-    for rank, its in enumerate(all_gather_objects(list(mine), list[Stand])):
-        for one in its:
-            speakers.setdefault((one.stage, one.tensor, one.expert), rank)
-    own = {one: its for one, its in mine.items() if speakers[one.stage, one.tensor, one.expert] == dist.get_rank()}
-    sent = all_gather_objects({one: Plain(its) for one, its in own.items()}, dict[Stand, Plain])
-    found = {one: its.value for given in sent for one, its in given.items() if one.stage == stand.stage}
-    if not found:
+    for rank, stands in enumerate(all_gather_objects(list(mine), list[Stand])):
+        for old in stands:
+            speakers.setdefault((old.stage, old.tensor, old.expert), rank)
+    own = {old: state for old, state in mine.items() if speakers[old.stage, old.tensor, old.expert] == dist.get_rank()}
+    gathered = all_gather_objects({old: Plain(state) for old, state in own.items()}, dict[Stand, Plain])
+    candidates = {old: plain.value for sent in gathered for old, plain in sent.items() if old.stage == stand.stage}
+    if not candidates:
         return None
-    return found[min(found, key=lambda one: (one.tensor != stand.tensor, one.expert != stand.expert, one.rank))]
+    return candidates[
+        min(candidates, key=lambda old: (old.tensor != stand.tensor, old.expert != stand.expert, old.rank))
+    ]
 
 
 def _number_of_start(name: str) -> int:
@@ -146,7 +160,10 @@ def _number_of_start(name: str) -> int:
 
 
 def _standing(process: Process) -> _Standing | None:
-    """Nothing on a rank that is new. One whose step was torn has committed nothing, and may have snapshots."""
+    """Return the report of this rank; None if it is new.
+
+    A rank whose optimizer step was torn has committed nothing, but may have snapshots.
+    """
     if (offer := process.offer) is not None:
         return _standing_of(offer.lineage, offer.mark, offer.stand, may_follow=False)
     job = process.job
@@ -165,14 +182,14 @@ def _standing_of(lineage: str, mark: Mark | None, stand: Stand, *, may_follow: b
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
-    """Make the update that others have made; every reduction of it was over."""
+    """Execute the update that other ranks have committed; all of its reductions were complete."""
     assert job.session is not None
     assert job.stand is not None
     # Ranks of one model replica clip by the same norm; replicas of a stage have the same gradients.
-    same = [one for one in holders if one.stand.stage == job.stand.stage]
+    same = [holder for holder in holders if holder.stand.stage == job.stand.stage]
     peer = (same or list(holders))[0]
     commit = job.session.commit
-    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # there was no step
+    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # without a step
         commit.mark = Mark(newest, {**commit.mark.boundary, **peer.common}, {})
         return
     commit.follow(newest, peer.outcome, peer.common)
@@ -185,23 +202,25 @@ def _offer(process: Process) -> Offer:
     assert job.session is not None
     assert job.stand is not None
     assert job.formation is not None
-    its = slots()
+    expert_slots = slots()
     mark = None if job.session.commit.torn else job.session.commit.mark
     pieces = [] if mark is None else state_pieces(_chunks(job), job.live.optimizer, job.stand)
     memory = MemorySource(job.session.saving.checkpointer)
-    found = [memory.open(one.source, one.owner, one.iteration) for one in memory.holdings()]
+    snapshots = [memory.open(holding.source, holding.owner, holding.iteration) for holding in memory.holdings()]
     return Offer(
         process.lineage,
         mark,
-        # The next model needs the device, and has other shards.
-        [Piece(one.operator, one.name, one.begin, one.tensor.cpu()) for one in pieces],
+        # The device memory is needed for the next model, whose shards differ.
+        [Piece(piece.operator, piece.name, piece.begin, piece.tensor.cpu()) for piece in pieces],
         job.stand,
         float(get_args().num_floating_point_operations_so_far),
-        {} if its is None else {layer: table[job.stand.expert] for layer, table in its.tables.items()},
+        {}
+        if expert_slots is None
+        else {layer: table[job.stand.expert] for layer, table in expert_slots.tables.items()},
         {} if job.loads is None else job.loads.now(),
         None if mark is None else job.ledger.sums_of(mark.iteration),
         [
-            Held.in_memory([one for one in found if one is not None], job.formation, job.stand.rank),
+            Held.in_memory([snapshot for snapshot in snapshots if snapshot is not None], job.formation, job.stand.rank),
             *(() if job.session.saving.has_persisted else process.before),
         ],
     )

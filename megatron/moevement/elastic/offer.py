@@ -1,4 +1,4 @@
-"""State that a survivor brings into a job of another size, without the model that it was in."""
+"""State that a survivor brings into a resized job, without the model of the old job."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ from moevement_core.session.commit import Mark
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """The state of a rank after an iteration, live and in snapshots."""
+    """State of a rank after an iteration, live and in snapshots."""
 
     lineage: str
-    """The start of the job that this state has come from, in an unbroken row of iterations."""
+    """Name of the job's start from which this state descends without a gap in the iterations."""
     mark: Mark | None
-    """The newest iteration that it has committed, and what stands beside the optimizer's state after it; None: it has
-    no state of any iteration but in snapshots."""
+    """Newest iteration that the rank has committed, with its boundary state; None if only snapshots hold state."""
     pieces: Sequence[Piece]
-    """Pieces of that iteration, on the host."""
+    """Pieces of the optimizer's state after that iteration, in host memory."""
     stand: Stand
-    """Position of the rank whose state it was."""
+    """Position of the rank that had this state."""
     books: float
-    """Floating-point operations so far."""
+    """Floating-point operations that the job has executed so far."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Experts in its slots, by layer; empty without slots."""
+    """Experts in the rank's slots, by layer; empty without slots."""
     loads: Loads = field(default_factory=dict)
-    """Recent token counts of the experts of its layers."""
+    """Recent token counts of the experts in the rank's layers."""
     losses: Mapping[str, torch.Tensor] | None = None
-    """Losses of that iteration, as sums over this rank's micro-batches and numbers of tokens; None where this rank has
-    none.
+    """Losses of that iteration by name, as the sum over this rank's micro-batches and the number of tokens; None if
+    this rank has no losses.
     """
     helds: Sequence[Held] = ()
-    """Own snapshots and those kept for others, of that job, and of jobs before it as long as it has
-    no persisted window.
+    """Snapshots of this rank and those it keeps for peers, of that formation of the job, and of earlier formations
+    until a window of this one is persisted.
     """
 
     def live(self, iteration: int) -> Sequence[Piece]:
-        """Return this rank's part of the state after ``iteration``, without snapshots."""
+        """Return the pieces of the state after ``iteration``; empty if the rank did not commit that iteration."""
         return self.pieces if self.mark is not None and self.mark.iteration == iteration else ()

@@ -1,4 +1,4 @@
-"""The optimizer's state on a rank as pieces, whose names do not depend on how many data-parallel replicas there are."""
+"""Optimizer state of a rank as pieces, whose names do not depend on the number of data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Position of a rank in the job when its model is built."""
+    """Position of a rank in the job for which its model was built."""
 
     rank: int
     world: int
     stage: int
     """Pipeline stage of the rank."""
     tensor: int
-    """Tensor-parallel rank; of experts: ``expert_tensor``."""
+    """Tensor-parallel rank of the dense parts; for experts see ``expert_tensor``."""
     expert: int
     """Expert-parallel rank."""
     expert_tensor: int
 
     @staticmethod
     def now() -> Stand:
-        """Return the position by Megatron's process groups."""
+        """Return the position of this rank, read from Megatron's process groups."""
         from megatron.core import parallel_state
 
         return Stand(
@@ -49,11 +49,11 @@ class Stand:
 
     @staticmethod
     def of(settings: Mapping[str, Any], rank: int) -> Stand:
-        """Return the position by the flags of a job, for Megatron's default order of ranks.
+        """Return the position of a rank, computed from a job's settings for Megatron's default order of ranks.
 
         Args:
-            settings: as :func:`~megatron.moevement.runtime.settings.settings_of` has them.
-            rank: of the job.
+            settings: settings as :func:`~megatron.moevement.runtime.settings.settings_of` returns them.
+            rank: rank in that job.
         """
         world = settings["world_size"]
         expert_tensor = settings["expert_tensor_parallel_size"] or 1
@@ -68,18 +68,19 @@ class Stand:
 
     @property
     def is_last(self) -> bool:
-        """Return whether this is the rank that writes what is logged."""
+        """True if this rank is the last one, which writes the metrics."""
         return self.rank == self.world - 1
 
 
 def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Piece]:
-    """Return all master weights and optimizer state of this rank, as views: its shard with the distributed optimizer,
-    everything without.
+    """Return views of all master weights and optimizer state of this rank.
+
+    With the distributed optimizer these are the rank's shard, without it they are whole tensors.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
-        optimizer: Megatron's.
-        stand: where this rank stood when they were built.
+        optimizer: Megatron's optimizer.
+        stand: position of this rank when model and optimizer were built.
     """
     make_optimizer_state(optimizer)
     part_of = parts_of(optimizer)
@@ -102,11 +103,11 @@ _KEY = re.compile(r"(?P<chunk>\d+)\.(?P<name>.*)\[(?P<start>\d+):(?P<end>\d+)\]/
 
 
 def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
-    """Yield the state of operators in a snapshot, as pieces.
+    """Yield the state of the operators in a snapshot, as pieces.
 
     Args:
-        snapshot: of a rank.
-        stand: where that rank stood.
+        snapshot: snapshot that some rank captured.
+        stand: position of that rank.
     """
     for entry in snapshot.header.entries:
         if entry.operator != BOUNDARY and entry.nbytes:
@@ -115,24 +116,26 @@ def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
 
 
 def saved_piece(saved: StateTensor, stand: Stand) -> Piece:
-    """A tensor of a snapshot as a piece: full state as :func:`state_pieces` names it, the rest by what it is.
+    """Return a tensor of a snapshot as a piece.
+
+    Full state has the names that :func:`state_pieces` uses; other kinds of state have their kind in the name.
 
     Args:
-        saved: as the views of a rank have it.
-        stand: where that rank stood.
+        saved: tensor as the rank's views describe it.
+        stand: position of the rank that saved it.
     """
-    found = _KEY.fullmatch(saved.key)
-    assert found is not None, saved.key
-    what = found["what"] if saved.saved is Saved.FULL else f"{saved.saved.name.lower()}.{found['what']}"
+    match = _KEY.fullmatch(saved.key)
+    assert match is not None, saved.key
+    what = match["what"] if saved.saved is Saved.FULL else f"{saved.saved.name.lower()}.{match['what']}"
     cut = stand.expert_tensor if ".experts." in saved.operator else stand.tensor
-    name = f"{stand.stage}.{found['chunk']}.{_LOCAL_EXPERT.sub('', found['name'])}/{cut}/{what}"
-    start = int(found["start"])
-    is_cut = saved.tensor.numel() == int(found["end"]) - start and found["what"] != "step"
+    name = f"{stand.stage}.{match['chunk']}.{_LOCAL_EXPERT.sub('', match['name'])}/{cut}/{what}"
+    start = int(match["start"])
+    is_cut = saved.tensor.numel() == int(match["end"]) - start and match["what"] != "step"
     return Piece(saved.operator, f"{saved.operator}/{name}", start if is_cut else 0, saved.tensor)
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the name of each tensor, the position of its first element, and the part of it that is here, flat."""
+    """Yield the name of each tensor, the index at which this rank's part of it begins, and that part, flat."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor
     for what, tensor in part.state.items():

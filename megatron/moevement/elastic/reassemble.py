@@ -1,4 +1,4 @@
-"""An elastic job put together again: after every failure, when it grows, and when its experts are placed anew."""
+"""Reassembly of an elastic job after every failure, when it grows, and at a rebalance."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ from moevement_core.session.session import Session
 
 
 def reassemble(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
-    """Put a job together from what its ranks have in memory, whatever their number was.
+    """Rebuild the job with the present ranks, from the state that they have in memory. Collective.
 
-    Every rank calls it, when process groups are usable and before data is opened. What has to be recovered is
+    Every rank calls it as soon as process groups are usable, before Megatron opens data. State that has to be recovered
+    is
     recovered inside the training loop (:func:`take_up_resized`).
 
     Args:
-        process: this one.
-        setup: Megatron's.
-        groups: those of this generation.
-        first: where the job's first start was.
+        process: this process.
+        setup: function of Megatron that builds model, optimizer and scheduler.
+        groups: process groups of this generation.
+        first: progress with which the job started first.
 
     Returns:
-        False where memory does not have a state, on all ranks: the job is to be set up from its start.
+        False, on all ranks, if memory does not hold a state; the caller then sets the job up from its start.
     """
     from megatron.training import get_args
 
     usable_at = time.time()
     meeting = meet(process)
     job = process.start_over()
-    gc.collect()  # before the next model is built: there may be no room for two
+    gc.collect()  # Collect the old model before the next one is built: memory may not suffice for two.
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if meeting is None:
@@ -93,10 +94,13 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 
 
 def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool) -> tuple[Resized, Prepared | None]:
-    """The newest state from replicas and shards, or the means to recover it, or an older one, from snapshots.
+    """Bring the newest state from replicas and shards; without them, prepare a recovery from snapshots.
+
+    Returns:
+        The state for :func:`take_up_resized`, and the prepared recovery; None if replicas and shards had the state.
 
     Raises:
-        StateMissing: there is neither. On every rank alike.
+        StateMissing: memory holds no state; raised on all ranks.
     """
     live, stand = job.live, job.stand
     assert stand is not None
@@ -129,7 +133,7 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
 
 
 def take_up_resized(process: Process, resized: Resized) -> None:
-    """Go on from what was brought to this rank; every rank calls it, inside the training loop."""
+    """Continue from the state that :func:`reassemble` brought to this rank. Collective, inside the training loop."""
     job = process.job
     assert job.session is not None
     if resized.boundary is not None:
@@ -138,7 +142,7 @@ def take_up_resized(process: Process, resized: Resized) -> None:
             norm = as_logged(line.outcome.get("clip_norm"))
             job.ledger.replayed(resized.iteration, line.losses, bool(line.outcome.get("overflow")), norm)
     job.session.begin_training()
-    job.has_begun = True  # from here on this rank has its state, whatever interrupts what is due next
+    job.has_begun = True  # The rank has its state from here on, even if a failure interrupts the rest of this function.
     process.before = process.offer.helds if process.offer is not None else ()
     process.offer, job.resized = None, None
     if job.loads is not None:

@@ -1,9 +1,10 @@
-"""State of which neither a replica nor a shard is left: from snapshots that ranks took before the job had this size.
+"""Rebuild of state of which neither a replica nor a shard is left, from snapshots of an earlier job size.
 
-The snapshots of a window are cut for the ranks of now: each gets those that it would have taken had the job been of
-this size then. With them it recovers as any rank does, inside the training loop: it makes updates again from logged
-gradients, or runs the iterations of a sparse window again. The former gives the bits that were lost, whatever the
-number of ranks, because an update is elementwise. The latter gives those of a job of this size that replays the window.
+Ranks captured these snapshots before the job had its present size. The snapshots of a window are cut for the present
+ranks: each rank gets the snapshots that it would have captured if the job had always had this size. It then recovers
+from them inside the training loop, as any rank does: by redo from logged gradients, or by replay of a sparse window.
+Redo gives the bits that were lost, whatever the number of ranks, because an update is elementwise. Replay gives the
+bits of a job of the present size that replays the window.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class _Kind:
     contents: str
     state: int
     saved: Mapping[str, Saved]
-    """Kinds of state by operator of which there are tensors."""
+    """Kind of state that the snapshots have of each operator."""
     places: Mapping[str, int]
-    """Positions of operators in the stage's table; without those of windows that do not state it."""
+    """Positions of operators in the stage's table; operators of windows that do not state a position are left out."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """Yield the operators of which no rank has released anything, with what is held of them."""
+        """Yield the operators whose state no rank has released, with the kind of state that the snapshots have."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
@@ -74,7 +75,7 @@ class Rebuilt:
 
     prepared: Prepared
     boundary: Mapping[str, Any]
-    """Boundary state where the recovery ends."""
+    """Boundary state of the iteration with which the recovery ends."""
     exchanged: Exchanged
 
 
@@ -87,18 +88,18 @@ def prepare_from_snapshots(
     until: int | None = None,
     is_verified: bool,
 ) -> Rebuilt:
-    """Plan a recovery from what ranks have of snapshots, and bring to each its part; every rank calls it.
+    """Plan a recovery from the snapshots that all ranks have, and send each rank its part. Collective.
 
     Args:
-        helds: what this rank has of snapshots of one job, or of several.
-        states: the live tensors of this rank's operators; nothing is written to them.
-        optimizer: Megatron's.
-        stand: where this rank stands in the job of now.
-        until: the iteration to reach; None: the newest whose state the snapshots hold.
+        helds: snapshots that this rank has, by formation of the job.
+        states: live tensors of this rank's operators; the function writes nothing to them.
+        optimizer: Megatron's optimizer.
+        stand: position of this rank in the resized job.
+        until: iteration to reach; None for the newest iteration whose state the snapshots hold.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
     Raises:
-        StateMissing: snapshots do not give a state. On every rank alike.
+        StateMissing: the snapshots do not hold a state; raised on all ranks.
     """
     began = time.perf_counter()
     plan, formation, handed_out = _agree(helds, until)
@@ -106,8 +107,8 @@ def prepare_from_snapshots(
     moved, digests = 0, dict[str, int]()
     recut = _Recut(plan, formation, states, optimizer, stand, is_verified=is_verified)
     for iteration in sorted({fetch.iteration for fetch in plan.fetches}):
-        mine = [one for one in handed_out if one.iteration == iteration]
-        snapshots[iteration], exchanged = recut.of_iteration(iteration, mine)
+        own = [snapshot for snapshot in handed_out if snapshot.iteration == iteration]
+        snapshots[iteration], exchanged = recut.of_iteration(iteration, own)
         moved += exchanged.moved_bytes
         digests |= exchanged.digests
     boundary = snapshots[max(snapshots)].record()["boundary"]
@@ -118,29 +119,29 @@ def prepare_from_snapshots(
     return Rebuilt(prepared, boundary, Exchanged(moved, digests))
 
 
-# Which snapshots
+# Choice of snapshots
 
 
 def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
-    """The plan that leads farthest, the ranks whose snapshots it uses, and those that this rank hands out.
+    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank sends for it.
 
-    What turns out to be damaged is left out, and all plan again.
+    All ranks plan anew without the snapshots that turn out to be damaged.
     """
     usable = {held.formation: list(held.holdings) for held in helds}
     while True:
-        plan, formation, mine = _plan(helds, usable, until)
+        plan, formation, own = _plan(helds, usable, until)
         handed_out: list[Snapshot] = []
         damaged: list[Holding] = []
-        for one in mine:
-            snapshot = next(held for held in helds if held.formation == formation).open(one)
+        for holding in own:
+            snapshot = next(held for held in helds if held.formation == formation).open(holding)
             if snapshot is None or snapshot.damaged() is not None:
-                damaged.append(one)
+                damaged.append(holding)
             else:
                 handed_out.append(snapshot)
         count = sum(all_gather_objects(len(damaged), int))
         if not count:
             return plan, formation, handed_out
-        usable[formation] = [one for one in usable.get(formation, ()) if one not in damaged]
+        usable[formation] = [holding for holding in usable.get(formation, ()) if holding not in damaged]
         if dist.get_rank() == 0:
             log.warning(f"{count} snapshots are damaged or gone; planning again without them")
 
@@ -148,43 +149,45 @@ def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Form
 def _plan(
     helds: Sequence[Held], usable: Mapping[Formation, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Holding]]:
-    """The plan, the job whose snapshots it uses, and which of them this rank hands out."""
-    everyones = all_gather_objects(
+    """Return the plan, the formation whose snapshots it uses, and the snapshots that this rank has to send."""
+    gathered = all_gather_objects(
         [(held.formation, held.own, tuple(usable[held.formation])) for held in helds],
         list[tuple[Formation, int, tuple[Holding, ...]]],
     )
     by_job: dict[Formation, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
-    for rank, its in enumerate(everyones):
-        for formation, own, holdings in its:
-            for one in holdings:
-                places = by_job.setdefault(formation, {}).setdefault((one.owner, one.iteration), [])
-                places.append((one.owner != own, rank, one))
+    for rank, formations in enumerate(gathered):
+        for formation, own, holdings in formations:
+            for holding in holdings:
+                places = by_job.setdefault(formation, {}).setdefault((holding.owner, holding.iteration), [])
+                places.append((holding.owner != own, rank, holding))
     plans: list[tuple[RecoveryPlan, Formation]] = []
     why = "nobody has a snapshot"
     for formation, of_job in by_job.items():
-        nearest = {which: min(its, key=lambda one: one[:2])[2] for which, its in of_job.items()}
+        nearest = {which: min(places, key=lambda place: place[:2])[2] for which, places in of_job.items()}
         reports = [
-            Report(one.rank, one.stage, tuple(held for (owner, _), held in nearest.items() if owner == one.rank))
-            for one in formation.stands
+            Report(stand.rank, stand.stage, tuple(held for (owner, _), held in nearest.items() if owner == stand.rank))
+            for stand in formation.stands
         ]
         try:
             plans.append((plan_recovery(reports, until), formation))
         except RecoveryError as error:
             why = str(error)
-    # Strategies that leave operators at older versions count what that costs by ranks of then.
-    exact = [one for one in plans if not any(run.is_stale for run in one[0].runs.values())]
+    # Strategies that leave operators at older versions derive the cost of it from the ranks of the old formation.
+    exact = [candidate for candidate in plans if not any(run.is_stale for run in candidate[0].runs.values())]
     if not exact:
         raise StateMissing(why)
-    plan, formation = max(exact, key=lambda one: (one[0].until, one[1].generation))
-    chosen = (min(by_job[formation][one.owner, one.iteration], key=lambda its: its[:2]) for one in plan.fetches)
+    plan, formation = max(exact, key=lambda candidate: (candidate[0].until, candidate[1].generation))
+    chosen = (
+        min(by_job[formation][fetch.owner, fetch.iteration], key=lambda place: place[:2]) for fetch in plan.fetches
+    )
     return plan, formation, [holding for _, rank, holding in chosen if rank == dist.get_rank()]
 
 
-# Their parts, to the ranks of now
+# Exchange of the parts
 
 
 class _Recut:
-    """Snapshots of the ranks of then as those that this rank would have."""
+    """Snapshots of an old formation, cut into the snapshots that this rank would have captured."""
 
     def __init__(
         self,
@@ -201,11 +204,14 @@ class _Recut:
         self._is_verified = is_verified
 
     def of_iteration(self, iteration: int, mine: Sequence[Snapshot]) -> tuple[Snapshot, Exchanged]:
-        """Return one snapshot. Collective.
+        """Return this rank's snapshot of one iteration. Collective.
 
         Args:
-            iteration: of which.
-            mine: what this rank hands out.
+            iteration: iteration of the snapshot.
+            mine: snapshots of that iteration that this rank sends.
+
+        Returns:
+            The snapshot, and what the exchange moved and compared.
         """
         kind = self._kind(mine)
         wanted = [t for name, saved in sorted(kind.of_operators()) for t in _tensors(self._states.get(name), saved)]
@@ -219,7 +225,7 @@ class _Recut:
             saved_piece(replace(t, tensor=buffer[at : at + t.nbytes].view(t.tensor.dtype)), self._stand)
             for t, at in placed[: len(wanted)]
         ]
-        held = [piece for one in mine for piece in snapshot_pieces(one, self._stands[one.header.rank])]
+        held = [piece for snapshot in mine for piece in snapshot_pieces(snapshot, self._stands[snapshot.header.rank])]
         exchanged = bring_pieces(held, pieces, is_verified=self._is_verified)
         entries = entries_of(placed, buffer, kind.places)
         header = Header(
@@ -227,11 +233,11 @@ class _Recut:
         )
         return Snapshot(header, Buffer(buffer)), exchanged
 
-    def _kind(self, mine: Sequence[Snapshot]) -> _Kind:
-        """Return the header of this rank's stage."""
+    def _kind(self, snapshots: Sequence[Snapshot]) -> _Kind:
+        """Return the common header of this rank's stage. Collective."""
         kinds: list[_Kind] = []
-        for its in all_gather_objects(_kinds(mine, self._stands), list[tuple[int, _Kind]]):
-            kinds += [kind for stage, kind in its if stage == self._stand.stage]
+        for of_rank in all_gather_objects(_kinds(snapshots, self._stands), list[tuple[int, _Kind]]):
+            kinds += [kind for stage, kind in of_rank if stage == self._stand.stage]
         lacking = np.logical_or.reduce([contents_of(kind.contents) == Saved.NOTHING for kind in kinds])
         contents = np.where(lacking, np.int8(Saved.NOTHING), contents_of(kinds[0].contents))
         return replace(
@@ -240,31 +246,36 @@ class _Recut:
             places={name: place for kind in kinds for name, place in kind.places.items()},
         )  # fmt: skip
 
-    def _record(self, mine: Sequence[Snapshot]) -> dict[str, Any]:
-        record = nearest_of_stage({self._stands[one.header.rank]: _record_of(one) for one in mine}, self._stand)
+    def _record(self, snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+        record = nearest_of_stage(
+            {self._stands[snapshot.header.rank]: _record_of(snapshot) for snapshot in snapshots}, self._stand
+        )
         assert record is not None
         step = fitted_record(record["iteration"], self._optimizer, is_comparable=self._is_comparable)
         return {**record, "boundary": fitted(record["boundary"], self._optimizer), "iteration": step}
 
 
 def _record_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Apart from the snapshot: a tensor that is a view travels with all that it is a view of."""
+    """Return a copy of the snapshot's record.
+
+    The record's tensors are views, and sending a view sends the snapshot's whole buffer.
+    """
     marked, tensors = plain.flatten(snapshot.record())
     return dict(plain.restore(marked, [tensor.clone() for tensor in tensors]))
 
 
-def _kinds(mine: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int, _Kind]]:
-    """Return the stage and header of each snapshot."""
+def _kinds(snapshots: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int, _Kind]]:
+    """Return the stage and the common header of each snapshot."""
     return [
         (
-            stands[its.rank].stage,
+            stands[header.rank].stage,
             _Kind(
-                its.schedule, its.slot, its.contents, its.state,
-                {entry.operator: entry.saved for entry in its.entries if entry.operator != BOUNDARY},
-                {entry.operator: entry.place for entry in its.entries if entry.place >= 0},
+                header.schedule, header.slot, header.contents, header.state,
+                {entry.operator: entry.saved for entry in header.entries if entry.operator != BOUNDARY},
+                {entry.operator: entry.place for entry in header.entries if entry.place >= 0},
             ),
         )
-        for its in (one.header for one in mine)
+        for header in (snapshot.header for snapshot in snapshots)
     ]  # fmt: skip
 
 

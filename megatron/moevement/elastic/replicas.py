@@ -1,7 +1,7 @@
-"""Replicas of an expert: the same gradient in all of them, and each counted once in a norm.
+"""Reduction of gradients over the replicas of an expert, and norms that count each expert once.
 
-Their gradients are summed by the rank of the first replica, in the order of ranks and slots, and the sum goes back to
-all of them: the same bits everywhere, and in every run with the same placement.
+The rank of the first replica sums the gradients in the order of ranks and slots, and sends the sum to all replicas. So
+all replicas have the same bits, in every run with the same placement.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.moevement.elastic.slots import Table, slots
 from megatron.moevement.optimizer.views import parts_of
 
 SHARED = "shared"
-"""Megatron's attribute of a parameter that another one has the norm of."""
+"""Name of Megatron's attribute that marks a parameter as a duplicate, which norms leave out."""
 
 
 def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``finalize_model_grads`` that also reduces the gradients of experts over their replicas."""
+    """Return a ``finalize_model_grads`` that also reduces the gradients of experts over their replicas."""
 
     @functools.wraps(original)
     def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -34,10 +34,10 @@ def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:
-    """The MoE layers of this rank that have slots.
+    """Yield the MoE layers of this rank that have slots.
 
     Args:
-        chunks: this rank's virtual stages, in their wrappers or without.
+        chunks: this rank's virtual stages, with or without their wrappers.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -46,30 +46,38 @@ def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:
 
 
 def local_parameters(layer: Any) -> list[list[Any]]:
-    """Return the parameters of each of this rank's slots, in one order."""
+    """Return the parameters of each of this rank's slots; equally ordered in all slots."""
     return [list(expert.parameters()) for expert in layer.experts.local_experts]
 
 
 @torch.no_grad()
 def reduce_gradients(chunks: Sequence[Any]) -> None:
-    """Sum the gradients of experts over their replicas; every rank of the stage calls it, after all other reductions.
+    """Sum the gradients of experts over their replicas, after all other reductions.
+
+    Collective over the ranks of the stage.
 
     Args:
         chunks: this rank's virtual stages.
     """
-    its = slots()
-    assert its is not None
+    expert_slots = slots()
+    assert expert_slots is not None
     for layer in slot_layers(chunks):
-        table = its.tables[layer.layer_number - 1]
+        table = expert_slots.tables[layer.layer_number - 1]
         gradients = [
-            [one.main_grad.view(-1) for one in parameters if one.requires_grad]
+            [parameter.main_grad.view(-1) for parameter in parameters if parameter.requires_grad]
             for parameters in local_parameters(layer)
         ]
         _reduce(table, gradients, layer.ep_group)
 
 
 def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> None:
-    """Reduce the gradients of one layer."""
+    """Sum the gradients of one layer's experts over their replicas, in place.
+
+    Args:
+        table: expert in each slot of each rank.
+        gradients: flat gradients of the parameters in each of this rank's slots.
+        group: expert-parallel group.
+    """
     rank = dist.get_rank(group)
     owner = _first_slots(table)
     flat = [torch.cat(parts) for parts in gradients]
@@ -78,23 +86,24 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
     away = [_slots_owned_by(table, owner, rank, target) for target in range(len(table))]
     here = [_slots_owned_by(table, owner, source, rank) for source in range(len(table))]
     received = _exchange(
-        [flat[slot] for its in away for slot in its], flat[0], list(map(len, away)), list(map(len, here)), group
+        [flat[slot] for slots_ in away for slot in slots_], flat[0], list(map(len, away)), list(map(len, here)), group
     )
-    sums = {slot: flat[slot].clone() for where, slot in owner.values() if where == rank}
+    sums = {slot: flat[slot].clone() for holder, slot in owner.values() if holder == rank}
     arrived = iter(received)
-    for source, its in enumerate(table):  # ranks and slots in their order, whoever holds them
-        for slot, expert in enumerate(its):
-            where, first = owner[expert]
-            if where != rank or (source, slot) == owner[expert]:
+    # The order of ranks and slots fixes the bits of the sum.
+    for source, row in enumerate(table):
+        for slot, expert in enumerate(row):
+            holder, first = owner[expert]
+            if holder != rank or (source, slot) == owner[expert]:
                 continue
             sums[first] += flat[slot] if source == rank else next(arrived)
-    returned = [sums[owner[table[source][slot]][1]] for source, its in enumerate(here) for slot in its]
+    returned = [sums[owner[table[source][slot]][1]] for source, slots_ in enumerate(here) for slot in slots_]
     back = iter(_exchange(returned, flat[0], list(map(len, here)), list(map(len, away)), group))
     for slot in (slot for of_rank in away for slot in of_rank):
         flat[slot] = next(back)
     for slot, expert in enumerate(table[rank]):
-        where, first = owner[expert]
-        whole = sums[first] if where == rank else flat[slot]
+        holder, first = owner[expert]
+        whole = sums[first] if holder == rank else flat[slot]
         begin = 0
         for part in gradients[slot]:
             part.copy_(whole[begin : begin + part.numel()])
@@ -103,23 +112,23 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
 
 def _counts(table: Table) -> dict[int, int]:
     counts: dict[int, int] = {}
-    for its in table:
-        for expert in its:
+    for row in table:
+        for expert in row:
             counts[expert] = counts.get(expert, 0) + 1
     return counts
 
 
 def _first_slots(table: Table) -> dict[int, tuple[int, int]]:
-    """Rank and slot of the first replica of each expert."""
+    """Return the rank and slot of the first replica of each expert."""
     first: dict[int, tuple[int, int]] = {}
-    for rank, its in enumerate(table):
-        for slot, expert in enumerate(its):
+    for rank, row in enumerate(table):
+        for slot, expert in enumerate(row):
             first.setdefault(expert, (rank, slot))
     return first
 
 
 def _slots_owned_by(table: Table, owner: dict[int, tuple[int, int]], rank: int, target: int) -> list[int]:
-    """Slots of ``rank`` whose expert's first replica is on ``target``, another rank."""
+    """Return the slots of ``rank`` whose expert has its first replica on the other rank ``target``."""
     if rank == target:
         return []
     return [slot for slot, expert in enumerate(table[rank]) if owner[expert][0] == target]
@@ -128,7 +137,18 @@ def _slots_owned_by(table: Table, owner: dict[int, tuple[int, int]], rank: int, 
 def _exchange(
     tensors: Sequence[torch.Tensor], like: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: Any
 ) -> list[torch.Tensor]:
-    """Flat tensors of one size, that of ``like``: so many to each rank, for so many from each."""
+    """Exchange flat tensors of the size of ``like`` between the ranks of a group.
+
+    Args:
+        tensors: tensors to send, in the order of their target ranks.
+        like: a tensor of the size and type of all others.
+        sends: number of tensors for each rank.
+        receives: number of tensors from each rank.
+        group: expert-parallel group.
+
+    Returns:
+        The received tensors, in the order of their source ranks.
+    """
     received = like.new_empty(sum(receives) * like.numel())
     sent = torch.cat([*tensors, like[:0]])
     dist.all_to_all_single(
@@ -138,19 +158,18 @@ def _exchange(
 
 
 def mark_replicas(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Have each expert counted once in norms: Megatron passes over what is marked as shared, as replicas are but the
-    first.
+    """Mark all replicas of an expert except the first as shared, so that Megatron leaves them out of norms.
 
     Args:
         chunks: this rank's virtual stages.
-        optimizer: Megatron's.
+        optimizer: Megatron's optimizer.
     """
-    its = slots()
-    assert its is not None
+    expert_slots = slots()
+    assert expert_slots is not None
     part_of = parts_of(optimizer)
     for layer in slot_layers(chunks):
         for slot, parameters in enumerate(local_parameters(layer)):
-            is_shared = not its.is_first(layer.layer_number - 1, layer.ep_group.rank(), slot)
+            is_shared = not expert_slots.is_first(layer.layer_number - 1, layer.ep_group.rank(), slot)
             for parameter in parameters:
                 part = part_of(parameter)
                 for tensor in (parameter, part.master if part is not None else None):

@@ -1,4 +1,4 @@
-"""State that was brought to a rank of a job of another size, until training takes it up."""
+"""State that a resize brought to a rank, kept until training continues from it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from moevement_core.elastic.exchange import Exchanged
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """The state that a resize has brought to one rank, and what training needs to resume from it."""
+    """State that a resize brought to one rank, with what training needs to continue from it."""
 
     iteration: int
     """Iteration from which all ranks continue."""
     boundary: Mapping[str, Any] | None
-    """Boundary state of that iteration; None: the recovery that comes first restores it."""
+    """Boundary state of that iteration; None if a recovery from snapshots restores it first."""
     is_between: bool
-    """True if an evaluation or dense save after it may not have happened."""
+    """True if an evaluation or a dense save that is due after that iteration may not have happened."""
     world_before: int
     exchanged: Exchanged
     line: Line | None = None
-    """Outcome of that iteration, for a line of metrics that may not have been written."""
+    """Outcome of that iteration; a failure may have prevented its metrics line."""
     usable_at: float = 0.0
-    """Time at which process groups were usable, in seconds since the epoch."""
+    """Time at which process groups became usable, in seconds since the epoch."""
     brought_at: float = 0.0
-    """Time at which the state was here, in seconds since the epoch."""
+    """Time at which the transfer of state to this rank ended, in seconds since the epoch."""

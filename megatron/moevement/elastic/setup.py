@@ -1,4 +1,4 @@
-"""Experts in slots, as the flags ask for them."""
+"""Setup of experts in slots, as the flags ask for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from moevement_core.session.exchange import all_gather_objects
 
 
 def put_experts_in_slots(args: Namespace) -> None:
-    """Build layers with slots from now on, and let expert parallelism span all replicas, if the flags say so.
+    """Set the process up for layers with slots, and let expert parallelism span all replicas, if the flags ask for it.
 
-    Called when Megatron has validated its arguments, before it makes its configuration objects from them.
+    The preflight calls it when Megatron has validated its arguments, before Megatron builds configuration objects from
+    them.
     """
     config = from_args(ElasticConfig, args)
     use_slots(None)
@@ -30,53 +31,59 @@ def put_experts_in_slots(args: Namespace) -> None:
 
 
 def begin_placement(args: Namespace, *, is_restart: bool) -> None:
-    """Place experts at a start of the job: by ``--moevement-expert-placement``, or as if all had equal loads.
+    """Place experts when the job starts: by ``--moevement-expert-placement``, or for equal loads.
 
     Args:
-        args: Megatron's.
-        is_restart: whether the job has begun before, maybe with more ranks than now: the placement was for those.
+        args: Megatron's arguments.
+        is_restart: True if the job has started before, maybe with more ranks. The flag's placement was for those ranks.
     """
-    its = slots()
-    if its is not None:
-        its.tables.clear()
+    expert_slots = slots()
+    if expert_slots is not None:
+        expert_slots.tables.clear()
         if args.moevement_expert_placement and not is_restart:
-            its.tables.update(read_placement(args.moevement_expert_placement, its, args.data_parallel_size))
+            expert_slots.tables.update(
+                read_placement(args.moevement_expert_placement, expert_slots, args.data_parallel_size)
+            )
 
 
 def place_experts(meeting: Meeting) -> dict[int, list[int]]:
-    """Place experts for the current ranks, by what they bring; after a failure, or when loads ask for it.
+    """Place experts for the present ranks, which keep the experts that they hold as far as possible.
+
+    Each rank does this after a failure and at a rebalance.
 
     Returns:
-        The loads by which it was done, by layer of this rank's stage; nothing without slots.
+        The loads for which experts were allocated, by layer of this rank's stage; empty without slots.
     """
-    its = slots()
-    if its is None:
+    expert_slots = slots()
+    if expert_slots is None:
         return {}
     from megatron.core import parallel_state
 
     stand = Stand.now()
     here = range(stand.world)[stand.rank - stand.expert :][: parallel_state.get_expert_model_parallel_world_size()]
-    of_stage = [one for one in meeting.held if one.stand is not None and one.stand.stage == stand.stage]
-    layers = sorted({layer for one in of_stage for layer in one.experts})
-    loads = {layer: list(its_) for one in of_stage[:1] for layer, its_ in one.loads.items()}
+    of_stage = [brought for brought in meeting.held if brought.stand is not None and brought.stand.stage == stand.stage]
+    layers = sorted({layer for brought in of_stage for layer in brought.experts})
+    loads = {layer: list(tokens) for brought in of_stage[:1] for layer, tokens in brought.loads.items()}
     held = [meeting.held[rank] for rank in here]
-    its.tables.clear()
-    its.place(layers, loads, {rank: one.experts if one in of_stage else {} for rank, one in enumerate(held)})
+    expert_slots.tables.clear()
+    expert_slots.place(
+        layers, loads, {rank: brought.experts if brought in of_stage else {} for rank, brought in enumerate(held)}
+    )
     return loads
 
 
 def record_placement(record: RunRecord | None, iteration: int) -> None:
-    """Write the placement of now to the run's ``placements/``; every rank calls it, and who has the record writes.
+    """Write the present placement to the run's ``placements/``. Collective.
 
     Args:
-        record: of the run, on one rank.
-        iteration: after which it holds.
+        record: record of the run, on the one rank that writes it; None on the others.
+        iteration: iteration after which the placement holds.
     """
-    its = slots()
-    if its is None:
+    expert_slots = slots()
+    if expert_slots is None:
         return
     tables: dict[int, Table] = {}
-    for stage in all_gather_objects(its.tables, dict[int, Table]):
+    for stage in all_gather_objects(expert_slots.tables, dict[int, Table]):
         tables.update(stage)
     if record is not None:
         layers = {str(layer): table for layer, table in sorted(tables.items())}
@@ -84,26 +91,31 @@ def record_placement(record: RunRecord | None, iteration: int) -> None:
 
 
 def read_placement(file: str, its: Slots, ranks: int) -> dict[int, Table]:
-    """The table of each layer.
+    """Return the table of each layer from a file that an elastic job wrote.
+
+    Args:
+        file: value of ``--moevement-expert-placement``.
+        its: slots of this process.
+        ranks: data-parallel ranks of the job.
 
     Raises:
-        ConfigError: it cannot be read, or is of another number of ranks, slots or experts.
+        ConfigError: the file is not readable, or does not fit the job's ranks, slots or experts.
     """
     flag = f"--moevement-expert-placement {file}"
     try:
         layers: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))["layers"]
-        tables = {int(layer): tuple(tuple(map(int, one)) for one in table) for layer, table in layers.items()}
+        tables = {int(layer): tuple(tuple(map(int, row)) for row in table) for layer, table in layers.items()}
     except OSError as error:
         raise ConfigError(f"{flag}: {error.strerror}; give a file that an elastic job wrote to placements/") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{flag}: no placement ({error!r}); give a file that an elastic job wrote") from None
     for layer, table in tables.items():
-        found = {len(its) for its in table}
-        if len(table) != ranks or found != {its.of_rank}:
+        sizes = {len(row) for row in table}
+        if len(table) != ranks or sizes != {its.of_rank}:
             raise ConfigError(
-                f"{flag}: layer {layer} has {len(table)} ranks of {sorted(found)} slots; the job has {ranks} "
+                f"{flag}: layer {layer} has {len(table)} ranks of {sorted(sizes)} slots; the job has {ranks} "
                 f"data-parallel ranks of {its.of_rank}"
             )
-        if {expert for its_ in table for expert in its_} != set(range(its.experts)):
+        if {expert for row in table for expert in row} != set(range(its.experts)):
             raise ConfigError(f"{flag}: layer {layer} does not hold each of experts 0 to {its.experts - 1}")
     return tables

@@ -1,8 +1,8 @@
-"""Which experts the slots of each rank hold, layer by layer, and by which loads they were allocated.
+"""Experts in the slots of each rank, layer by layer, and the loads by which they were allocated.
 
-A rank has as many slots in every layer with experts; expert parallelism spans all data-parallel replicas, so their
-number is free. Megatron's layers are not told what a process shares, so there is one :class:`Slots` in a process, which
-layers look up when they are built.
+A rank has equally many slots in every layer with experts. Expert parallelism spans all data-parallel replicas, so their
+number is free. Megatron passes no shared object to its layers, so a process has one :class:`Slots`, which layers look
+up when they are built.
 """
 
 from __future__ import annotations
@@ -17,42 +17,45 @@ from moevement_core.elastic.migration import migrate
 from moevement_core.elastic.placement import place
 
 Table = tuple[tuple[int, ...], ...]
-"""Expert in each slot, by expert-parallel rank."""
+"""Expert in each slot; one row for each expert-parallel rank."""
 Loads = Mapping[int, Sequence[int]]
-"""Recent tokens of each expert, by layer."""
+"""Tokens that each expert received recently, by layer."""
 
 
 @dataclass
 class Slots:
-    """The slots of the MoE layers of this rank's stage: how many there are, and which expert each one holds."""
+    """Slots of the MoE layers of this rank's stage: their number, and the expert in each."""
 
     experts: int
-    """E, of each layer."""
+    """Experts in each layer; E in the paper."""
     of_rank: int
-    """c, in each layer."""
+    """Slots that a rank has in each layer; c in the paper."""
     floor: int
-    """f, replicas that each expert has at least where there are slots for them."""
+    """Replicas that each expert has at least, as far as there are slots for them; f in the paper."""
     tables: dict[int, Table] = field(default_factory=dict)
-    """Tables by number of the layer in the model, from 0."""
+    """Tables by number of the layer in the model, counted from 0."""
 
     def table(self, layer: int, ranks: int) -> Table:
-        """Return the table of a layer; experts count as equally loaded where nothing else was placed."""
-        found = self.tables.get(layer)
-        if found is None or len(found) != ranks:
-            found = self.tables[layer] = self._placed([1] * self.experts, {rank: () for rank in range(ranks)})
-        return found
+        """Return the table of a layer.
+
+        A layer that nothing placed yet gets a table for equal loads of all experts.
+        """
+        table = self.tables.get(layer)
+        if table is None or len(table) != ranks:
+            table = self.tables[layer] = self._placed([1] * self.experts, {rank: () for rank in range(ranks)})
+        return table
 
     def place(self, layers: Iterable[int], loads: Loads, held: Mapping[int, Mapping[int, Sequence[int]]]) -> None:
-        """Allocate and place anew, moving as little as may be.
+        """Allocate and place the experts of some layers anew, with as few moves as possible.
 
         Args:
-            layers: of this stage.
-            loads: of those of which any are known.
-            held: by expert-parallel rank, the experts that it has in its slots of each layer; none where it is new.
+            layers: layers of this stage, by number in the model.
+            loads: recent loads; experts of a layer that is not in it count as equally loaded.
+            held: experts that each expert-parallel rank has in its slots, by layer; empty for a new rank.
         """
         for layer in layers:
             tokens = loads.get(layer, [1] * self.experts)
-            self.tables[layer] = self._placed(tokens, {rank: its.get(layer, ()) for rank, its in held.items()})
+            self.tables[layer] = self._placed(tokens, {rank: of_rank.get(layer, ()) for rank, of_rank in held.items()})
 
     def _placed(self, tokens: Sequence[int], held: Mapping[int, Sequence[int]]) -> Table:
         ranks = len(held)
@@ -61,22 +64,27 @@ class Slots:
         return tuple(in_place(held[rank], experts) for rank, experts in sorted(migrate(held, wanted).experts.items()))
 
     def expert(self, layer: int, rank: int, slot: int) -> int:
-        """The expert in a slot."""
+        """Return the expert in a slot."""
         return self.tables[layer][rank][slot]
 
     def is_first(self, layer: int, rank: int, slot: int) -> bool:
-        """Return whether the slot holds the first replica of its expert, in the order of ranks and slots."""
+        """Return True if the slot holds the first replica of its expert, in the order of ranks and slots."""
         expert = self.expert(layer, rank, slot)
         return (rank, slot) == next(
-            (where, number)
-            for where, its in enumerate(self.tables[layer])
-            for number, one in enumerate(its)
-            if one == expert
+            (other, number)
+            for other, row in enumerate(self.tables[layer])
+            for number, held in enumerate(row)
+            if held == expert
         )
 
 
 def in_place(held: Sequence[int], experts: Sequence[int]) -> tuple[int, ...]:
-    """The order of ``experts`` in which those that a rank has stay in their slots."""
+    """Return ``experts`` in an order that leaves the experts that a rank already holds in their slots.
+
+    Args:
+        held: expert in each slot of the rank now.
+        experts: experts that the rank will hold.
+    """
     left = list(experts)
     slots: list[int | None] = [None] * len(left)
     for slot, expert in enumerate(held[: len(slots)]):
@@ -90,11 +98,11 @@ _slots: Slots | None = None
 
 
 def slots() -> Slots | None:
-    """Returns the slots of this process; None where experts are not in slots."""
+    """Return the slots of this process; None if experts are not in slots."""
     return _slots
 
 
 def use_slots(its: Slots | None) -> None:
-    """Use these slots from now on in this process."""
+    """Use these slots in this process from now on; None if experts are not in slots."""
     global _slots
     _slots = its

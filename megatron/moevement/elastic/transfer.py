@@ -1,4 +1,4 @@
-"""Pieces of state to where they are wanted, over connections that end with it."""
+"""Transfer of pieces of state to the ranks that need them, over connections of its own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from moevement_core.session.exchange import all_gather_objects
 
 
 def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
-    """See :func:`~moevement_core.elastic.exchange.exchange`; every rank calls it.
+    """Fill the wanted pieces from pieces that ranks have. Collective.
 
-    A rank may have two replicas of an expert: what it brings is that of one, and the other becomes a copy.
+    See :func:`~moevement_core.elastic.exchange.exchange`. A rank may have two replicas of an expert. The exchange fills
+    the first one, and this function copies it to the second.
     """
     first: dict[tuple[str, int], Piece] = {}
     copies: list[tuple[Piece, Piece]] = []
-    for one in wanted:
-        key = one.name, one.begin
+    for piece in wanted:
+        key = piece.name, piece.begin
         if key in first:
-            copies.append((one, first[key]))
+            copies.append((piece, first[key]))
         else:
-            first[key] = one
+            first[key] = piece
     connections = Connections(own_address())
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
@@ -32,6 +33,6 @@ def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified:
         exchanged = exchange(once(held), list(first.values()), channel, is_verified=is_verified)
     finally:
         connections.close()
-    for copy, one in copies:
-        copy.tensor.copy_(one.tensor)
+    for copy, piece in copies:
+        copy.tensor.copy_(piece.tensor)
     return exchanged

@@ -1,13 +1,16 @@
-"""FP8 training without Transformer Engine: what its recipes compute, in plain torch, behind Megatron's own flags.
+"""FP8 training without Transformer Engine, which computes its recipes in plain torch behind Megatron's own flags.
 
-The numbers and the state are those of the recipes: which values get which codes and scales, when scales change, what is
-reduced over which ranks. Products are of dequantised values in FP32, so sums are in this machine's order and not in a
-tensor core's. On a GPU nothing of this is used.
+Numbers and state are those of the recipes: which values get which codes and scales, when scales change, and what is
+reduced over which ranks. Products use dequantised values in FP32, so their sums have this machine's order, not that of
+a tensor core. On a GPU this package is not used.
 
 - :mod:`formats`: matrices in FP8 and the scales of each recipe.
-- :mod:`recipe`: which quantiser a recipe has for inputs, weights and gradients.
+- :mod:`recipe`: the quantiser that a recipe uses for inputs, weights and gradients.
 - :mod:`delayed`: scales from earlier amaxes.
-- :mod:`autocast`: the part of a forward pass that runs in FP8, and its recomputation.
-- :mod:`linear`: the product, and Megatron's linear layers that run it.
-- :mod:`install`: the names of Megatron behind which all this stands.
+- :mod:`autocast`: the region of a forward pass that runs in FP8, and its recomputation.
+- :mod:`linear`: the product, and Megatron's linear layers that use it.
+- :mod:`tensor`, :mod:`shards`: weights that are kept in FP8.
+- :mod:`adam`: an optimizer whose state has narrow formats.
+- :mod:`install`: the names of Megatron that this package replaces.
+- :mod:`interrupted`: cleanup of Transformer Engine's FP8 after an interruption.
 """

@@ -1,6 +1,6 @@
-"""Adam whose state is kept in narrow formats, behind the interface of Transformer Engine's FusedAdam.
+"""Adam with state in narrow formats, behind the interface of Transformer Engine's FusedAdam.
 
-``--use-precision-aware-optimizer`` needs it. Updates are in FP32, whatever the state is kept in.
+``--use-precision-aware-optimizer`` needs it. Updates are computed in FP32, whatever the format of the state.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from megatron.moevement.fp8 import formats
 from megatron.moevement.fp8.tensor import QuantisedTensor
 
 FP8 = torch.uint8
-"""Megatron's name for the dtype of a state in FP8 (E4M3)."""
+"""Megatron's name for the dtype of FP8 state (E4M3)."""
 _SCALED = {torch.float16: torch.finfo(torch.float16).max / 2.0, FP8: torch.finfo(formats.E4M3).max}
-"""Formats whose range is too small for state as it is, and the number that the largest of a tensor is brought to."""
+"""Formats with too small a range for unscaled state, and the value to which scaling brings a tensor's amax."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
@@ -24,25 +24,28 @@ MASTER = "master_param"
 class PrecisionAwareAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 regularisation.
 
-    State of each parameter: ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if masters are asked for. FP16 and FP8
-    state has a scale for each tensor (``_scales``), a power of two, so that state which is read and set again
-    keeps its bits. With ``store_param_remainders`` the master weights of BF16 parameters are the parameter and 16
-    bits more (``int16``).
+    The state of each parameter is ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if master weights are requested.
+    FP16
+    and FP8 state has a scale for each tensor (``_scales``). It is a power of two, so state keeps its bits when it is
+    read
+    and set again. With ``store_param_remainders``, the master weights of a BF16 parameter are the parameter and 16
+    further
+    bits (``int16``).
 
     Args:
-        params: as of any optimizer.
-        lr: of groups that say nothing else; likewise ``betas``, ``eps`` and ``weight_decay``.
-        betas: of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: per step, times ``lr``.
-        adam_w_mode: whether weight decay is decoupled from gradients.
-        master_weights: whether it keeps master weights, and writes parameters from them.
-        use_decoupled_grad: gradients are in ``decoupled_grad``, in whatever dtype.
-        master_weight_dtype: FP32 or FP16, or FP8, which Transformer Engine's has not.
-        exp_avg_dtype: FP32, BF16, FP16 or FP8, as that of the second moment.
-        exp_avg_sq_dtype: likewise.
-        store_param_remainders: see above; only for FP32 master weights of BF16 parameters.
-        capturable: is for CUDA graphs.
+        params: parameters or groups, as for any optimizer.
+        lr: learning rate of groups without their own; ``betas``, ``eps`` and ``weight_decay`` likewise.
+        betas: decay rates of the two moments.
+        eps: number that is added to the root of the second moment.
+        weight_decay: weight decay per step, as a factor of ``lr``.
+        adam_w_mode: True if weight decay is decoupled from gradients.
+        master_weights: True if the optimizer keeps master weights and writes parameters from them.
+        use_decoupled_grad: True if gradients are in ``decoupled_grad``, of any dtype.
+        master_weight_dtype: FP32, FP16, or FP8, which Transformer Engine's optimizer does not support.
+        exp_avg_dtype: dtype of the first moment: FP32, BF16, FP16 or FP8.
+        exp_avg_sq_dtype: dtype of the second moment, with the same choices.
+        store_param_remainders: see above; applies only to FP32 master weights of BF16 parameters.
+        capturable: ignored; Transformer Engine's optimizer needs it for CUDA graphs.
     """
 
     def __init__(
@@ -69,10 +72,11 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MASTER: master_weight_dtype}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        """Scales of FP16 and FP8 state by parameter and name, FP32 ``[1]``; the name is Transformer Engine's."""
+        """Scales of FP16 and FP8 state by parameter and name, FP32 ``[1]``; the name is Transformer Engine's.
+        """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take options of groups, and state in the dtypes that it has (torch would make it the parameters')."""
+        """Load options of groups, and state in its saved dtypes, which torch's own method would convert."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
             for parameter, place in zip(group["params"], saved["params"], strict=True):
@@ -82,7 +86,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                         self._scales[parameter][name] = torch.ones(1, device=value.device)
 
     def keeps_remainder(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter is the upper half of its own master weights."""
+        """Return True if a parameter is the upper half of its own master weights."""
         is_bf16 = parameter.dtype == torch.bfloat16 and not isinstance(parameter, QuantisedTensor)
         return self.store_param_remainders and is_bf16
 
@@ -90,7 +94,12 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         return torch.int16 if name == MASTER and self.keeps_remainder(parameter) else self.dtypes[name]
 
     def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Moments of zero; master weights as the parameter is. The second argument is Transformer Engine's."""
+        """Set moments to zero, and master weights to the parameter.
+
+        Args:
+            parameter: parameter whose state is initialised.
+            store_param_remainders: ignored; Transformer Engine's optimizer has this argument.
+        """
         for name in MOMENTS:
             self._allocate(parameter, name)
         if self.master_weights:
@@ -106,7 +115,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """A state in FP32."""
+        """Return a state in FP32."""
         stored = self.state[parameter][name]
         if name == MASTER and self.keeps_remainder(parameter):
             return joined(parameter.detach(), stored)
@@ -117,7 +126,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Keep FP32 ``values`` as a state; of a parameter that is the upper half of its master weights, in it too."""
+        """Keep FP32 ``values`` as a state; master weights of which the parameter is the upper half change it too."""
         if getattr(self.state[parameter].get(name), "dtype", None) != self._dtype(parameter, name):
             self._allocate(parameter, name)
         stored = self.state[parameter][name]
@@ -136,7 +145,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_weights(self, parameter: torch.Tensor) -> None:
-        """A parameter from its master weights."""
+        """Write a parameter from its master weights."""
         if self.master_weights and not self.keeps_remainder(parameter):
             parameter.detach().copy_(self.get_unscaled_state(parameter, MASTER))
 
@@ -176,7 +185,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
 
 def halves(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 as the nearest BF16 (halves away from zero) and what is missing of its bits, ``int16``."""
+    """Return FP32 values as the nearest BF16 (ties away from zero), and their remaining bits as ``int16``."""
     bits = master.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     lower = (bits - (upper << 16)).to(torch.int16)
@@ -184,12 +193,15 @@ def halves(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`halves`."""
+    """Return the FP32 values of which :func:`halves` returned the parts."""
     return ((upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)).view(torch.float32)
 
 
 def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """The smallest power of two by which all ``values`` fit below ``largest`` when divided; 1 where all are 0."""
+    """Return the smallest power of two that brings all ``values`` to ``largest`` or below when they are divided by it.
+
+    The result is 1 if all values are 0.
+    """
     amax = formats.amax_of(values.view(1, -1))
     mantissa, exponent = torch.frexp(amax / largest)
     scale = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).to(exponent.dtype))

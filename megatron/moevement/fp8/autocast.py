@@ -1,8 +1,8 @@
-"""The part of a forward pass that runs in FP8, and what its recomputation in the backward pass has to know.
+"""Regions of a forward pass that run in FP8, and their recomputation in the backward pass.
 
-Delayed scaling looks back: a forward pass that is run again during the backward pass has to have the scales of its
-first run, and must neither count its amaxes twice nor set scales. So the first run's calls are kept, in order, and
-handed out again.
+Delayed scaling depends on history. A forward pass that runs again during the backward pass needs the scales of its
+first run, and must neither record its amaxes twice nor set scales. So a region keeps the calls of the first run in
+order, and reuses them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class Call:
-    """Product of one linear layer in a forward pass, with the scales that it has whenever it runs."""
+    """Product of one linear layer in a forward pass, with the scales of its first run."""
 
     def __init__(self, region: Region, scales: DelayedScales | None) -> None:
         self._region = region
@@ -30,7 +30,7 @@ class Call:
         self._sets_scales = scales is not None and region.trains and not region.layers
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
-        """``[M, N]``; a gradient by the scale of now, all else by that of the first run."""
+        """Quantise a matrix ``[M, N]``: a gradient with the present scale, others with that of the first run."""
         recipe, scales = self._region.recipe, self._scales
         if scales is None:
             return recipe.quantise(matrix, role)
@@ -41,7 +41,7 @@ class Call:
         return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
 
     def after_backward(self) -> None:
-        """The first layer of a forward pass is the last of its backward pass: then gradients' scales are set."""
+        """Set the scales of gradients after the backward pass of the region's first layer, which runs last."""
         if self._sets_scales:
             set_scales(self._region.layers, (Role.GRADIENT,), self._region.group)
 
@@ -50,7 +50,7 @@ class Region:
     """Region that runs in FP8: one micro-batch of a stage, or one layer of it.
 
     Attributes:
-        trains: gradients will be asked for.
+        trains: True if a backward pass will follow.
         layers: scales of the linear layers that ran, in order.
     """
 
@@ -63,7 +63,7 @@ class Region:
         self._tapes: list[deque[Call]] = []
 
     def call(self, scales: DelayedScales | None) -> Call:
-        """The next product; of a run that is repeated, the one that it was."""
+        """Return a call for the next product; a repeated run gets the call of its first run."""
         if self._again is not None:
             call = self._again.popleft()
         else:
@@ -81,12 +81,12 @@ class Region:
 
     @property
     def is_taped(self) -> bool:
-        """True if the current operations will run again, or run again now."""
+        """True if the current operations will run again, or are running again now."""
         return bool(self._tapes) or self.is_again
 
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Record the operations of a ``with`` block that will run again; parts of it may, before that."""
+        """Record the operations of a ``with`` block that will run again; parts of it may run again inside the block."""
         self._tapes.append(tape)
         try:
             yield
@@ -95,7 +95,7 @@ class Region:
 
     @contextmanager
     def second_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Repeat the operations recorded by :meth:`first_run`."""
+        """Repeat the operations that :meth:`first_run` recorded."""
         before = _regions[:], self._again, self._tapes
         _regions.append(self)
         self._again, self._tapes = tape, []
@@ -106,27 +106,29 @@ class Region:
 
 
 _regions: list[Region] = []
-"""Entered and not left, the innermost last. Forward passes, and what a backward pass runs again, are on one thread."""
+"""Regions that are entered and not left, the innermost last. One thread runs the forward passes and their
+recomputation.
+"""
 
 
 def forget() -> None:
-    """Nothing runs: an interruption has left it."""
+    """Drop all regions, which an interruption left open."""
     _regions.clear()
 
 
 def current() -> Region | None:
-    """The region that runs; nothing where products are not in FP8."""
+    """Return the innermost region that runs; None outside of regions."""
     return _regions[-1] if _regions else None
 
 
 @contextmanager
 def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
-    """Linear layers in here run in FP8; with delayed scaling, scales are set when it is left.
+    """Run the linear layers inside the context in FP8; with delayed scaling, set the scales at its end.
 
-    Called by every rank of ``group``, which amaxes are reduced over.
+    Collective over ``group``, over which amaxes are reduced.
     """
     if (outer := current()) is not None and outer.is_taped and outer.recipe == recipe:
-        yield  # a part of what will run again, or does: it belongs to what that belongs to
+        yield  # These operations will run again, or are running again, as a part of the outer region.
         return
     region = Region(recipe, group)
     _regions.append(region)
@@ -141,7 +143,7 @@ def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
 def checkpoint(
     function: Callable[..., Any], distribute: bool, tracker: Any, tp_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Megatron's activation checkpointing of a part of a region; called as Transformer Engine's is."""
+    """Checkpoint activations of a part of a region with Megatron's function; the signature is Transformer Engine's."""
     from megatron.core import tensor_parallel
 
     region = current()
@@ -150,10 +152,10 @@ def checkpoint(
     tape: deque[Call] = deque()
     runs = 0
 
-    def in_region(*its: Any) -> Any:
+    def in_region(*inputs: Any) -> Any:
         nonlocal runs
         runs += 1
         with region.first_run(tape) if runs == 1 else region.second_run(tape):
-            return function(*its, **kwargs)
+            return function(*inputs, **kwargs)
 
     return tensor_parallel.checkpoint(in_region, distribute, *args)

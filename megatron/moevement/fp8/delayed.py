@@ -1,8 +1,8 @@
-"""Delayed scaling: the scale of a matrix comes from amaxes of earlier ones in its place.
+"""Delayed scaling, which derives the scale of a matrix from amaxes of earlier matrices in the same role.
 
-After every forward pass of a microbatch through a stage the amaxes of its inputs and weights are reduced over the
-ranks that share them, and scales follow; after its backward pass likewise those of gradients. Scales and histories
-are state that training goes on with: they are part of the boundary between iterations.
+After each micro-batch's forward pass through a stage, the amaxes of inputs and weights are reduced over the ranks that
+share them, and new scales follow. After its backward pass, the same happens for gradients. Training continues from
+scales and histories, so they belong to the boundary state.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class DelayedScales(torch.nn.Module):
-    """Scales and histories of one linear layer.
+    """Scales and amax histories of one linear layer.
 
     Attributes:
         scale: FP32 ``[3]``, by :class:`Role`.
-        amax_history: FP32 ``[history, 3]``; the first row is of what has run since scales were last set.
-        made: FP32 ``[1]``; by which the codes of a weight that is kept in FP8 were made. Not the scale of now where an
-            update was skipped, which moves scales and not weights.
+        amax_history: FP32 ``[history, 3]``; the first row has the amaxes since the scales were last set.
+        made: FP32 ``[1]``; scale with which the codes of a weight in FP8 were computed. It differs from the present
+            scale
+            after a skipped update, which changes scales but not weights.
     """
 
     scale: torch.Tensor
@@ -40,25 +41,26 @@ class DelayedScales(torch.nn.Module):
         self.register_buffer("made", torch.ones(1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DelayedScales:
-        """Moved with the model, never converted with it."""
+        """Move the buffers with the model, but never convert them."""
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
     def record(self, role: Role, matrix: torch.Tensor) -> None:
-        """Another matrix had this place."""
+        """Record the amax of another matrix in this role."""
         self.count(role, formats.amax_of(matrix))
 
     def count(self, role: Role, amax: torch.Tensor) -> None:
-        """Another matrix had this place, whose largest magnitude is ``amax``."""
+        """Record the amax of another matrix in this role; no effect inside :func:`remaking`."""
         if not _remaking:
             place = self.amax_history[0, role]
             place.copy_(torch.maximum(place, amax.view(())))
 
     def for_codes(self) -> torch.Tensor:
-        """Return the scale by which the codes of a weight are made, ``[1]``: the current one, unless they are made once
-        more.
+        """Return the scale for the codes of a weight, ``[1]``.
+
+        It is the present scale, or, inside :func:`remaking`, the scale of the existing codes.
         """
         if not _remaking:
             self.made.copy_(self.scale[Role.WEIGHT])
@@ -66,12 +68,12 @@ class DelayedScales(torch.nn.Module):
 
 
 _remaking: list[None] = []
-"""Entries of :func:`remaking` that are open."""
+"""Entries of the open contexts of :func:`remaking`, one each."""
 
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Codes that are made in here are those that there were, and count for no scale."""
+    """Let codes inside the context be computed again with their old scale, and record no amaxes."""
     _remaking.append(None)
     try:
         yield
@@ -81,9 +83,9 @@ def remaking() -> Iterator[None]:
 
 @torch.no_grad()
 def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: Any) -> None:
-    """New scales of all ``layers`` in these ``roles``, from amaxes that are reduced over ``group``.
+    """Set the scales of all ``layers`` in these ``roles``, from amaxes that are reduced over ``group``.
 
-    Called by every rank of the group, with as many layers in the same order.
+    Collective over the group; all ranks pass equally many layers in the same order.
     """
     if not layers:
         return
@@ -100,9 +102,9 @@ def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: An
 
 
 def _next_scale(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, role: Role) -> torch.Tensor:
-    """The scale before, where nothing has been seen or what was seen is not finite."""
+    """Return the next scale; it stays unchanged if no amax was recorded or the amax is not finite."""
     amax = history.max() if recipe.takes_max else history[0]
     largest = torch.finfo(recipe.dtype(role)).max
-    found = formats.quotient(largest, amax) / 2.0**recipe.margin
-    found = torch.where((amax > 0) & torch.isfinite(amax), found, scale)
-    return torch.where(torch.isinf(found), torch.finfo(torch.float32).max, found)
+    next_scale = formats.quotient(largest, amax) / 2.0**recipe.margin
+    next_scale = torch.where((amax > 0) & torch.isfinite(amax), next_scale, scale)
+    return torch.where(torch.isinf(next_scale), torch.finfo(torch.float32).max, next_scale)

@@ -1,7 +1,7 @@
-"""Matrices in FP8: codes, and the scales that each recipe gives them.
+"""Matrices in FP8: their codes, and the scales that each recipe gives them.
 
-Sources of the formulas: OCP's Microscaling Formats (MX) v1.0 for MXFP8's layout, Transformer Engine's documentation
-of its recipes for how scales are chosen.
+The formulas follow OCP's Microscaling Formats (MX) v1.0 for the layout of MXFP8, and Transformer Engine's documentation
+of its recipes for the choice of scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
-"""Elements along a side of a block of the blockwise recipe."""
+"""Elements along a side of a block in the blockwise recipe."""
 MX_BLOCK = 32
 """Elements of an MXFP8 block."""
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -20,12 +20,12 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A matrix in FP8 with its inverse scales.
+    """Matrix in FP8 with its inverse scales.
 
     Attributes:
         codes: ``[M, N]`` in an FP8 dtype.
-        scale_inv: what codes are multiplied with; FP32, or E8M0 exponents as ``uint8``, one for each block, ``[1,
-            1]`` for one scale.
+        scale_inv: factors of the codes, one for each block, ``[1, 1]`` for a single one; FP32, or E8M0 exponents as
+            ``uint8``.
         block: rows and columns that share a scale.
     """
 
@@ -41,9 +41,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix as products need it: with blocks along its rows, and with blocks along its columns.
+    """Matrix in the two forms that products need: with blocks along its rows, and with blocks along its columns.
 
-    Where blocks are square, or there is one scale, both are the same form.
+    With square blocks or a single scale, both are the same form.
     """
 
     row: Form
@@ -51,20 +51,21 @@ class Quantised:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to the nearest code, ties to even; values beyond the largest number become it (torch's
-    own casts overflow).
+    """Round to the nearest code, ties to even, and saturate at the largest number.
+
+    Torch's own casts overflow instead.
     """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale.
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 for an amax of 0 or a non-finite one.
 
     Args:
         amax: FP32, any shape.
-        dtype: of the codes.
-        power_of_two: rounded down to one, so that scaling is exact.
+        dtype: dtype of the codes.
+        power_of_two: True to round the scale down to a power of two, so that scaling is exact.
     """
     scale = quotient(torch.finfo(dtype).max, amax)
     scale = torch.where(torch.isinf(scale), _FLOAT_MAX, scale)
@@ -75,12 +76,15 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
 
 
 def quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
-    """Divided once; torch's ``largest / amax`` multiplies with a reciprocal, which is rounded before."""
+    """Return ``largest / amax`` by one division.
+
+    Torch's ``largest / amax`` multiplies with a reciprocal that is rounded before.
+    """
     return torch.full_like(amax, largest) / amax
 
 
 def by_scale(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with one given scale for all of ``[M, N]`` (delayed scaling); ``scale`` has one element."""
+    """Quantise ``[M, N]`` with one given scale, a tensor of one element (delayed scaling)."""
     form = Form(cast(matrix.float() * scale, dtype), scale.reciprocal().view(1, 1), (matrix.shape[0], matrix.shape[1]))
     return Quantised(form, form)
 
@@ -91,33 +95,33 @@ def by_tensor(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
 
 
 def by_rows_and_columns(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """A power of two for every 128 elements of a row, and again of a column (blockwise, inputs and gradients)."""
+    """Quantise with a power of two for every 128 elements of a row, and of a column (blockwise, not weights)."""
     return Quantised(_in_blocks(matrix, dtype, (1, BLOCK)), _in_blocks(matrix, dtype, (BLOCK, 1)))
 
 
 def by_squares(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """A power of two for every 128 x 128 elements (blockwise, weights)."""
+    """Quantise with a power of two for every 128 x 128 elements (blockwise, weights)."""
     form = _in_blocks(matrix, dtype, (BLOCK, BLOCK))
     return Quantised(form, form)
 
 
 def by_exponents(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """An E8M0 exponent for every 32 elements of a row, and again of a column (MXFP8)."""
+    """Quantise with an E8M0 exponent for every 32 elements of a row, and of a column (MXFP8)."""
     return Quantised(_in_mx_blocks(matrix, dtype, (1, MX_BLOCK)), _in_mx_blocks(matrix, dtype, (MX_BLOCK, 1)))
 
 
 def amax_of(matrix: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, FP32, 0 of an empty matrix."""
+    """Return the largest magnitude, in FP32; 0 for an empty matrix."""
     return matrix.abs().max().float() if matrix.numel() else torch.zeros((), device=matrix.device)
 
 
 def exponents_to_scales(exponents: torch.Tensor) -> torch.Tensor:
-    """E8M0 exponents, ``uint8``, as FP32."""
+    """Return E8M0 exponents, ``uint8``, as FP32."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
 def exponents_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The E8M0 exponents of the smallest powers of two by which blocks fit into ``dtype`` when divided, ``uint8``."""
+    """Return E8M0 exponents, ``uint8``, of the smallest powers of two by which blocks, divided, fit ``dtype``."""
     bits = (amax * (1.0 / torch.finfo(dtype).max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     rounds_up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -137,7 +141,7 @@ def _in_mx_blocks(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, in
 
 
 def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """FP32 ``[blocks of rows, blocks of columns]``; what is missing of the last ones counts as 0."""
+    """Return the amax of each block, FP32 ``[blocks of rows, blocks of columns]``; padding of the last ones is 0."""
     rows, columns = matrix.shape
     down, across = -(-rows // block[0]), -(-columns // block[1])
     padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * block[1] - columns, 0, down * block[0] - rows))

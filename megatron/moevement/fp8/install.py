@@ -1,4 +1,4 @@
-"""Megatron's names for Transformer Engine's FP8, bound to ours where Transformer Engine is not installed."""
+"""Binding of Megatron's names for Transformer Engine's FP8 to this package, if Transformer Engine is not installed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from megatron.moevement.fp8.recipe import Recipe
 from megatron.moevement.patches import replace, wrap
 
 _CHECKED = {"1.7.0.dev0", "1.11.0", "2.6.0dev0", "2.1.0", "2.1.0.dev0"}
-"""Versions of Transformer Engine that Megatron's configuration asks for where it is to train in FP8, and where its
-optimizer is to keep narrow state."""
+"""Versions of Transformer Engine that Megatron's configuration requires for FP8 training, and for narrow optimizer
+state.
+"""
 _TE = "transformer_engine"
 _NO_TE = "is Transformer Engine's"
 
 
 def install() -> None:
-    """Bind the names; idempotent. Imports Megatron's models."""
+    """Bind the names; idempotent. The function imports Megatron's models."""
     from megatron.core import fp8_utils, recompute
     from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.tensor_parallel import layers, random
@@ -57,7 +58,7 @@ def install() -> None:
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """Return the context in which a layer is built (``is_init``), or runs; signature and meaning are Megatron's."""
+    """Return the context in which a layer is built (``is_init``) or runs; the signature is Megatron's."""
     from megatron.core import fp8_utils, parallel_state
 
     if not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
@@ -81,7 +82,7 @@ def _as_if_new_enough(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _install_adam() -> None:
-    """The optimizer of ``--use-precision-aware-optimizer``."""
+    """Replace the optimizer of ``--use-precision-aware-optimizer``."""
     from megatron.core import optimizer
     from megatron.core.optimizer import optimizer_config
 
@@ -97,7 +98,7 @@ def _install_adam() -> None:
 
 
 def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Replace the check of whether the optimizer can do what it is asked to, so that it finds this project's Adam."""
+    """Return a ``__post_init__`` of the optimizer's configuration whose checks find this project's Adam."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
@@ -106,7 +107,7 @@ def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if not self.use_precision_aware_optimizer:
             original(self)
             return
-        get_te_version()  # remembered from here on: nothing but the optimizer may seem to be there
+        get_te_version()  # caches its result, before the optimizer below seems to be installed
         names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
         modules = {name: types.ModuleType(name) for name in names}
         modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
@@ -124,7 +125,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not config.use_precision_aware_optimizer:
             return original(config, *args, **kwargs)
-        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # where it counts steps
+        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # module that counts steps
             replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
         with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
             return original(config, *args, **kwargs)
@@ -133,7 +134,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Manager:
-    """Manager that activations ask before they are recomputed."""
+    """Replacement for the manager that Megatron asks before it recomputes activations."""
 
     @staticmethod
     def reset() -> None:
@@ -155,7 +156,8 @@ def _recompute_phase(activation_recompute: bool, recompute_phase: bool) -> Abstr
 
 
 def _again(enabled: bool, fp8_recipe: Recipe | None) -> AbstractContextManager[None]:
-    """Return a context for scales that do not look back; with delayed scaling it is refused
-    (``preflight/machine.py``).
+    """Return a context for recomputation with scales that need no history.
+
+    ``preflight/machine.py`` refuses it with delayed scaling.
     """
     return autocast.autocast(fp8_recipe, None) if enabled and fp8_recipe is not None else nullcontext()

@@ -1,13 +1,13 @@
-"""Cleaning up Transformer Engine's FP8 after an interruption, in a process that keeps its model.
+"""Cleanup of Transformer Engine's FP8 after an interruption, in a process that keeps its model.
 
-Delayed scaling has a registry in the process: at the end of a forward pass, and of a backward pass, the amaxes of all
-modules in it are concatenated, reduced over the ranks of the group, and made into scales. A module enters the registry
-in its first forward pass and notes in its ``fp8_meta`` that it has.
+Delayed scaling has a registry in the process. At the end of each forward and each backward pass, Transformer Engine
+concatenates the amaxes of all registered modules, reduces them over the ranks of the group, and derives scales. A
+module registers in its first forward pass, and notes that in its ``fp8_meta``.
 
-The registry of a replacement is empty. With a full one, a survivor would reduce amaxes of more modules than the
-replacement does wherever a rank has several virtual stages; with an empty one and the notes left, its modules would
-never register again, and their scales would stay as they are. So both go: every rank begins as a new process does, and
-enters the same collectives with the same number of amaxes.
+The registry of a replacement is empty. A survivor with a full one would reduce amaxes of more modules than the
+replacement, if a rank has several virtual stages. A survivor with an empty one and the notes left would never register
+its modules again, and their scales would not change. So the cleanup removes both. Then every rank starts as a new
+process does, and enters the same collectives with the same number of amaxes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 _NOTES = ("buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_recompute")
-"""Names of a module's position in the registry, and in the list of scales that recomputed forward passes use again."""
+"""Names of a module's position in the registry, and in the list of scales that recomputed forward passes reuse."""
 
 
 def forget_regions() -> None:
-    """Forget which FP8 regions and recomputations run, and empty the registry; of this process, on its main thread.
+    """Drop the FP8 regions and recomputations that run in this process, and empty the registry; for the main thread.
 
-    Does the same for our own FP8 without Transformer Engine, and nothing if there is none.
+    The function does the same for this project's FP8 without Transformer Engine, and nothing without any FP8.
     """
     from megatron.core.tensor_parallel import random
 
@@ -30,15 +30,15 @@ def forget_regions() -> None:
         return
     manager.reset()
     recomputation = getattr(random, "activation_recompute_forward", None)
-    if isinstance(recomputation, type):  # Transformer Engine's; ours keeps nothing
+    if isinstance(recomputation, type):  # Transformer Engine's is a class with state; this project's function has none.
         recomputation().__exit__(None, None, None)
         recomputation._is_first_fp8_module.clear()  # type: ignore[attr-defined]
 
 
 def register_again(module: Any) -> None:
-    """Let ``module`` register in its next forward pass; its scales and histories of amaxes stay as they are.
+    """Let ``module`` register in its next forward pass; its scales and amax histories stay unchanged.
 
-    Call it for every module of a model after :func:`forget_regions`.
+    The caller does this for every module of a model after :func:`forget_regions`.
     """
     for meta in _metas(module):
         for note in _NOTES:
@@ -46,7 +46,7 @@ def register_again(module: Any) -> None:
 
 
 def _metas(module: Any) -> Iterator[dict[str, Any]]:
-    """A module has one; an operation of Transformer Engine's fused sequences has one for each direction."""
+    """Yield the metadata of a module; operations of Transformer Engine's fused sequences have one per direction."""
     held = vars(module)
     if isinstance(meta := held.get("fp8_meta"), dict):
         yield meta

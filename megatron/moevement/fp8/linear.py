@@ -1,4 +1,4 @@
-"""The product of a linear layer in FP8, and Megatron's linear layers that run it."""
+"""Product of a linear layer in FP8, and Megatron's linear layers that use it."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from megatron.moevement.fp8.tensor import QuantisedTensor, keep_in_fp8
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weight.T`` of quantised matrices, and its two gradients."""
+    """Autograd function ``input @ weight.T`` of quantised matrices, with its two gradients."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, quantised: Quantised, call: Call) -> torch.Tensor:
-        """``[..., K]`` and ``[N, K]`` to ``[..., N]``, in the dtype of the tokens."""
+        """Return the product ``[..., N]`` of ``[..., K]`` and ``[N, K]``, in the dtype of the tokens."""
         flat = tokens.reshape(-1, tokens.shape[-1])
-        its = call.quantise(flat, Role.INPUT)
-        ctx.tokens, ctx.weight, ctx.call = its.column, quantised.column, call
+        quantised_tokens = call.quantise(flat, Role.INPUT)
+        ctx.tokens, ctx.weight, ctx.call = quantised_tokens.column, quantised.column, call
         ctx.dtypes = tokens.dtype, weight.dtype
-        product = its.row.dequantised() @ quantised.row.dequantised().T
+        product = quantised_tokens.row.dequantised() @ quantised.row.dequantised().T
         return product.to(tokens.dtype).view(*tokens.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         """Return the gradient of the input, and of the weight unless it is frozen."""
         flat = gradient.reshape(-1, gradient.shape[-1])
-        its = ctx.call.quantise(flat, Role.GRADIENT)
+        quantised_gradient = ctx.call.quantise(flat, Role.GRADIENT)
         of_tokens = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_tokens = (its.row.dequantised() @ ctx.weight.dequantised()).to(ctx.dtypes[0])
+            of_tokens = (quantised_gradient.row.dequantised() @ ctx.weight.dequantised()).to(ctx.dtypes[0])
             of_tokens = of_tokens.view(*gradient.shape[:-1], of_tokens.shape[-1])
         if ctx.needs_input_grad[1]:
-            of_weight = (its.column.dequantised().T @ ctx.tokens.dequantised()).to(ctx.dtypes[1])
+            of_weight = (quantised_gradient.column.dequantised().T @ ctx.tokens.dequantised()).to(ctx.dtypes[1])
         ctx.call.after_backward()
         return of_tokens, of_weight, None, None
 
 
 def forward_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_forward_impl`` of Megatron's linear layers, within a region in FP8."""
+    """Return a ``_forward_impl`` of Megatron's linear layers that runs in FP8 inside a region."""
 
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +70,10 @@ def _linear(
     tp_group: Any,
     **others: Any,
 ) -> torch.Tensor:
-    """Megatron's ``linear_with_grad_accumulation_and_async_allreduce``; the other arguments speed it up on a GPU."""
+    """Compute Megatron's ``linear_with_grad_accumulation_and_async_allreduce`` in FP8.
+
+    The other arguments only speed it up on a GPU.
+    """
     from megatron.core.tensor_parallel import mappings
 
     if sequence_parallel:
@@ -82,8 +85,9 @@ def _linear(
 
 
 def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised:
-    """Return the quantised weight of this iteration: it does not change between micro-batches, and is quantised in the
-    first.
+    """Return the quantised weight of this iteration.
+
+    The weight does not change between micro-batches, so only the first one quantises it.
     """
     if isinstance(weight, QuantisedTensor):
         return weight.quantised()
@@ -94,16 +98,16 @@ def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised
 
 
 _building: list[list[Any]] = []
-"""Linear layers that are built inside :func:`building`, for each that is entered."""
+"""Lists of the linear layers that are built inside :func:`building`, one list for each open context."""
 
 
 def forget() -> None:
-    """Nothing is being built: an interruption has left it."""
+    """Drop the open contexts of :func:`building`, which an interruption left."""
     _building.clear()
 
 
 def remembered(original: Callable[..., None]) -> Callable[..., None]:
-    """``__init__`` of a linear layer."""
+    """Return an ``__init__`` of a linear layer that adds the layer to the innermost context of :func:`building`."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +120,7 @@ def remembered(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def building(recipe: Recipe, *, keeps_weights: bool) -> Iterator[None]:
-    """Linear layers that are built in here run in FP8 within a region, and keep their weights in it if asked to."""
+    """Prepare linear layers that are built inside the context for FP8, and their weights if ``keeps_weights``."""
     layers: list[Any] = []
     _building.append(layers)
     try:

@@ -1,4 +1,4 @@
-"""Megatron's FP8 recipes: which dtype and which quantiser inputs, weights and gradients have."""
+"""Megatron's FP8 recipes: the dtype and the quantiser of inputs, weights and gradients."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ NAMES = ("delayed", *_ACTIVATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Recipe from ``--fp8-format`` and the flags beside it."""
+    """Recipe that ``--fp8-format`` and the flags beside it select."""
 
     name: str
     is_hybrid: bool
-    """Gradients in E5M2, all else in E4M3."""
+    """True if gradients are in E5M2 and all other matrices in E4M3; False if all are in E4M3."""
     margin: int = 0
-    """Delayed: powers of two that are left free above the amax."""
+    """Powers of two that delayed scaling leaves free above the amax."""
     history: int = 1
-    """Delayed: amaxes that are kept."""
+    """Number of amaxes that delayed scaling keeps."""
     takes_max: bool = False
-    """Delayed: the scale is from the largest amax that is kept, not from the last."""
+    """True if delayed scaling uses the largest of the kept amaxes, False if it uses the last."""
 
     @classmethod
     def of(cls, config: Any) -> Recipe:
@@ -69,6 +69,6 @@ class Recipe:
         return E5M2 if self.is_hybrid and role is Role.GRADIENT else E4M3
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
-        """``[M, N]`` by its own amaxes; not for delayed scaling."""
+        """Quantise ``[M, N]`` by its own amaxes; not for delayed scaling."""
         quantiser = (_WEIGHTS if role is Role.WEIGHT else _ACTIVATIONS)[self.name]
         return quantiser(matrix, self.dtype(role))

@@ -14,7 +14,7 @@ from megatron.moevement.fp8.tensor import BlockQuantisedTensor, QuantisedTensor
 
 
 def modify_underlying_storage(tensor: QuantisedTensor, raw: torch.Tensor) -> None:
-    """Keep the codes in ``raw`` (``uint8``, as many) from now on: a range of the buffer that is gathered."""
+    """Move the codes to ``raw`` (``uint8``, equally many), a range of the buffer that Megatron gathers."""
     tensor = tensor.data if not isinstance(tensor, QuantisedTensor) else tensor
     old = tensor.buffers[tensor.codes_name]
     raw.detach().copy_(old)
@@ -29,10 +29,10 @@ def quantize_param_shard(
     data_parallel_group: Any,
     fsdp_shard_model_params: None = None,
 ) -> None:
-    """Codes of this rank's range of each weight, from its master weights; scales of all of them.
+    """Compute the codes of this rank's range of each weight from its master weights, and the scales of all weights.
 
-    Called by every rank of the group, with the same weights in the same order. Masters are rounded to the dtype that
-    the weights look like first: with and without this flag a weight has the same codes.
+    Collective over the group, with the same weights in the same order. Masters are first rounded to the dtype that the
+    weights show, so a weight has the same codes with and without ``--fp8-param-gather``.
     """
     if not model_params:
         return
@@ -44,18 +44,19 @@ def quantize_param_shard(
         _amaxes(weight, shard, offset or 0)
         for weight, shard, offset in zip(model_params, shards, start_offsets, strict=True)
     ]
-    packed = torch.cat([one.view(-1) for one in amaxes])
+    packed = torch.cat([amax.view(-1) for amax in amaxes])
     if data_parallel_group.size() > 1:
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=data_parallel_group)
-    parts = packed.split([one.numel() for one in amaxes])
+    parts = packed.split([amax.numel() for amax in amaxes])
     for weight, shard, offset, part, own in zip(model_params, shards, start_offsets, parts, amaxes, strict=True):
         _write(weight, shard, offset or 0, part.view(own.shape))
 
 
 @torch.no_grad()
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
-    """Update scales after a gather of codes: with delayed scaling all replicas know the scale that the owning optimizer
-    used.
+    """Update scales after a gather of codes.
+
+    With delayed scaling, all replicas know the scale that the owning optimizer used.
     """
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:
@@ -74,7 +75,7 @@ def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) ->
 
 def _write(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int, amax: torch.Tensor) -> None:
     dtype = weight.recipe.dtype(Role.WEIGHT)
-    if weight.scales is not None:  # the scale is that of earlier amaxes, and this one will count for the next
+    if weight.scales is not None:  # The scale follows from earlier amaxes; this amax counts for the next scale.
         weight.scales.count(Role.WEIGHT, amax)
         scale = weight.scales.for_codes().view(1, 1)
     else:

@@ -1,7 +1,7 @@
-"""Weights that are kept in FP8 (``--fp8-param-gather``): tensors that look like BF16 and are codes and scales.
+"""Weights that are kept in FP8 (``--fp8-param-gather``), as tensors that show a BF16 dtype and hold codes and scales.
 
-Their buffers have the names of Transformer Engine's tensors, which Megatron's data-parallel buffers, distributed
-optimizer and checkpoints handle through :mod:`megatron.core.fp8_utils`.
+Their buffers have the names of Transformer Engine's tensors, because Megatron's data-parallel buffers, distributed
+optimizer and checkpoints handle them through :mod:`megatron.core.fp8_utils`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class QuantisedTensor(torch.Tensor):
-    """A weight ``[N, K]`` in E4M3 with one scale, or one for each 128 x 128 elements.
+    """Weight ``[N, K]`` in E4M3 with one scale, or one for each 128 x 128 elements.
 
-    Whatever reads it as a number gets what it stands for, in the dtype that it looks like. ``copy_`` quantises.
-    Nothing else changes it in place.
+    Operations that read it get the represented values, in the dtype that it shows. ``copy_`` and fills quantise. No
+    other
+    operation changes it in place.
 
     Attributes:
-        buffers: raw, by the names of Transformer Engine's tensors; ``uint8`` codes, and inverse scales.
-        recipe: by which it is quantised.
-        scales: of delayed scaling, those of its layer.
+        buffers: raw buffers by the names of Transformer Engine's tensors: ``uint8`` codes, and inverse scales.
+        recipe: recipe by which it is quantised.
+        scales: scales of its layer with delayed scaling; None otherwise.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -40,14 +41,14 @@ class QuantisedTensor(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, recipe: Recipe, scales: DelayedScales | None, buffers: dict[str, torch.Tensor]
     ) -> QuantisedTensor:
-        """Make a tensor with the shape, dtype and device of ``like``."""
+        """Create a tensor with the shape, dtype and device of ``like``."""
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         self.buffers, self.recipe, self.scales = buffers, recipe, scales
         return self
 
     @classmethod
     def of(cls, values: torch.Tensor, recipe: Recipe, scales: DelayedScales | None) -> QuantisedTensor:
-        """Quantise ``values``, ``[N, K]`` in the dtype that it will look like."""
+        """Quantise ``values``, ``[N, K]`` in the dtype that the result shows."""
         kind = (
             MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
         )
@@ -59,23 +60,25 @@ class QuantisedTensor(torch.Tensor):
         return self
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the buffers that stand for ``values``."""
+        """Return the buffers that represent ``values``."""
         if self.scales is not None:
-            its = by_scale(values.reshape(1, -1), self.scales.for_codes(), self.recipe.dtype(Role.WEIGHT))
+            quantised = by_scale(values.reshape(1, -1), self.scales.for_codes(), self.recipe.dtype(Role.WEIGHT))
         else:
-            its = self.recipe.quantise(values, Role.WEIGHT)
-        return {self.codes_name: its.row.codes.view(torch.uint8), self.scales_name: its.row.scale_inv}
+            quantised = self.recipe.quantise(values, Role.WEIGHT)
+        return {self.codes_name: quantised.row.codes.view(torch.uint8), self.scales_name: quantised.row.scale_inv}
 
     def part(self, codes: torch.Tensor) -> QuantisedTensor:
-        """A weight that is some of this one's codes, and changes it: the shard that an optimizer steps.
+        """Return a weight that is a view of some of this weight's codes: the shard that an optimizer updates.
 
-        With delayed scaling alone, whose scale does not depend on which part is quantised.
+        It exists only with delayed scaling, whose scale does not depend on the part that is quantised.
         """
-        like = torch.empty(1, dtype=self.dtype, device=codes.device).expand(codes.shape)  # without memory
+        like = torch.empty(1, dtype=self.dtype, device=codes.device).expand(
+            codes.shape
+        )  # The expansion needs no memory.
         return type(self)(like, self.recipe, self.scales, {**self.buffers, self.codes_name: codes})
 
     def quantised(self) -> Quantised:
-        """Return the matrix as products take it; the buffers, not copies."""
+        """Return the matrix in the form that products need, with the buffers and not copies."""
         form = self._form(self.codes_name, self.scales_name, (1, 1))
         return Quantised(form, form)
 
@@ -87,15 +90,16 @@ class QuantisedTensor(torch.Tensor):
         return self.quantised().row.dequantised().to(self.dtype).view(self.shape)
 
     def from_float8(self) -> torch.Tensor:
-        """Megatron's name for :meth:`dequantised`."""
+        """Return the represented values; Megatron's name for :meth:`dequantised`."""
         return self.dequantised()
 
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> None:
-        """Stand for ``values`` from now on.
+        """Change the represented values to ``values``.
 
-        A shard is changed by its optimizer, and what is largest in it counts for the next scale. A whole weight is
-        changed by loading, which counts for nothing: its history is loaded too.
+        An optimizer changes a shard, whose amax then counts for the next scale. Loading changes a whole weight, and
+        counts for
+        nothing, because the history is loaded too.
         """
         if self.scales is not None and self.dim() == 1:
             self.scales.record(Role.WEIGHT, values.to(self.dtype))
@@ -114,7 +118,7 @@ class QuantisedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Dispatch an operation; see the class."""
+        """Dispatch an operation, as the class describes."""
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
             return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
@@ -141,7 +145,7 @@ class BlockQuantisedTensor(QuantisedTensor):
     codes_name, scales_name = "_rowwise_data", "_rowwise_scale_inv"
 
     def quantised(self) -> Quantised:
-        """Return the matrix as products take it; the buffers, not copies."""
+        """Return the matrix in the form that products need, with the buffers and not copies."""
         form = self._form(self.codes_name, self.scales_name, (BLOCK, BLOCK))
         return Quantised(form, form)
 
@@ -150,16 +154,16 @@ class MXQuantisedTensor(BlockQuantisedTensor):
     """Weight in FP8 with an exponent for every 32 elements of a row, and separate codes for those of a column."""
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        its = self.recipe.quantise(values, Role.WEIGHT)
+        quantised = self.recipe.quantise(values, Role.WEIGHT)
         return {
-            "_rowwise_data": its.row.codes.view(torch.uint8),
-            "_rowwise_scale_inv": its.row.scale_inv,
-            "_columnwise_data": its.column.codes.view(torch.uint8),
-            "_columnwise_scale_inv": its.column.scale_inv,
+            "_rowwise_data": quantised.row.codes.view(torch.uint8),
+            "_rowwise_scale_inv": quantised.row.scale_inv,
+            "_columnwise_data": quantised.column.codes.view(torch.uint8),
+            "_columnwise_scale_inv": quantised.column.scale_inv,
         }
 
     def quantised(self) -> Quantised:
-        """Return the matrix as products take it; the buffers, not copies."""
+        """Return the matrix in the forms that products need, with the buffers and not copies."""
         return Quantised(
             self._form("_rowwise_data", "_rowwise_scale_inv", (1, MX_BLOCK)),
             self._form("_columnwise_data", "_columnwise_scale_inv", (MX_BLOCK, 1)),
@@ -167,10 +171,10 @@ class MXQuantisedTensor(BlockQuantisedTensor):
 
 
 def keep_in_fp8(layer: Any, recipe: Recipe) -> None:
-    """Put a weight in FP8 in the place of a linear layer's.
+    """Replace the weight of a linear layer by one in FP8.
 
-    The distributed optimizer makes its master weights from what the weight was before
-    (``get_high_precision_init_val``), once.
+    The distributed optimizer creates its master weights once, from the original values
+    (``get_high_precision_init_val``).
     """
     values = layer.weight.detach()
     weight = torch.nn.Parameter(QuantisedTensor.of(values, recipe, getattr(layer, "fp8", None)))

@@ -1,1 +1,1 @@
-"""Extensions of Megatron's optimizers."""
+"""Extensions of Megatron's optimizers for commit points, replays and snapshots."""

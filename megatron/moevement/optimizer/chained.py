@@ -1,9 +1,8 @@
-"""Optimizer state between runs with and without expert parallelism.
+"""Conversion of optimizer state between runs with and without expert parallelism.
 
-With expert parallelism Megatron chains two optimizers, dense and expert, and a checkpoint keeps the common part
-(options of the parameter groups, loss scaler) of each under its number; without it there is one optimizer and no
-number. The tensors themselves carry the parameters' names and fit either way. So only the common part has to be put in
-its place.
+With expert parallelism, Megatron chains two optimizers, dense and expert. A checkpoint keeps the common part of each
+(options of the parameter groups, loss scaler) under its number. Without expert parallelism, it has one optimizer and no
+number. The tensors have the parameters' names and fit either way. So only the common part has to be moved.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _TENSORS = "param_state"
 
 
 def across_expert_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``ChainedOptimizer.load_state_dict`` for a checkpoint of another number of chained optimizers."""
+    """Return a ``ChainedOptimizer.load_state_dict`` for checkpoints of another number of chained optimizers."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -1,11 +1,16 @@
-"""Megatron's chained optimizer with a commit point: one replacement of its step, with three modes.
+"""Commit point of Megatron's chained optimizer: one replacement of its step, with several modes.
 
-Megatron's chained step mixes reductions, updates and gathers. Here every reduction comes first and may be interrupted,
-and what came of it is brought to the host: a wait for a device on which a reduction is still under way is one for other
-ranks. Then the job's store is asked whether the generation was interrupted: what an aborted reduction gives may be
-garbage. Then, in a section that no restart interrupts and that waits for nobody, gradients are clipped, every member
-steps, compute weights are copied, and the mark is set; then parameters are gathered, which may be interrupted and done
-again. See :mod:`moevement_core.session.commit`.
+Megatron's chained step mixes reductions, updates and gathers. The replacement orders them:
+
+1. All reductions come first, and may be interrupted. Their results are copied to the host, because a later wait for a
+   device with an unfinished reduction would be a wait for other ranks.
+2. The rank asks the job's store whether the generation was interrupted, because the result of an aborted reduction may
+   be garbage.
+3. A section follows that no restart interrupts and that waits for no other rank. In it gradients are clipped, every
+   member executes its step, compute weights are copied, and the mark is set.
+4. Parameters are gathered, which may be interrupted and repeated.
+
+See :mod:`moevement_core.session.commit`.
 """
 
 from __future__ import annotations
@@ -41,10 +46,10 @@ UNSCALE = "_unscale_main_grads_and_check_for_nan"
 
 
 def check_supported(optimizer: Any) -> None:
-    """Refuse an optimizer whose step cannot be made again for some operators alone.
+    """Refuse an optimizer whose step cannot be repeated for some of the operators.
 
     Raises:
-        ConfigError: it is not Megatron's chain of optimizers around Adam.
+        ConfigError: the optimizer is not Megatron's chain of optimizers around Adam.
     """
     if not all(hasattr(optimizer, name) for name in (*REDUCTIONS[:2], "chained_optimizers")):
         raise ConfigError(
@@ -54,19 +59,21 @@ def check_supported(optimizer: Any) -> None:
 
 
 class CommittedOptimizer(Commit):
-    """Surrounds the step of one optimizer, from now on.
+    """Commit point around the step of one optimizer, from its construction on.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        boundary: gives the boundary state after the iteration that is under way, as copies; what the step itself moves
-            (loss scalers, step counts, the schedule) as it was before.
-        advance: gives the schedule's state from it, where the update was made.
-        vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
-        step: what the trainer's ``optimizer.step()`` is to be in training; it calls :meth:`step`.
-        scales: of FP8 on this rank, where weights are kept in it.
-        num_tokens: gives the number that gradients were divided by, and waits for the device; None without per-token
-            loss.
-        validates: whether an update with a norm that is not finite is refused.
+        boundary: function that returns a copy of the boundary state after the current iteration. What the step itself
+            changes (loss scalers, step counts, the schedule) has its value from before the step.
+        advance: function that returns the schedule's state after an update, from that boundary state.
+        vote: function that returns once every rank of the job has called it, unless a reduction of the step ensures
+            that.
+        step: replacement for the trainer's ``optimizer.step()`` in training; it calls :meth:`step`.
+        scales: scales of FP8 on this rank; None if no weights are in FP8.
+        num_tokens: function that returns the number by which gradients were divided, and waits for the device; it
+            returns
+            None without per-token loss.
+        validates: True if an update with a norm that is not finite is refused.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class CommittedOptimizer(Commit):
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
-        """Mode that answers reductions; a replay sets another one for a while."""
+        """Mode that answers reductions; a replay sets another one for its duration."""
         self.again: Mapping[str, Any] = {}
         """Outcome of the last step that was repeated."""
         self._prepared: Mapping[str, Any] = {}
@@ -97,16 +104,16 @@ class CommittedOptimizer(Commit):
         self._is_deferring = self._has_stepped = False
         clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
         for member in members(optimizer):
-            if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
+            if hasattr(member, "config"):  # A barrier of the timers would wait for other ranks inside the update.
                 member.config.barrier_with_L1_time = False
-                # Gathers come after the section, of all chunks alike.
+                # The gathers of all chunks come after the section.
                 member.config.overlap_param_gather_with_optimizer_step = False
         for chunk in (chunk for member in self._gathering() for chunk in member.model_chunks):
             chunk.overlap_param_gather_with_optimizer_step = False
         self._replace(step, last=REDUCTIONS[2] if clips else REDUCTIONS[1])
 
     def _replace(self, step: Callable[[], Any], last: str) -> None:
-        """Put this in front of the optimizer's step and its reductions."""
+        """Replace the optimizer's step and its reductions by those of this object."""
 
         def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
             @functools.wraps(original)
@@ -130,7 +137,7 @@ class CommittedOptimizer(Commit):
                 replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
 
     def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
-        """A reduction of the step, answered as the mode says; after the last one the update begins."""
+        """Return a reduction of the step that the mode answers; the last one also begins the update."""
 
         @functools.wraps(original)
         def reduction() -> Any:
@@ -155,8 +162,11 @@ class CommittedOptimizer(Commit):
         return reduction
 
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
-        """Megatron counts them when gradients are clipped, which is inside the section, where ranks may not wait for
-        each other: they are counted before it, which is the same unless clipping rounds a gradient down to zero.
+        """Return a count of zeros that is already known inside the section.
+
+        Megatron counts zeros when it clips gradients. That is inside the section, where ranks may not wait for each
+        other. So
+        the zeros are counted before it, which differs only if clipping rounds a gradient down to zero.
         """
 
         @functools.wraps(original)
@@ -170,7 +180,7 @@ class CommittedOptimizer(Commit):
     def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
         @functools.wraps(original)
         def update() -> bool:
-            if self._section is not None:  # of a step that is trained or followed: gradients are clipped now
+            if self._section is not None:  # Gradients of a trained or followed step are clipped from here on.
                 self.updating()
             return self.mode.update(original)
 
@@ -180,7 +190,7 @@ class CommittedOptimizer(Commit):
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
 
     def _replace_copies(self) -> None:
-        """Weights in FP8 are made where they are gathered, as others have to take part."""
+        """Have FP8 weights computed at the gather and not in the update, because other ranks have to take part."""
         for member in self._gathering():
             if weights.is_quantised(member):
                 for name in COPIES:
@@ -201,7 +211,7 @@ class CommittedOptimizer(Commit):
 
     @override
     def step(self, iteration: int) -> Any:
-        # Random states and router buffers are final now; of the rest it is known what the step makes of them.
+        # Random states and router buffers are final now; for the rest the effect of the step is known.
         self._prepared = self._boundary()
         try:
             with ExitStack() as self._section, self._gathers_deferred():
@@ -227,7 +237,9 @@ class CommittedOptimizer(Commit):
         return [_copied(loss_scaler(member)) for member in members(self._optimizer)]
 
     def _gathering(self) -> list[Any]:
-        return [one for one in members(self._optimizer) if hasattr(one, "start_param_sync_for_bucket_group_subset")]
+        return [
+            member for member in members(self._optimizer) if hasattr(member, "start_param_sync_for_bucket_group_subset")
+        ]
 
     @contextmanager
     def _gathers_deferred(self) -> Iterator[None]:
@@ -253,31 +265,36 @@ class CommittedOptimizer(Commit):
             weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
 
     def making(self) -> AbstractContextManager[None]:
-        """Return the context in which FP8 weights are made of the mark's master weights: anew, or unchanged if no
-        update was made.
+        """Return the context in which FP8 weights are computed from the mark's master weights.
+
+        If the mark's iteration executed no update, the context keeps the scales, and so the codes, of before.
         """
         outcome = self.mark.outcome if self.mark is not None else {}
         is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
         return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
-        """Make weights with the scales of the mark, which an interrupted iteration has moved on. The histories of
-        amaxes that this leaves belong to the mark.
+        """Compute weights with the scales of the mark, which an interrupted iteration has changed.
+
+        The amax histories that this leaves belong to the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)
             return
         self._scales.put(self.mark.boundary)
         weights.copy_masters(member)
-        refuse_if_interrupted()  # the amaxes of the scales were reduced over ranks
+        refuse_if_interrupted()  # The amaxes for the scales were reduced over ranks.
         self.mark = replace(self.mark, boundary={**self.mark.boundary, **self._scales.copies()})
 
     # After a failure
 
     @override
     def interrupted(self) -> None:
-        """Close what an interruption left open. With an open section the steps of a replay would wait for every rank
-        and never let a restart in; with deferred gathers they would train on weights that were not gathered.
+        """Close what an interruption left open.
+
+        With an open section, the steps of a replay would wait for every rank and never allow a restart. With deferred
+        gathers,
+        they would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -285,7 +302,7 @@ class CommittedOptimizer(Commit):
 
     @override
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """Parameters are not gathered yet."""
+        """Execute the update from another rank's outcome; parameters are not gathered yet."""
         for member, state in zip(members(self._optimizer), common["loss_scalers"], strict=True):
             if state:
                 member.grad_scaler.load_state_dict(_copied(state))
@@ -297,15 +314,16 @@ class CommittedOptimizer(Commit):
                 self._section = None
 
     def redo(self, mode: Redo) -> None:
-        """Make an update again from logged gradients. Waits for nobody, if no member asks a group whether gradients
-        overflowed; parameters are not gathered.
+        """Repeat an update from logged gradients; parameters are not gathered.
+
+        The call waits for no other rank if no member reduces over a group whether gradients overflowed.
         """
         with self.in_mode(mode), self._gathers_deferred():
             self._step()
 
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:
-        """A context in which reductions are answered by ``mode``, and steps are Megatron's own."""
+        """Let ``mode`` answer reductions inside the context, in which steps are Megatron's own."""
         before, self.mode = self.mode, mode
         try:
             yield
@@ -314,11 +332,11 @@ class CommittedOptimizer(Commit):
 
 
 def norm_spans_job(optimizer: Any, world: int) -> bool:
-    """Return whether every rank of the job contributes to every norm of a step, so that a norm proves that all ranks
-    came to it.
+    """Return True if every rank of the job contributes to every norm of a step.
 
-    Not without the distributed optimizer, where a norm is that of a model replica; nor with several instances of it,
-    where it is that of an instance.
+    Such a norm proves that all ranks have reached it. Without the distributed optimizer, a norm covers one model
+    replica;
+    with several instances of it, a norm covers one instance.
     """
     groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
     return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)

@@ -1,13 +1,13 @@
-"""Modes that answer the reductions of Megatron's chained step: by reducing, in training; from records, otherwise.
+"""Modes that answer the reductions of Megatron's chained step: with the reductions in training, else from records.
 
-In a **replay** the update is the one that was made the first time, for active operators alone. Frozen operators have
-no gradient (not a zero one, with which momentum and weight decay would still move the weights), so Adam passes them
-over. What the first time was worked out from all gradients is taken from the record: whether there was an overflow,
-and the norms that gradients were clipped by.
+A **replay** repeats the original update for active operators alone. Frozen operators have no gradient (a zero gradient
+would still move the weights by momentum and weight decay), so Adam skips them. Two results of the original step come
+from the record, because they depended on all gradients: whether gradients overflowed, and the norms by which they were
+clipped.
 
-In a **redo** gradients are logged ones.
+A **redo** uses logged gradients.
 
-A rank that **follows** had finished every reduction of a step that others have made; it takes what came of them.
+A rank that **follows** had finished every reduction of a step that other ranks have executed; it uses their results.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.moevement.optimizer.views import Trained
 from megatron.moevement.state_digest import members
 
 _DECOUPLED = "decoupled_grad"
-"""Attribute with gradients whose dtype differs from that of what is stepped (``--use-precision-aware-optimizer``)."""
+"""Attribute with gradients of another dtype than the updated tensor (``--use-precision-aware-optimizer``)."""
 
 
 class Train:
-    """Reductions are Megatron's own.
+    """Mode of training, in which Megatron reduces.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
@@ -35,31 +35,31 @@ class Train:
         self._optimizer = optimizer
 
     def prepare_grads(self, original: Callable[[], bool]) -> bool:
-        """Return whether gradients overflowed."""
+        """Return True if gradients overflowed."""
         return original()
 
     def get_grad_norm(self, original: Callable[[], Any]) -> Any:
-        """The norm of all gradients."""
+        """Return the norm of all gradients."""
         return original()
 
     def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
-        """The norms of groups of parameters."""
+        """Return the norms of groups of parameters."""
         return original()
 
     def num_tokens(self, original: Callable[[], int | None]) -> int | None:
-        """Return the number by which gradients were divided."""
+        """Return the number of tokens by which gradients were divided; None without per-token loss."""
         return original()
 
     def count_zeros(self, original: Callable[[], int]) -> int:
-        """Elements of all gradients that are zero; asked for where the job logs them."""
+        """Return the number of zeros in all gradients; Megatron asks for it if the job logs it."""
         return original()
 
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
-        """Return whether gradients of the chained optimizer ``number`` overflowed, after they were unscaled."""
+        """Return True if gradients of the chained optimizer ``number`` overflowed, after unscaling them."""
         return original()
 
     def update(self, original: Callable[[], bool]) -> bool:
-        """The update of all chained optimizers, when gradients are clipped."""
+        """Update all chained optimizers, after gradients are clipped; return True on success."""
         return original()
 
     def _norms_by_group(self, outcome: Outcome) -> Any:
@@ -69,11 +69,11 @@ class Train:
 
 
 class Follow(Train):
-    """Reductions were finished; the rank that follows has their results from another one.
+    """Mode of a rank that had finished all reductions of a step, and uses the results of another rank.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        outcome: of the step, on a rank of the same model replica.
+        outcome: outcome of the step on a rank of the same model replica.
     """
 
     def __init__(self, optimizer: Any, outcome: Outcome) -> None:
@@ -82,9 +82,9 @@ class Follow(Train):
 
     @override
     def prepare_grads(self, original: Callable[[], bool]) -> bool:
-        for member, found in zip(members(self._optimizer), self._outcome["found_inf"], strict=True):
-            if found is not None:
-                member.found_inf.fill_(float(found))
+        for member, found_inf in zip(members(self._optimizer), self._outcome["found_inf"], strict=True):
+            if found_inf is not None:
+                member.found_inf.fill_(float(found_inf))
         return bool(self._outcome["overflow"])
 
     @override
@@ -100,28 +100,28 @@ class Follow(Train):
 
     @override
     def count_zeros(self, original: Callable[[], int]) -> int:
-        return int(self._outcome.get("zeros") or 0)  # of a record that an older version wrote it is not known
+        return int(self._outcome.get("zeros") or 0)  # An older version wrote records without this number.
 
 
 class Replay(Train):
-    """Active operators are updated as they were the first time.
+    """Mode of a replay, which updates active operators as in the original iteration.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        trained: the parameters of each operator, by its name.
+        trained: parameters of each operator, by its name.
     """
 
     def __init__(self, optimizer: Any, trained: Mapping[str, Sequence[Trained]]) -> None:
         super().__init__(optimizer)
         self._trained = trained
         self.frozen: frozenset[str] = frozenset()
-        """Operators that are passed over."""
+        """Operators that are not updated."""
         self.outcome: Outcome | None = None
-        """Outcome of the first execution; None: it is computed again."""
+        """Outcome of the original step; None if the replay computes its own."""
 
     @override
     def prepare_grads(self, original: Callable[[], bool]) -> bool:
-        found = bool(original())
+        overflow = bool(original())
         for name in self.frozen:
             for trained in self._trained.get(name, ()):
                 if trained.master is not None:
@@ -129,8 +129,8 @@ class Replay(Train):
                     if hasattr(trained.master, _DECOUPLED):
                         setattr(trained.master, _DECOUPLED, None)
                 trained.parameter.grad = None
-        # An overflow in the gradient of a frozen operator is not seen again.
-        return found if self.outcome is None else bool(self.outcome["overflow"])
+        # The replay computes no gradient of a frozen operator, so it misses an overflow there.
+        return overflow if self.outcome is None else bool(self.outcome["overflow"])
 
     @override
     def get_grad_norm(self, original: Callable[[], Any]) -> Any:
@@ -145,21 +145,24 @@ class Replay(Train):
 
     @override
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
-        found = original()  # it unscales; the overflow may have been seen elsewhere only
-        return found if self.outcome is None else bool(self.outcome["found_inf"][number])
+        overflow = original()  # The call unscales gradients; the overflow may have occurred on another rank.
+        return overflow if self.outcome is None else bool(self.outcome["found_inf"][number])
 
 
 class Redo(Replay):
-    """The update is made again from logged gradients, for operators that are active; nothing is reduced.
+    """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
-    A gradient that was reduced in FP32 was unscaled and clipped where it stood, and logged after that; a narrower one
-    was logged as it was reduced. So all are put in place before Megatron unscales and clips, for the narrow ones, and
-    again after it, for the others. Narrow ones are not read then: the optimizer has its own copy of them.
+    A gradient that was reduced in FP32 was unscaled and clipped in place, and logged after that. A narrower gradient
+    was
+    logged as it was reduced. So the mode sets all gradients twice: for the narrow ones before Megatron unscales and
+    clips,
+    and for the others after it. The second time, the optimizer does not read the narrow ones, because it has its own
+    copy.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        trained: the parameters of each operator, by its name.
-        put: puts logged gradients into their buffers.
+        trained: parameters of each operator, by its name.
+        put: function that copies logged gradients into their buffers.
     """
 
     def __init__(self, optimizer: Any, trained: Mapping[str, Sequence[Trained]], put: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
-"""The norms that gradients are clipped by, as they are recorded and given back: the same kind of number, the same bits.
+"""Norms by which gradients are clipped, recorded and restored as the same kind of number with the same bits.
 
-Megatron's norm is a Python double, with which the clip coefficient is double arithmetic; with Transformer Engine it is
-an FP32 tensor on the device, and the coefficient is FP32 arithmetic. One in place of the other gives others.
+Megatron's norm is a Python double, and the clip coefficient then follows in double arithmetic. With Transformer Engine
+the norm is an FP32 tensor on the device, and the coefficient follows in FP32 arithmetic. A replacement of one by the
+other would give other bits.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Any
 import torch
 
 Norm = float | torch.Tensor | None
-"""A double, an FP32 tensor, or none where there was no update."""
+"""Norm as a double or as an FP32 tensor; None if there was no update."""
 
 
 def recorded(norm: Any) -> Norm:
-    """``norm`` as it is kept: a tensor as a copy on the host, of its own shape and dtype, anything else as a double.
+    """Return ``norm`` as records keep it: a tensor as a copy on the host, any other number as a double.
 
-    Waits for the device, and so for the reduction that the norm came of. Hence not to be called in a section in which
-    nothing may wait for another rank.
+    The tensor keeps its shape and dtype. The call waits for the device, and so for the reduction that gives the norm.
+    The
+    caller must not be in a section in which nothing may wait for another rank.
     """
     if isinstance(norm, torch.Tensor):
         return norm.detach().to("cpu", copy=True)
@@ -27,17 +29,17 @@ def recorded(norm: Any) -> Norm:
 
 
 def all_recorded(norms: Mapping[str, Any] | None) -> dict[str, Norm]:
-    """:func:`recorded` of each."""
+    """Return the norms as :func:`recorded` returns each of them."""
     return {name: recorded(norm) for name, norm in (norms or {}).items()}
 
 
 def as_clipped_by(norm: Norm) -> Any:
-    """The inverse of :func:`recorded`: a tensor is a new one on this rank's device."""
+    """Return a recorded norm in the form that clipping needs; a tensor as a new one on this rank's device."""
     if isinstance(norm, torch.Tensor):
         return norm.to(torch.cuda.current_device(), copy=True)
     return norm
 
 
 def as_logged(norm: Norm) -> float | None:
-    """Return the norm as Megatron's trainer logs it: rounded to FP32 on the way between stages."""
+    """Return the norm as Megatron's trainer logs it, rounded to FP32 by its transfer between stages."""
     return None if norm is None else torch.as_tensor(norm, dtype=torch.float32).item()

@@ -1,4 +1,4 @@
-"""Outcome of the reductions of a step: a replay, or a rank that follows, takes it from a record."""
+"""Outcome of the reductions of a step, which a replay or a following rank reads from a record."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Outcome = Mapping[str, Any]
 
 @dataclass
 class Reduced:
-    """Results of reductions on the host, taken when each is over: asking later would wait for the device inside the
-    update, where nothing may wait.
+    """Results of a step's reductions, each copied to the host as soon as it is complete.
+
+    A later copy would wait for the device inside the update, which must not wait.
     """
 
     found_inf: Sequence[bool | None] = ()
-    """Overflow of each chained optimizer, by which it moves its own loss scale."""
+    """Overflow of each chained optimizer, by which it adjusts its own loss scale; None if it has no loss scaler."""
     clip_norm: Norm = None
-    """Norm as the clipping had it: the number that the trainer prints was rounded on the way between stages."""
+    """Norm that the clipping used; the number that the trainer prints was rounded by its transfer between stages."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
     num_tokens: int | None = None
-    """Tokens of the batch, where gradients are divided by them."""
+    """Tokens of the batch, if gradients are divided by them."""
     zeros: int | None = None
-    """Elements of gradients that are zero, where they are counted."""
+    """Number of zeros in the gradients, if the job logs it."""
 
     def take(self, name: str, result: Any, optimizer: Any) -> None:
-        """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
+        """Record the result of the reduction ``name`` of ``optimizer``; the call waits for the device."""
         match name:
             case "prepare_grads":
                 self.found_inf = [
@@ -48,10 +49,11 @@ class Reduced:
                 self.clip_norms_by_group = all_recorded(result)
 
     def check_finite(self) -> None:
-        """Refuse norms that are not finite; they are on the host, and the same on all ranks with a part in them.
+        """Refuse norms that are not finite; they are on the host, and equal on all ranks that contribute to them.
 
         Raises:
-            ResultError: one is not. Local gradients were validated before: their sum, or what carried it, is at fault.
+            ResultError: a norm is not finite. Local gradients were validated before, so their sum or its transport is
+                at fault.
         """
         for norm in (self.clip_norm, *self.clip_norms_by_group.values()):
             if norm is not None and not math.isfinite(norm):
@@ -59,11 +61,11 @@ class Reduced:
 
 
 def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
-    """Return what a replay needs to know of a step; waits for nothing.
+    """Return what a replay needs to know of a step, without waiting.
 
     Args:
-        result: what Megatron's ``optimizer.step()`` returned.
-        reduced: what came of its reductions.
+        result: result of Megatron's ``optimizer.step()``.
+        reduced: results of the step's reductions.
     """
     successful, norm, _ = result
     return {
@@ -77,10 +79,11 @@ def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
 
 
 def step_counts(optimizer: Any) -> list[list[Any]]:
-    """Return copies of the steps as Apex's and Transformer Engine's Adam count them: one for each parameter group.
+    """Return copies of the step counts of Apex's and Transformer Engine's Adam, one for each parameter group.
 
-    Torch's Adam counts for each parameter, in its state; there the groups have none. An optimizer whose step can be
-    captured in a graph counts in a tensor, in place.
+    Torch's Adam counts in the state of each parameter, so its groups have no count. An optimizer whose step can be
+    captured
+    in a graph counts in a tensor, in place.
     """
     return [
         [_copied(group.get("step")) for group in member.optimizer.param_groups]
@@ -90,11 +93,11 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 
 
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
-    """The inverse of :func:`step_counts`. From there on every step counts once, whatever is frozen."""
+    """Restore the result of :func:`step_counts`; from then on every step counts once, whatever is frozen."""
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
-    for one, of_groups in zip(inner, counts, strict=True):
-        for group, count in zip(one.param_groups, of_groups, strict=True):
-            if count is None:  # no step was made, or it is torch's Adam
+    for inner_optimizer, of_groups in zip(inner, counts, strict=True):
+        for group, count in zip(inner_optimizer.param_groups, of_groups, strict=True):
+            if count is None:  # either no step was executed, or it is torch's Adam
                 group.pop("step", None)
             else:
                 group["step"] = _copied(count)

@@ -1,4 +1,4 @@
-"""``--calculate-per-token-loss``: gradients are divided by the number of tokens of the batch."""
+"""Division of gradients by the number of tokens of the batch (``--calculate-per-token-loss``)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def divide_gradients(chunks: Sequence[Any], num_tokens: int, counted: torch.Tens
 
     Args:
         chunks: this rank's virtual stages.
-        num_tokens: of the batch.
-        counted: as the schedule counted it on this rank; for its dtype and device.
+        num_tokens: tokens of the batch.
+        counted: token count of this rank's schedule, which supplies dtype and device.
     """
     scaling = 1.0 / torch.clamp(torch.full_like(counted, num_tokens), min=1)
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Parameters in FP8: Transformer Engine's tensors, and ours without it, by the raw buffers that both keep."""
+"""Parameters in FP8 by their raw buffers, which Transformer Engine's tensors and this project's share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ _COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
 
 
 def quantised_buffers(parameter: torch.Tensor) -> QuantisedBuffers[torch.Tensor] | None:
-    """The live buffers of a parameter that is kept in FP8, nothing for any other.
+    """Return the live buffers of a parameter that is kept in FP8; None for any other parameter.
 
-    Column-wise codes are a form of their own only where blocks are not square (MXFP8): everywhere else Transformer
-    Engine makes them from the row-wise ones after every gather.
+    Column-wise codes are a separate form only if blocks are not square (MXFP8). Otherwise Transformer Engine computes
+    them
+    from the row-wise codes after every gather.
     """
     for codes_name, scales_name in _FORMS:
         codes, scale = getattr(parameter, codes_name, None), getattr(parameter, scales_name, None)
         if torch.is_tensor(codes):
             scales = {scales_name: scale} if torch.is_tensor(scale) else {}
             columns = {name: getattr(parameter, name, None) for name in _COLUMNS} if _is_mx(scale) else {}
-            return QuantisedBuffers(codes, scales, {name: one for name, one in columns.items() if torch.is_tensor(one)})
+            return QuantisedBuffers(
+                codes, scales, {name: buffer for name, buffer in columns.items() if torch.is_tensor(buffer)}
+            )
     return None
 
 
 def _is_mx(scale: object) -> bool:
-    """Scales that are exponents (E8M0), one for 32 elements of a row or of a column."""
+    """Return True if the scales are exponents (E8M0), one for 32 elements of a row or of a column."""
     return torch.is_tensor(scale) and scale.dtype == torch.uint8

@@ -1,4 +1,4 @@
-"""Snapshots back into Megatron's live tensors."""
+"""Restoration of Megatron's live tensors from snapshots."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from moevement_core.snapshot.snapshot import Snapshot, as_bytes
 
 
 class Restore:
-    """Loads operators of one rank; every data-parallel replica loads the same ones at the same point.
+    """Loader of the operators of one rank.
+
+    All data-parallel replicas load the same operators at the same point.
 
     Args:
-        chunks: this rank's virtual stages as Megatron's trainer has them, in their data-parallel wrappers.
-        optimizer: Megatron's.
-        views: of its operators.
+        chunks: this rank's virtual stages in their data-parallel wrappers.
+        optimizer: Megatron's optimizer.
+        views: views of this rank's operators.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, views: OperatorViews) -> None:
@@ -37,12 +39,17 @@ class Restore:
 
     @torch.no_grad()
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
-        """Full state, or compute weights, of the operators named; the compute weights of the whole rank are then right.
+        """Load full state or compute weights of some operators; all compute weights of this rank are valid afterwards.
 
-        Where it is not shared, of what this rank saves alone: see :meth:`complete`.
+        If it is not shared, the rank loads only what it saves itself; see :meth:`complete`.
+
+        Args:
+            snapshot: snapshot of this rank.
+            loads: kind of state to load of each operator.
+            is_shared: True if all replicas of the stage load, and complete each other's state.
 
         Raises:
-            RecoveryError: the snapshot is of another model.
+            RecoveryError: the snapshot belongs to another model.
         """
         for entry, tensor in snapshot.tensors_of(loads):
             live = self._live.get((entry.operator, entry.saved, entry.key))
@@ -56,26 +63,28 @@ class Restore:
         if not is_shared:
             self._compute_weights_from_masters(is_alone=True)
             return
-        _complete([one for one in self._views.replicated if loads.get(one.operator) is one.saved])
+        _complete([tensor for tensor in self._views.replicated if loads.get(tensor.operator) is tensor.saved])
         self._masters_of_frozen([name for name, saved in loads.items() if saved is Saved.COMPUTE])
         self._compute_weights_from_masters()
         for entry, tensor in snapshot.tensors_of(loads):
-            if entry.saved is Saved.COMPUTE:  # quantised ones were rebuilt from masters that are not there
+            if (
+                entry.saved is Saved.COMPUTE
+            ):  # Quantized weights were rebuilt from masters, which frozen operators do not have.
                 self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
         self._gather()
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Bring full state that replicas have a range of each, and compute weights, to all of them.
+        """Send full state of which each replica has a range, and compute weights, to all replicas.
 
-        Called by every rank of the stage; those that kept their state have all of it, and keep it.
+        Collective over the ranks of the stage. Ranks that kept their state have all of it, and keep it.
         """
-        _complete([one for one in self._views.replicated if one.saved is Saved.FULL])
+        _complete([tensor for tensor in self._views.replicated if tensor.saved is Saved.FULL])
         self._compute_weights_from_masters()
         self._gather()
 
     def _masters_of_frozen(self, operators: Sequence[str]) -> None:
-        """Megatron copies every master over its weights after a step: those of frozen operators must be equal."""
+        """Set the masters of frozen operators to their weights, because Megatron copies masters over weights."""
         for name in operators:
             for trained in self._views.trained.get(name, ()):
                 if trained.master is not None and trained.weights is not None:
@@ -91,14 +100,14 @@ class Restore:
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:
-    """Bring the range that each replica has loaded to all others."""
+    """Send the range that each replica has loaded to all others."""
     by_group: dict[int, list[Replicated]] = {}
     for tensor in tensors:
         by_group.setdefault(id(tensor.group), []).append(tensor)
     for of_group in by_group.values():
         group = of_group[0].group
         for source in range(group.size()):
-            pieces = [_range(one, source) for one in of_group]
+            pieces = [_range(tensor, source) for tensor in of_group]
             buffer = torch.cat(pieces)
             dist.broadcast(buffer, src=dist.get_global_rank(group, source), group=group)
             if source != group.rank():
@@ -106,6 +115,6 @@ def _complete(tensors: Sequence[Replicated]) -> None:
                     piece.copy_(received)
 
 
-def _range(one: Replicated, replica: int) -> torch.Tensor:
-    start, end = range_of(one.tensor.numel(), replica, one.group.size())
-    return as_bytes(one.tensor[start:end])
+def _range(replicated: Replicated, replica: int) -> torch.Tensor:
+    start, end = range_of(replicated.tensor.numel(), replica, replicated.group.size())
+    return as_bytes(replicated.tensor[start:end])

@@ -1,4 +1,4 @@
-"""The scales of FP8 that a forward or backward pass leaves behind for the next one (delayed scaling)."""
+"""FP8 scales that a forward or backward pass leaves for the next one (delayed scaling)."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from megatron.moevement.fp8.delayed import DelayedScales
 from moevement_core.errors import RecoveryError
 
 KEY = "fp8_scales"
-"""Key of the scales in the boundary between iterations."""
+"""Key of the scales in the boundary state."""
 _FORWARD = "scaling_fwd"
 _DIRECTIONS = (_FORWARD, "scaling_bwd")
 _SCALE = ".scale"
 _MADE_IN_FORWARD = tuple(f"{direction}.{what}" for direction in _DIRECTIONS for what in ("scale", "amax_history"))
-"""Endings of the names of tensors that Transformer Engine makes in a module's first forward pass."""
+"""Endings of the names of tensors that Transformer Engine creates in a module's first forward pass."""
 _PER_PRODUCT = 3
 """Scales that Transformer Engine has for each product in the forward pass: of input, weight and output."""
 
 
 class Scales:
-    """Scales and histories of amaxes of a rank's virtual stages.
+    """Scales and amax histories of a rank's virtual stages.
 
-    They are looked up at each call: Transformer Engine makes those of a module in its first forward pass.
+    Each call looks them up, because Transformer Engine creates those of a module in its first forward pass.
 
     Args:
-        chunks: in their wrappers, or without.
+        chunks: virtual stages, with or without their wrappers.
     """
 
     def __init__(self, chunks: Iterable[Any]) -> None:
         self._chunks = list(chunks)
 
     def state(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Return the live tensors, as a part of the boundary."""
+        """Return the live tensors, as a part of the boundary state."""
         return {KEY: fp8_scales(self._chunks)}
 
     def copies(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Return the same as copies."""
+        """Return copies of the tensors, as a part of the boundary state."""
         return {KEY: [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in fp8_scales(self._chunks)]}
 
     @torch.no_grad()
     def put(self, boundary: Mapping[str, Any]) -> None:
-        """Set scales and histories to those of ``boundary``; one without scales is one of a recipe that has none.
+        """Set scales and histories to those of ``boundary``; a recipe without scales has none there.
 
-        A rank whose modules have not run yet, a replacement, gets the tensors first. Modules that have run, and had not
-        at the boundary, get those that they started from.
+        On a replacement, whose modules have not run yet, the call creates the tensors first. Modules that have run by
+        now, and
+        had not at the boundary, get their initial values.
 
         Raises:
-            RecoveryError: it is the boundary of another job.
+            RecoveryError: the boundary state belongs to another job.
         """
         every = boundary.get(KEY, [{} for _ in self._chunks])
         for chunk, saved in zip(self._chunks, every, strict=False):
@@ -66,12 +67,12 @@ class Scales:
 
 
 def _fits(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return whether ``saved`` has the names that it must have: all but those of modules that had not run before it."""
+    """Return True if ``saved`` has all names of ``live``, except those of modules that had not run before it."""
     return list(saved) == [name for name in live if name in saved or not name.endswith(_MADE_IN_FORWARD)]
 
 
 def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Let Transformer Engine's modules make the tensors that ``saved`` has, as their first forward pass would."""
+    """Have Transformer Engine's modules create the tensors that ``saved`` has, as their first forward pass would."""
     for name, module in chunk.named_modules():
         meta = getattr(module, "fp8_meta", None)
         scale = saved.get(f"{name}.{_FORWARD}{_SCALE}")
@@ -84,9 +85,9 @@ def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def fp8_scales(chunks: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
-    """Live scales and histories of amaxes of each virtual stage, by name; empty for recipes that do not look back.
+    """Return live scales and amax histories of each virtual stage, by name; empty for recipes without history.
 
-    Those of our layers, and those that Transformer Engine keeps in a layer's ``fp8_meta``.
+    They are those of this project's layers, and those that Transformer Engine keeps in a layer's ``fp8_meta``.
     """
     return [dict(_of_chunk(chunk)) for chunk in chunks]
 
@@ -94,7 +95,7 @@ def fp8_scales(chunks: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
 def _of_chunk(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     config = getattr(chunk, "config", None)
     if getattr(config, "fp8", None) is None or getattr(config, "fp8_recipe", None) != "delayed":
-        return  # without a walk over the modules, in every iteration
+        return  # The return saves a walk over all modules in every iteration.
     for name, module in chunk.named_modules():
         if isinstance(module, DelayedScales):
             yield f"{name}.scale", module.scale

@@ -1,10 +1,10 @@
-"""Dense checkpoints of runs whose optimizer is torch's Adam, as it is without Apex and Transformer Engine.
+"""Dense checkpoints of runs with torch's Adam, which Megatron uses without Apex and Transformer Engine.
 
-Apex and Transformer Engine make an optimizer's state when asked for it and count steps in the parameter group. Torch
-makes it at the first step and counts in each parameter's state. Megatron's checkpoints mix the two up: a fresh process
-cannot load, or loads a count that is wrong from then on (weights near, bits wrong for ever). What stands here gives
-every parameter the state that its first step would start from, and its own count, which comes from the group that the
-checkpoint keeps it in and from nowhere else.
+Apex and Transformer Engine create an optimizer's state on request and count steps in the parameter group. Torch creates
+it at the first step and counts in each parameter's state. Megatron's checkpoints confuse the two. A fresh process
+cannot load a checkpoint, or loads a wrong count, with slightly wrong weights from then on. The functions here give
+every parameter the state from which its first step would start. They also give it its own count, which comes only from
+the group in which the checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_SHARD = "no parameter of this rank"
 
 
 def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``sharded_state_dict`` (of a Megatron optimizer around torch's Adam) that never finds the state missing."""
+    """Return a ``sharded_state_dict`` of an optimizer around torch's Adam that first creates missing state."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,10 +30,11 @@ def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DistributedOptimizer.state_dict`` for a rank whose shard holds no parameter at all.
+    """Return a ``DistributedOptimizer.state_dict`` for ranks whose shard has no parameter.
 
-    It reads the common step count from its parameters' state and asserts that there is one. What such a rank says does
-    not enter a checkpoint: data-parallel rank 0 writes the count.
+    The original reads the common step count from the state of its parameters, and asserts that there is one. The count
+    of
+    such a rank does not enter a checkpoint, because data-parallel rank 0 writes it.
     """
 
     @functools.wraps(original)
@@ -52,8 +53,8 @@ def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def make_adam_state(optimizer: Any) -> None:
-    """Give every parameter of a torch Adam or AdamW its initial state, where it has none."""
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    """Give every parameter of a torch Adam or AdamW its initial state, if it has none."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -66,9 +67,9 @@ def make_adam_state(optimizer: Any) -> None:
 
 
 def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``load_state_dict`` (of a Megatron optimizer around torch's Adam) for a checkpoint from before the first step.
+    """Return a ``load_state_dict`` of an optimizer around torch's Adam that accepts a missing step count.
 
-    The common step count is left out of a checkpoint when it is zero, and torch wants one.
+    A checkpoint from before the first step leaves out the common step count because it is zero, but torch needs one.
     """
 
     @functools.wraps(original)
@@ -83,10 +84,13 @@ def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DistributedOptimizer._set_main_param_and_optimizer_states`` where the tensors to set hold no step count.
+    """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count of each tensor.
 
-    The fully reshardable format keeps one count for all parameters, set before; the setter asks each tensor for it,
-    and leaves out what is no tensor. In an FP32 run what it sets is a view of the weights, a leaf of autograd.
+    The fully reshardable format keeps one count for all parameters, which is set before. The setter asks each tensor
+    for
+    it, and skips values that are not tensors. In an FP32 run, the tensor that it sets is a view of the weights, which
+    are a
+    leaf of autograd; hence ``no_grad``.
     """
 
     @functools.wraps(original)
@@ -98,10 +102,11 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DistributedOptimizer.load_state_dict`` that leaves every parameter its own step count.
+    """Return a ``DistributedOptimizer.load_state_dict`` that gives every parameter its own step count.
 
-    It hands one tensor to all parameters, and torch's Adam counts in place: after a resume each step would count once
-    for every parameter of the shard, and the bias correction would be wrong from then on.
+    The original gives one tensor to all parameters, and torch's Adam counts in place. After a resume, each step would
+    count
+    once for every parameter of the shard, and the bias correction would be wrong from then on.
     """
 
     @functools.wraps(original)
@@ -111,7 +116,7 @@ def with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
             for state in self.optimizer.state.values():
                 state["step"] = state["step"].clone()
             for group in self.optimizer.param_groups:
-                group.pop("step", None)  # the checkpoint's place for the count; torch's Adam would never move it
+                group.pop("step", None)  # The checkpoint keeps the count here, but torch's Adam would never advance it.
         return result
 
     return load_state_dict

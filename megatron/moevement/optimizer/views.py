@@ -1,8 +1,9 @@
-"""The live state of every operator on this rank, as views of Megatron's own tensors.
+"""Live state of every operator on this rank, as views of Megatron's own tensors.
 
-A rank's part is what it owns. With the distributed optimizer that is its shard of the master weights and moments, and
-the matching range of the parameter; ranges are of flat buffers, so an operator's parts on two ranks may be unequal.
-Without it every data-parallel replica has everything, and each takes an equal range.
+A rank saves the part that it owns. With the distributed optimizer, that is its shard of the master weights and moments,
+and the matching range of the parameter. Ranges refer to flat buffers, so an operator's parts on two ranks may have
+different sizes. Without the distributed optimizer, every data-parallel replica has the whole state, and owns an equal
+range of it.
 """
 
 from __future__ import annotations
@@ -30,54 +31,54 @@ _MASTERS = ("/master", "/upper", "/weight")
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of one parameter."""
+    """Part of one parameter that this rank owns."""
 
     start: int
     end: int
     state: dict[str, torch.Tensor]
-    """Master weights and optimizer state, flat, this range only."""
+    """Master weights and optimizer state of this range, flat."""
     master: torch.Tensor | None = None
-    """Tensor that the inner optimizer steps, in its form; None if it does not train the parameter."""
+    """Tensor that the inner optimizer updates, in its own shape; None if it does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Complete state, flat, where data-parallel replicas take a range each."""
+    """Whole state, flat, if data-parallel replicas own a range of it each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """A parameter, and what the inner optimizer of this rank steps of it."""
+    """Parameter with the tensor that this rank's inner optimizer updates for it."""
 
     parameter: torch.nn.Parameter
     master: torch.Tensor | None
-    """Nothing if another rank's optimizer steps all of it, or none does."""
+    """Tensor that this rank's optimizer updates; None if another rank's updates all of the parameter, or none does."""
     weights: torch.Tensor | None
-    """The range of the parameter that ``master`` is the master of, flat; nothing if it is stored quantised."""
+    """Range of the parameter that follows from ``master``, flat; None if the parameter is stored quantized."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    """State that every data-parallel replica has, and of which each saves its range."""
+    """State that every data-parallel replica has, and of which each saves a range."""
 
     operator: str
     saved: Saved
     tensor: torch.Tensor
-    """Complete tensor, flat."""
+    """Whole tensor, flat."""
     group: Any
-    """The replicas."""
+    """Process group of the replicas."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorViews:
-    """The live state of the operators of one rank; nothing is copied, and all of it stays valid."""
+    """Live state of the operators of one rank, without copies; it stays valid through training."""
 
     states: dict[OperatorId, OperatorState]
     """State that this rank saves of each operator."""
     trained: dict[str, list[Trained]]
-    """The parameters of each, by its name."""
+    """Parameters of each operator, by its name."""
     replicated: list[Replicated]
 
 
 Whose = Callable[[Any], int]
-"""Number, in a group of replicas, of the one whose part of the state is meant."""
+"""Function that returns, for a group of replicas, the number of the replica whose part of the state is meant."""
 
 
 def _own(group: Any) -> int:
@@ -85,18 +86,19 @@ def _own(group: Any) -> int:
 
 
 def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> OperatorViews:
-    """Views of every operator that this rank holds.
+    """Return views of every operator that this rank holds.
 
-    Call it when the optimizer's tensors are the ones that training will use: after a checkpoint is loaded. Torch's Adam
-    gets the state here that its first step would give it.
+    The caller must wait until the optimizer has the tensors that training will use, after a checkpoint is loaded.
+    Torch's
+    Adam gets the state here that its first step would create.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
-        optimizer: Megatron's.
-        whose: part of what replicas have alike.
+        optimizer: Megatron's optimizer.
+        whose: replica whose part of replicated state is meant; by default this rank.
 
     Raises:
-        OperatorError: an optimizer, or a layout of experts, whose tensors cannot be told apart.
+        OperatorError: an optimizer or a layout of experts has tensors that cannot be assigned to operators.
     """
     from megatron.core import parallel_state
 
@@ -113,7 +115,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
             weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
             part = part_of(parameter)
             trained.setdefault(operator.name, []).append(_trained(parameter, part))
-            if part is None:  # another rank's; codes are gathered from it, scales are not
+            if part is None:  # Another rank owns it; its codes are gathered from there, but its scales are not.
                 for saved, tensors in ((Saved.COMPUTE, weights), (Saved.FULL, states)):
                     tensors += [
                         StateTensor(operator.name, saved, f"{number}.{name}[0:0]/{what}", tensor)
@@ -133,7 +135,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
                     for what, tensor in part.state.items()
                 ]
                 gradients.setdefault(operator, []).extend(_gradient(operator.name, parameter, part, key))
-            else:  # not trained: its weights are all the state there is
+            else:  # The weights of an untrained parameter are all of its state.
                 states += [StateTensor(t.operator, Saved.FULL, t.key, t.tensor) for t in stored]
     every = {
         operator: OperatorState(tuple(compute[operator]), tuple(full[operator]), tuple(gradients.get(operator, ())))
@@ -153,9 +155,9 @@ def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
 
 
 def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str) -> Iterator[StateTensor]:
-    """The reduced gradient of a range, in the buffer that reductions leave it in, as narrow as they were.
+    """Yield the reduced gradient of a range, in the buffer and the precision in which the reduction left it.
 
-    Where it is in FP32 that buffer is what the optimizer unscales, clips and consumes; a narrower one is copied first.
+    The optimizer unscales, clips and consumes an FP32 buffer directly; it copies a narrower one first.
     """
     buffer = getattr(parameter, "main_grad", None)
     if buffer is not None:
@@ -167,14 +169,14 @@ def _replicas(operator: str, parameter: torch.nn.Parameter, part: Part) -> Itera
     group = _replicas_of(parameter)
     if part.replicated and group.size() > 1:
         for what, weights in _stored(parameter, 0, parameter.numel()):
-            if what == "weight":  # scales are saved whole by everyone
+            if what == "weight":  # Each replica saves all scales.
                 yield Replicated(operator, Saved.COMPUTE, weights, group)
         for tensor in part.replicated.values():
             yield Replicated(operator, Saved.FULL, tensor, group)
 
 
 def operators_of(states: dict[OperatorId, OperatorState]) -> list[Operator]:
-    """The same operators as the policy sees them, weighed."""
+    """Return the operators with their sizes, as the policy needs them."""
     return [Operator(operator.name, operator.kind, _weigh(state)) for operator, state in states.items()]
 
 
@@ -186,7 +188,7 @@ def _weigh(state: OperatorState) -> StateBytes:
 
 
 def make_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter the optimizer state that its first step would start from, where it has none."""
+    """Give every parameter the optimizer state from which its first step would start, if it has none."""
     for member in members(optimizer):
         inner = getattr(member, "optimizer", None)
         if isinstance(inner, torch.optim.Adam):
@@ -196,18 +198,18 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
-    """Which part of a parameter is this rank's, and its state."""
-    found: dict[torch.nn.Parameter, Part | None] = {}
+    """Return a function that returns this rank's part of a parameter; None if other ranks own all of it."""
+    parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
-            found.update(_distributed(member))
+            parts.update(_distributed(member))
         elif getattr(member, "optimizer", None) is not None:
-            found.update(_replicated(member, whose))
+            parts.update(_replicated(member, whose))
     elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
 
     def part_of(parameter: torch.nn.Parameter) -> Part | None:
-        if parameter in found:
-            return found[parameter]
+        if parameter in parts:
+            return parts[parameter]
         if parameter.requires_grad and elsewhere:
             return None
         return Part(*_range_in(parameter, whose), {}, replicated={"weight": parameter.data.view(-1)})
@@ -216,7 +218,7 @@ def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Paramete
 
 
 def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """Shards of the distributed optimizer."""
+    """Yield each parameter with its shard of the distributed optimizer."""
     for parameter in member.model_param_gbuf_map:
         owned = member._get_model_param_range_map(parameter)["param"]
         stepped, state = _stepped(member, parameter)
@@ -227,10 +229,10 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
 
 
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the tensor that the distributed optimizer steps of a parameter, and its state as it is stored.
+    """Return the tensor that the distributed optimizer updates for a parameter, and its state as it is stored.
 
-    ``--use-precision-aware-optimizer`` may leave master weights to the optimizer. Then it steps the parameter's own
-    range, which with remainders is the upper half of them.
+    With ``--use-precision-aware-optimizer``, the optimizer may keep the master weights itself. Then it updates the
+    parameter's own range, which has the upper halves of the master weights if the optimizer keeps their remainders.
     """
     group, place = member.model_param_group_index_map[parameter]
     inner = member.optimizer
@@ -243,7 +245,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
         if name == "master" and value.dtype == torch.int16:
             state["upper"] = stepped
         quantised = quantised_buffers(value)
-        stored = {name: value} if quantised is None else {f"{name}/{it}": raw for it, raw in quantised.all.items()}
+        stored = {name: value} if quantised is None else {f"{name}/{form}": raw for form, raw in quantised.all.items()}
         state.update(stored)
     for name, scale in getattr(inner, "_scales", {}).get(stepped, {}).items():
         if torch.is_tensor(scale):
@@ -252,7 +254,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
 
 
 def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """Full state on every replica, each of which takes its range."""
+    """Yield each parameter with this rank's range of it; every replica has the full state."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
         for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
@@ -270,37 +272,37 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
-    """The range that one of the replicas saves of what all have."""
+    """Return the range of a replicated parameter that one replica saves."""
     group = _replicas_of(parameter)
     return range_of(parameter.numel(), whose(group), group.size())
 
 
 def twins(chunks: list[Any], optimizer: Any) -> frozenset[int]:
-    """Ranks beside this one that have all of its state.
+    """Return the live replicas of this rank: other ranks that have all of its state.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
-        optimizer: Megatron's.
+        optimizer: Megatron's optimizer.
     """
     if any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer)):
-        return frozenset()  # a shard each
+        return frozenset()  # each rank has another shard
     groups = {id(group): group for chunk in chunks for group in map(_replicas_of, chunk.parameters())}
     ranks = [set(dist.get_process_group_ranks(group)) for group in groups.values()]
     return frozenset(set.intersection(*ranks) - {dist.get_rank()}) if ranks else frozenset()
 
 
 def in_place_of(rank: int) -> Whose:
-    """The part of another rank, which is in all groups of replicas that this one is in."""
+    """Return a function that selects the part of another rank, which is in all groups of replicas of this rank."""
     return lambda group: dist.get_process_group_ranks(group).index(rank)
 
 
 def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """An equal part for each of ``size`` replicas; a single element belongs to all of them."""
+    """Return the range of one of ``size`` replicas, with equal parts; a single element belongs to all replicas."""
     return (0, 1) if numel == 1 else (numel * rank // size, numel * (rank + 1) // size)
 
 
 def _replicas_of(parameter: torch.nn.Parameter) -> Any:
-    """The ranks that have the same parameter."""
+    """Return the group of ranks that have this parameter."""
     from megatron.core import parallel_state
 
     if getattr(parameter, "allreduce", True):
@@ -309,8 +311,9 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 
 
 def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the scales of a parameter whose codes another rank owns; it makes both forms of MXFP8
-    from what it gathers.
+    """Yield the scales of a parameter whose codes another rank owns.
+
+    Of an MXFP8 parameter, this rank computes both forms from the gathered values.
     """
     quantised = quantised_buffers(parameter)
     if quantised is not None and quantised.is_one_form:
@@ -319,7 +322,7 @@ def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Compute weights of a range as they are stored: quantised ones by their raw bytes and scales, never converted."""
+    """Yield compute weights of a range as they are stored: quantized ones as raw bytes and scales, never converted."""
     quantised = quantised_buffers(parameter)
     if quantised is None:
         if not parameter.data.is_contiguous():

@@ -1,8 +1,8 @@
-"""Compute weights from master weights, and to all replicas: the end of an update, and of a restore.
+"""Computation of compute weights from master weights, and their gather, at the end of an update or a restore.
 
-Weights in FP8 (``--fp8-param-gather``) need the largest master weights of all replicas for their scales. So they are
-made where parameters are gathered, which may be interrupted and done again, and not where the update is made, which
-waits for nobody.
+The scales of FP8 weights (``--fp8-param-gather``) depend on the largest master weights of all replicas. So FP8 weights
+are computed at the gather of parameters, which may be interrupted and repeated. The update does not compute them,
+because it waits for no other rank.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from megatron.moevement.fp8.shards import post_all_gather_processing
 from megatron.moevement.state_digest import members
 
 HALF = "moevement_half"
-"""Attribute of an MXFP8 parameter: its range in BF16, rounded from the master weights (``optimizer/views.py``)."""
+"""Attribute of an MXFP8 parameter with its range in BF16, rounded from the master weights (``optimizer/views.py``)."""
 
 
 def is_quantised(member: Any) -> bool:
-    """Return whether an optimizer's compute weights are in FP8 and their scales reduced over replicas."""
+    """Return True if an optimizer's compute weights are in FP8 and their scales are reduced over replicas."""
     config = getattr(member, "ddp_config", None)
     return bool(getattr(config, "fp8_param_gather", False)) and not getattr(config, "use_megatron_fsdp", False)
 
 
 def gathers_by_gradients(member: Any) -> bool:
-    """Return whether an optimizer's compute weights are gathered through its gradient buffers,
-    which lose the gradients.
-    """
+    """Return True if an optimizer gathers compute weights through its gradient buffers, which overwrites them."""
     return bool(getattr(getattr(member, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
 @torch.no_grad()
 def copy_masters(member: Any) -> None:
-    """Master weights over this rank's range of the compute weights, as Megatron does after a step.
+    """Copy master weights over this rank's range of the compute weights, as Megatron does after a step.
 
-    Where :func:`is_quantised`, called by every replica.
+    Collective over the replicas if :func:`is_quantised`.
     """
     if getattr(member, "is_stub_optimizer", False):
         return
     if getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
         _write_weights(member.optimizer)
-        if is_quantised(member):  # those of which this rank owns nothing have another scale now, too
+        if is_quantised(member):  # Weights of which this rank owns no element have another scale now, too.
             post_all_gather_processing([weight for buffer in member.buffers for weight in buffer.params])
     elif gathers_by_gradients(member):
         member._copy_main_params_to_param_buffer()
@@ -52,8 +50,9 @@ def copy_masters(member: Any) -> None:
 
 
 def _write_weights(inner: Any) -> None:
-    """Write weights from master weights that the optimizer keeps; a weight that is half of its
-    master is there already.
+    """Write weights from master weights that the optimizer keeps.
+
+    A weight that is one half of its master needs no write.
     """
     for group in inner.param_groups:
         for weight in group["params"]:
@@ -64,8 +63,9 @@ def _write_weights(inner: Any) -> None:
 
 @torch.no_grad()
 def round_masters(member: Any) -> None:
-    """Round masters to what MXFP8 weights are made from, as snapshots save it; neither of their two forms can be made
-    from the other.
+    """Round masters to the BF16 values from which MXFP8 weights are computed, and which snapshots save.
+
+    Neither of the two forms of MXFP8 weights can be computed from the other.
     """
     for parameter in getattr(member, "model_param_gbuf_map", ()):
         if (half := getattr(parameter, HALF, None)) is not None:
@@ -73,12 +73,11 @@ def round_masters(member: Any) -> None:
 
 
 def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
-    """Weights that are not what their master weights say, from the master weights, on all replicas; before training.
+    """Recompute weights that do not follow from their master weights, on all replicas, before training.
 
-    Weights in FP8 that a dense checkpoint has brought: Megatron quantises the checkpoint's, which were dequantised
-    for it, and gets other codes where a recipe does not quantise its own output to itself (MXFP8). And weights at the
-    start of a run whose optimizer keeps narrower masters: those are made from the weights, with fewer of their small
-    numbers, and a recovery has only the masters.
+    Two cases need it. Megatron quantizes the FP8 weights of a dense checkpoint, which were dequantized for it, and gets
+    other codes if a recipe does not quantize its own output to itself (MXFP8). And an optimizer with narrower masters
+    starts with weights that are more precise than the masters, while a recovery has only the masters.
     """
     make_own_again(optimizer)
     with remaking():
@@ -96,10 +95,11 @@ def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
 
 @torch.no_grad()
 def make_own_again(optimizer: Any) -> None:
-    """The part of :func:`make_again` that waits for nobody: this rank's range, where masters are narrow.
+    """Execute the part of :func:`make_again` that waits for no other rank: this rank's range if masters are narrow.
 
-    All that a rank which is new in a running job needs to be as it was when the job began: FP8 weights that come from
-    FP32 masters are as a model is built, and other ranges come with the next gather.
+    A replacement needs no more to have the state of the job's start. FP8 weights that follow from FP32 masters are
+    correct
+    when the model is built, and the other ranges come with the next gather.
     """
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:
@@ -115,14 +115,14 @@ def _keeps_narrow_masters(member: Any) -> bool:
 
 
 def gather(chunks: Iterable[Any], *, force: bool = False) -> None:
-    """Every replica's range of the compute weights to all of them.
+    """Send every replica's range of the compute weights to all replicas.
 
-    Each virtual stage once, though dense weights and experts have optimizers of their own: MXFP8 weights are gathered
-    by way of gradient buffers, which are cleared after it.
+    Each virtual stage is gathered once, although dense weights and experts have separate optimizers. MXFP8 weights are
+    gathered through gradient buffers, which are cleared afterwards.
 
     Args:
-        chunks: in their data-parallel wrappers; one may be named several times.
-        force: also where the next forward pass gathers (``--overlap-param-gather``).
+        chunks: virtual stages in their data-parallel wrappers; duplicates are allowed.
+        force: True to gather even if the next forward pass would (``--overlap-param-gather``).
     """
     for chunk in dict.fromkeys(chunks):
         if not chunk.ddp_config.use_distributed_optimizer:

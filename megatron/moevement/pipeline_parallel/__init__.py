@@ -1,1 +1,1 @@
-"""Traffic over stage boundaries: logged as it is sent, and fed again to a stage that replays alone."""
+"""Traffic over stage boundaries: its log, and its replacement for a stage that replays alone."""

@@ -1,4 +1,4 @@
-"""Megatron's communicator between stages, which also keeps what it sends, and in a replay is fed what was sent then."""
+"""Communicator between pipeline stages that logs what it sends, and that a replay feeds with logged tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from moevement_core.recovery.feed import Feeds
 
 
 class Done:
-    """The handle of a transfer that is over."""
+    """Handle of a transfer that is already complete."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because the transfer is complete."""
 
 
 def logging_communicator(process: Process) -> Callable[[Any], Any]:
-    """``P2PCommunicator``; its nine ways to send and receive all go through one method."""
+    """Return a wrapper of the class ``P2PCommunicator`` that logs sends and can be fed.
+
+    All nine methods of the class that send and receive use one method, which the wrapper overrides.
+    """
 
     def wrapper(original: Any) -> Any:
         class LoggingCommunicator(original):
-            """Communicator that logs and can be fed; see the module."""
+            """Communicator that logs what it sends, and receives from feeds in a replay."""
 
             def _communicate(
                 self,
@@ -45,7 +48,7 @@ def logging_communicator(process: Process) -> Callable[[Any], Any]:
                         if tensor is not None:
                             live.boundary_log.note(direction, tensor)
                 feeds = live.feeds or Feeds(None, None)
-                # Only what goes to, and comes from, stages that replay as well is live.
+                # In a replay, tensors flow only to and from stages that replay as well.
                 live_next = tensor_send_next if feeds.after is None else None
                 live_prev = tensor_send_prev if feeds.before is None else None
                 from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None

@@ -1,6 +1,4 @@
-"""Bytes that a rank sends to other stages in an iteration, from flags: the size of its boundary log
-for each of them.
-"""
+"""Bytes that a rank sends to other stages in an iteration, computed from flags; its boundary log needs as many."""
 
 from __future__ import annotations
 
@@ -10,9 +8,11 @@ import torch
 
 
 def bytes_sent_per_iteration(args: Namespace, stage: int) -> int:
-    """Bytes that a rank of ``stage`` sends in an iteration of the largest global batch, both directions together.
+    """Return the bytes that a rank of ``stage`` sends in an iteration of the largest global batch, in both directions.
 
-    With ``--variable-seq-lengths`` an upper bound. The last chunk sends nothing forward, the first one nothing back.
+    With ``--variable-seq-lengths`` the result is an upper bound. The last chunk sends nothing forward, and the first
+    chunk
+    sends nothing backward.
     """
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1

@@ -1,8 +1,8 @@
-"""Megatron on a machine without CUDA, in one place, and nowhere else.
+"""Support for Megatron on a machine without CUDA, all of it in this package.
 
-``install()`` is called once in every process that Megatron's code runs in (ranks, checkpoint writers, spawned data
-workers), before Megatron is used. Where a GPU is it does nothing. Where none is, :mod:`.torch_cpu` answers
-``torch.cuda`` for the CPU and :mod:`.megatron_cpu` mends what Megatron does with the answers.
+Every process that runs Megatron's code (ranks, checkpoint writers, spawned data workers) calls ``install()`` once,
+before it uses Megatron. With a GPU it does nothing. Without one, :mod:`.torch_cpu` implements ``torch.cuda`` for the
+CPU, and :mod:`.megatron_cpu` adapts how Megatron uses the results.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from moevement_core.errors import ConfigError
 
 PLATFORM_ENV = "MOEVEMENT_PLATFORM"
-"""``cpu`` forces the CPU on a machine that has a GPU; ``cuda`` refuses to start without one; unset decides itself."""
+"""Variable that selects the platform: ``cpu`` forces the CPU, ``cuda`` refuses to start without a GPU; unset detects.
+"""
 
 
 def is_cpu() -> bool:
-    """Return whether this process runs Megatron on the CPU."""
+    """Return True if this process runs Megatron on the CPU."""
     wanted = os.environ.get(PLATFORM_ENV, "")
     if wanted not in ("", "cpu", "cuda"):
         raise ConfigError(f"{PLATFORM_ENV}={wanted!r}: needs 'cpu' or 'cuda', or leave it unset")
@@ -29,14 +30,14 @@ def install() -> bool:
     """Make Megatron usable in this process; idempotent.
 
     Returns:
-        True if this is a machine without CUDA and the replacements are in place, False if there is nothing to do.
+        True if the machine has no CUDA and the replacements are installed, False if nothing had to be done.
     """
     if not is_cpu():
         return False
     from megatron.moevement.platform import torch_cpu
 
     torch_cpu.install()
-    # Importing Megatron binds names of torch.cuda, so torch's answers are replaced first.
+    # Importing Megatron binds names of torch.cuda, so this comes after their replacement.
     from megatron.moevement.platform import megatron_cpu
 
     megatron_cpu.install()

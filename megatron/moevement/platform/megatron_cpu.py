@@ -1,6 +1,7 @@
 """Adaptations of Megatron's use of CUDA to the CPU and gloo.
 
-Every entry names the function of Megatron it replaces and why; ``tests/unit/test_platform.py`` has a test for each.
+Every entry names the function of Megatron that it replaces, with the reason; ``tests/unit/test_platform.py`` has a test
+for each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron.moevement.quiet_imports import quiet_imports
 
 
 def install() -> None:
-    """Replace the names below; idempotent. Imports Megatron's trainer."""
+    """Replace the names below; idempotent. The function imports Megatron's trainer."""
     with _eager_jit_fuser(), quiet_imports():
         import_module("megatron.training.training")
 
@@ -34,7 +35,7 @@ def install() -> None:
     from megatron.training import initialize
 
     replace(tp_random, "_set_cuda_rng_state", _set_rng_state, "reaches for torch.cuda.default_generators")
-    # The tracker's fork compares the host's generator before and after; here that is the one it forks.
+    # The tracker's fork compares the host's generator before and after; here it forks that same generator.
     logging.getLogger(tp_random.__name__).addFilter(_is_no_host_rng_warning)
     wrap(
         token_dispatcher,
@@ -68,10 +69,11 @@ def install() -> None:
 
 @contextmanager
 def _eager_jit_fuser() -> Iterator[None]:
-    """Import Megatron with ``jit_fuser`` the identity.
+    """Import Megatron with a ``jit_fuser`` that changes nothing.
 
-    It is ``torch.compile``, bound by decorators at import: on a CPU it would build C++ in every rank at the first
-    iteration. ``torch.compile`` itself is given back afterwards.
+    ``jit_fuser`` is ``torch.compile``, and decorators bind it at import. On a CPU it would build C++ in every rank at
+    the
+    first iteration. The context restores ``torch.compile`` itself afterwards.
     """
     compile_ = torch.compile
 
@@ -104,8 +106,9 @@ def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the bytes to write: on a GPU they are copied to the host; on a CPU they would be the
-    live weights themselves.
+    """Return a ``prepare_write_data`` that copies the bytes to write.
+
+    On a GPU, Megatron copies them to the host; on a CPU, they would be the live weights themselves.
     """
 
     @functools.wraps(original)
@@ -121,13 +124,13 @@ def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Works:
-    """Handle of a coalescing manager: one for all operations."""
+    """Handle of a coalescing manager for all its operations."""
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []
 
     def wait(self) -> None:
-        """Block until all are over."""
+        """Block until all operations are complete."""
         for work in self.works:
             work.wait()
 
@@ -136,16 +139,16 @@ class _Works:
 def _one_by_one(
     group: dist.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[_Works]:
-    """The coalescing manager of torch, whose collectives are issued one after the other when it ends."""
+    """Collect collectives as torch's coalescing manager does, and issue them one by one at the end of the block."""
     works, collected = _Works(), distributed_c10d._world.pg_coalesce_state
     collected[group] = []
     try:
         yield works
     finally:
         collectives = collected.pop(group)
-    for one in collectives:
-        tensors = [one.tensor] if one.dst_tensor is None else [one.dst_tensor, one.tensor]
-        reduction = {} if one.redop is None else {"op": one.redop}
-        works.works.append(one.op(*tensors, group=group, async_op=True, **reduction))
+    for collective in collectives:
+        tensors = [collective.tensor] if collective.dst_tensor is None else [collective.dst_tensor, collective.tensor]
+        reduction = {} if collective.redop is None else {"op": collective.redop}
+        works.works.append(collective.op(*tensors, group=group, async_op=True, **reduction))
     if not async_ops:
         works.wait()

@@ -1,9 +1,9 @@
-"""``torch.cuda`` answered for the CPU.
+"""Implementation of ``torch.cuda`` for the CPU.
 
 Megatron asks ``torch.cuda`` for devices, streams, memory figures and random states, builds tensors with
-``device="cuda"`` and compares ``Tensor.type()`` with CUDA names. Each is given the CPU's true equivalent.
-``torch.cuda.is_available()`` keeps saying False, and the types ``torch.cuda.FloatTensor`` are left alone, because
-Megatron decides by them.
+``device="cuda"``, and compares ``Tensor.type()`` with CUDA names. Each of these gets the CPU's true equivalent.
+``torch.cuda.is_available()`` still returns False, and the types ``torch.cuda.FloatTensor`` stay unchanged, because
+Megatron makes decisions by them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Stream:
-    """The calling thread: work is done when the call that issued it returns."""
+    """Stream that is the calling thread, so that work is complete when the call that issued it returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -32,20 +32,20 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Least and greatest priority: there is one."""
+        """Return the least and the greatest priority, of which there is one."""
         return (0, 0)
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work is pending."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work is pending."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work is pending."""
 
     def query(self) -> bool:
-        """Return True: everything is done."""
+        """Return True, because no work is pending."""
         return True
 
     def record_event(self, event: Any = None) -> Event:
@@ -56,7 +56,7 @@ class Stream:
 
 
 class Event:
-    """Event that is a clock reading."""
+    """Event that is a reading of the clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._event = CpuDevice().event(timing=True)
@@ -66,17 +66,17 @@ class Event:
         self._event.record()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work is pending."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because no work is pending."""
 
     def query(self) -> bool:
-        """Return True: everything is done."""
+        """Return True, because no work is pending."""
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this reading to ``end``."""
+        """Return the milliseconds from this reading to ``end``."""
         return self._event.elapsed_ms(end._event)
 
 
@@ -92,14 +92,14 @@ def install() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """A new function that does nothing; torch.compile refuses one object under two of torch's names."""
+    """Return a new function that does nothing; torch.compile refuses one object under two of torch's names."""
     return lambda *args, **kwargs: None
 
 
 def _answer_devices_and_streams() -> None:
     properties = SimpleNamespace(
         name="cpu",
-        # 10: Megatron asks older architectures for CUDA_DEVICE_MAX_CONNECTIONS, which orders kernels on a GPU.
+        # Megatron asks architectures below 10 for CUDA_DEVICE_MAX_CONNECTIONS, which orders kernels on a GPU.
         major=10,
         minor=0,
         total_memory=psutil.virtual_memory().total,
@@ -155,10 +155,11 @@ def _answer_memory() -> None:
 
 
 def _answer_random_states() -> None:
-    """Device and host draw from one generator on a CPU.
+    """Let device and host draw from one generator.
 
-    What Megatron keeps apart by the two on a GPU (a data loader's seed from the host's, dropout from the device's)
-    is kept apart in :mod:`.megatron_cpu`.
+    On a GPU, Megatron uses the two generators for separate purposes: the host's for a data loader's seed, the device's
+    for
+    dropout. :mod:`megatron.moevement.data.loaders` keeps these apart on a CPU.
     """
 
     def get_state(device: Any = None) -> torch.Tensor:
@@ -190,7 +191,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with a ``device`` that means CUDA sent to the CPU."""
+    """Return ``function`` with a ``device`` that means CUDA replaced by the CPU."""
 
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:

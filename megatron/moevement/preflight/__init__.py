@@ -1,8 +1,8 @@
-"""Checks before anything is built: one line with the flag, the value found and what to do.
+"""Checks before anything is built, each with a one-line error: the flag, its value, and what to do.
 
-Megatron answers most of these with an assertion from every rank, some of them after the model is built. Every rank
-runs the same checks on the same flags and comes to the same answer; rank 0 prints it.
-Each check is a small function from the parsed, not yet validated, namespace to complaints; the first one wins.
+Megatron answers most of these cases with an assertion on every rank, some of them after the model is built. Here every
+rank runs the same checks on the same flags and gets the same result; rank 0 prints it. Each check is a small function
+from the parsed, not yet validated, namespace to complaints. The first complaint ends the job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``validate_args`` that first runs :func:`check`, and whose own assertions become one line too."""
+    """Return a ``validate_args`` that first runs :func:`check`, and reports Megatron's own assertions in one line."""
 
     @functools.wraps(original)
     def validate_args(args: Namespace, defaults: dict[str, Any] | None = None) -> Any:
@@ -53,7 +53,7 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
 
 
 def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes Megatron's configuration objects from flags, whose refusals become one line."""
+    """Return a function that builds Megatron's configuration objects from flags and reports refusals in one line."""
 
     @functools.wraps(original)
     def from_args(*args: Any, **kwargs: Any) -> Any:
@@ -72,13 +72,13 @@ def check(args: Namespace) -> None:
 
 
 def refuse(complaints: Iterator[str]) -> None:
-    """Raise the first of them as a :class:`ConfigError`."""
+    """Raise the first complaint, if there is one, as a :class:`ConfigError`."""
     for complaint in complaints:
         raise ConfigError(complaint)
 
 
 def _one_line(error: Exception) -> str:
-    """Megatron's own words, or the condition that failed where it has none."""
+    """Return Megatron's message in one line, or the condition that failed if it has none."""
     if words := " ".join(str(error).split()):
         return f"Megatron refuses these flags: {words}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

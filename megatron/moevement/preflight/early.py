@@ -1,7 +1,7 @@
-"""Checks of the words of a command, before any rank is started.
+"""Checks of a command's words before any rank starts.
 
-Ranks make all checks, after they have imported Megatron and parsed every flag. These few need neither, and are those
-that a first short run meets.
+Ranks run all checks, after they have imported Megatron and parsed every flag. The few checks here need neither, and
+cover the errors that a first short run usually has.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def refuse_early(argv: Sequence[str], ranks: int) -> None:
     """Raise the first complaint about a script's arguments that is certain without parsing all of them.
 
     Args:
-        argv: the script and its arguments, ``--config`` files among them.
-        ranks: of the job.
+        argv: the script and its arguments, which may include ``--config`` files.
+        ranks: number of ranks of the job.
 
     Raises:
-        ConfigError: the job cannot begin.
+        ConfigError: the job cannot start.
     """
     parser = _Words(add_help=False, allow_abbrev=False)
     for name, default in _DEFAULTS.items():
@@ -45,10 +45,10 @@ def refuse_early(argv: Sequence[str], ranks: int) -> None:
     words = config_file.expand(list(argv[1:]))
     try:
         args, _ = parser.parse_known_args(words)
-    except ConfigError:  # no whole number: Megatron's parser has more to say about it
+    except ConfigError:  # A value is no whole number; Megatron's parser reports it better.
         return
-    if args.use_checkpoint_args or args.yaml_cfg:  # flags come from files that are read later
+    if args.use_checkpoint_args or args.yaml_cfg:  # The flags come from files that are read later.
         return
-    args.world_size, args.lr = ranks, 1.0  # a learning rate that is missing is a complaint of the ranks'
+    args.world_size, args.lr = ranks, 1.0  # The ranks report a missing learning rate.
     for check in (sizes.world_size, sizes.learning_rate):
         refuse(check(args))

@@ -1,4 +1,4 @@
-"""Refusals of elastic jobs and of experts in slots."""
+"""Refusals of flags that elastic jobs or experts in slots do not support."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SLOTS_REFUSED = (
 
 
 def elastic(args: Namespace) -> Iterator[str]:
-    """Yield what an elastic job cannot do."""
+    """Yield complaints about settings that an elastic job does not support."""
     config = from_args(ElasticConfig, args)
     if not config.is_elastic:
         for flag in ("expert_slots", "expert_placement"):

@@ -1,4 +1,4 @@
-"""Files and folders that have to be there, or that can be made."""
+"""Checks of files and folders that have to exist, or that the job has to create."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _ROOM_BYTES = 128 << 10
 
 
 def empty_paths(args: Namespace) -> Iterator[str]:
-    """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
+    """Yield complaints about empty paths, which come from variables that are not set.
+
+    As a path, an empty string would mean the current folder.
+    """
     for flag in ("run_dir", "save", "load", "moevement_persist_dir", "moevement_load", "moevement_inject_trace"):
         value = getattr(args, flag, None)
         if value is not None and not value.strip():
@@ -25,7 +28,7 @@ def empty_paths(args: Namespace) -> Iterator[str]:
 
 
 def data(args: Namespace) -> Iterator[str]:
-    """Every named token file is there."""
+    """Yield complaints about token files and tokenizers that do not exist, and about an invalid split."""
     from megatron.core.datasets.utils import get_blend_from_list
 
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -66,7 +69,10 @@ def _split(args: Namespace) -> Iterator[str]:
 
 
 def _empty_shares(args: Namespace) -> Iterator[str]:
-    """Token files are split by documents; Megatron would look for samples among none of them without an end."""
+    """Yield complaints about data sets that would get no document.
+
+    Megatron splits token files by documents, and would search for samples among none without end.
+    """
     from megatron.core.datasets import blended_megatron_dataset_config as config
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import get_blend_from_list
@@ -89,7 +95,7 @@ def _empty_shares(args: Namespace) -> Iterator[str]:
 
 
 def written_folders(args: Namespace) -> Iterator[str]:
-    """Every folder that the job writes to can be made and written."""
+    """Yield complaints about folders for output that cannot be created or written."""
     for flag in ("run_dir", "save", "tensorboard_dir"):
         if not (path := getattr(args, flag)):
             continue
@@ -106,9 +112,7 @@ def written_folders(args: Namespace) -> Iterator[str]:
 
 
 def _full(name: str, folder: Path) -> Iterator[str]:
-    """Check that a folder has a little space at least: for the configuration, and for the first bytes of Megatron's
-    writers.
-    """
+    """Yield a complaint if a folder lacks the space for the configuration and the first bytes of Megatron's writers."""
     probe = folder / f".moevement-room.{os.getpid()}"
     try:
         probe.write_bytes(bytes(_ROOM_BYTES))
@@ -119,13 +123,13 @@ def _full(name: str, folder: Path) -> Iterator[str]:
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:
-    """Somebody serves the figures of the run who outlives its ranks."""
+    """Yield a complaint if no process that outlives the ranks serves the run's figures."""
     if (complaint := unserved(args.moevement_metrics_port)) is not None:
         yield complaint
 
 
 def checkpoints(args: Namespace) -> Iterator[str]:
-    """A dense checkpoint that is to be loaded is whole; a folder to save to can be made."""
+    """Yield complaints about a torn checkpoint to load, and about saves without an interval."""
     from megatron.moevement.runtime import dense_checkpoint
 
     if args.save and args.save_interval is None and not args.train_samples:

@@ -1,4 +1,4 @@
-"""Checks of this machine: a GPU, Transformer Engine, optimizers that come with packages."""
+"""Checks of this machine: its GPU, Transformer Engine, and optimizers that come with packages."""
 
 from __future__ import annotations
 
@@ -31,27 +31,30 @@ NEEDS_GPU = (
 
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables by which Transformer Engine may use a kernel, which Megatron sets for a backend."""
+"""Variables that allow Transformer Engine its attention kernels; Megatron sets them for a backend."""
 _ATTENTION_OF = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
 
 
 def attention(args: Namespace) -> Iterator[str]:
-    """Variables of the environment agree with the backend. Without a GPU they mean nothing and are taken away."""
+    """Yield complaints about environment variables that contradict the attention backend.
+
+    Without a GPU the variables have no effect, and the function removes them.
+    """
     if platform.is_cpu():
         for name in ATTENTION:
             os.environ.pop(name, None)
         return
     backend = args.attention_backend.name
     for name, value in zip(ATTENTION, _ATTENTION_OF.get(backend, ""), strict=False):
-        if (found := os.environ.get(name)) not in (None, value):
+        if (value_ := os.environ.get(name)) not in (None, value):
             yield (
-                f"{name}={found} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
+                f"{name}={value_} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
                 f"{', '.join(ATTENTION)}, or choose the backend by the flag"
             )
 
 
 def reruns(args: Namespace) -> Iterator[str]:
-    """The mode is one that Megatron's state machine for reruns has."""
+    """Yield a complaint about a mode that Megatron's parser accepts but its state machine for reruns does not."""
     if args.rerun_mode == "report_stats":
         yield (
             "--rerun-mode report_stats: Megatron's parser takes it and its state machine does not (there it is "
@@ -61,18 +64,21 @@ def reruns(args: Namespace) -> Iterator[str]:
 
 SHARED = Path("/dev/shm")
 _PREFETCHED, _BYTES_OF_TOKEN = 2, 24
-"""Batches that each worker has ready; tokens, labels and positions of eight bytes each."""
+"""Batches that each worker prefetches; bytes of a token, with its label and its position, eight each."""
 _SEMAPHORES = 1 << 16
-"""Bytes that the queues of workers take."""
+"""Bytes of shared memory that the queues of workers need."""
 
 
 def shared_memory(args: Namespace) -> Iterator[str]:
-    """Data workers hand batches over through shared memory: without room a rank fails at its first batch."""
+    """Yield a complaint if shared memory is too small for the batches of data workers.
+
+    A rank would fail at its first batch.
+    """
     if not args.num_workers or not SHARED.is_dir():
         return
     needed = _SEMAPHORES + args.num_workers * _PREFETCHED * args.micro_batch_size * args.seq_length * _BYTES_OF_TOKEN
-    found = os.statvfs(SHARED)
-    if (free := found.f_bavail * found.f_frsize) < needed:
+    shared = os.statvfs(SHARED)
+    if (free := shared.f_bavail * shared.f_frsize) < needed:
         yield (
             f"--num-workers {args.num_workers}: {SHARED} has {free / 1e6:.1f} MB free, and batches on their way from "
             f"workers take {needed / 1e6:.1f} MB and more; free some, give the container more, or --num-workers 0"
@@ -80,7 +86,7 @@ def shared_memory(args: Namespace) -> Iterator[str]:
 
 
 def optimizer(args: Namespace) -> Iterator[str]:
-    """The optimizer is one that this layout and this machine have."""
+    """Yield complaints about an optimizer that this layout or this machine does not have."""
     if args.use_distributed_optimizer and args.optimizer == "sgd":
         yield f"--optimizer {args.optimizer}: the distributed optimizer has only Adam; do without it"
     emerging = args.optimizer not in ("adam", "sgd")

@@ -1,4 +1,4 @@
-"""Numbers of Megatron's flags that cannot be, whatever else is given; Megatron has ranges for few of them."""
+"""Ranges of the numbers in Megatron's flags, independent of other flags; Megatron checks few of them."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ RANGES: dict[str, Range] = {
     "inprocess_soft_timeout": POSITIVE, "inprocess_hard_timeout": POSITIVE,
     "inprocess_monitor_thread_interval": POSITIVE,
 }  # fmt: skip
-"""Ranges by names in the parsed namespace. ``hidden_size`` and its like may be missing, but not be 0."""
+"""Ranges by the name in the parsed namespace. ``hidden_size`` and similar flags may be missing, but not 0."""
 _NAMED = {"layernorm_epsilon": "--norm-epsilon"}
-"""Flags whose values are kept under another name."""
+"""Flags whose values have another name in the namespace."""
 _MAY_BE_INFINITE = ("moevement_",)
-"""Ours say themselves what they may be."""
+"""Prefix of this project's flags, which check their own ranges."""
 
 
 def ranges(args: Namespace) -> Iterator[str]:
-    """Every number is in its range, and none is NaN or infinite."""
+    """Yield complaints about numbers that are out of range, NaN or infinite."""
     for name, value in vars(args).items():
         values = value if isinstance(value, list | tuple) else [value]
-        for one in values:
-            if isinstance(one, bool) or not isinstance(one, int | float):
+        for number in values:
+            if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            its = RANGES.get(name)
-            if its is not None and not its.holds(one):
-                yield f"{_flag(name)} {one:g}: needs {its}"
-            elif isinstance(one, float) and not math.isfinite(one) and not name.startswith(_MAY_BE_INFINITE):
-                yield f"{_flag(name)} {one}: needs a finite number"
+            allowed = RANGES.get(name)
+            if allowed is not None and not allowed.holds(number):
+                yield f"{_flag(name)} {number:g}: needs {allowed}"
+            elif isinstance(number, float) and not math.isfinite(number) and not name.startswith(_MAY_BE_INFINITE):
+                yield f"{_flag(name)} {number}: needs a finite number"
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Flags that cannot stand here, as a table: one line each, when it applies, and why."""
+"""Table of refused flags, each with a condition and a reason."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Refusal of one flag."""
+    """Refusal of one flag under a condition."""
 
     flag: str
     value: Callable[[Namespace], Any]
-    """Value that is refused: True where the flag alone says it, None or False if the refusal does not apply."""
+    """Function that returns the refused value; True if the flag has none, None or False if the refusal does not apply.
+    """
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:
-        """Nothing, or ``text`` with ``{flag}``, its value behind it, and ``{reason}``."""
+        """Yield ``text`` with ``{flag}`` and ``{reason}`` filled in, if the refusal applies.
+
+        The value of the flag follows its name.
+        """
         value = self.value(args)
         if value is not None and value is not False:
             yield text.format(flag=self.flag if value is True else f"{self.flag} {value}", reason=self.reason)
@@ -31,10 +35,10 @@ def complaints(refusals: Iterable[Refusal], args: Namespace, text: str) -> Itera
 
 
 def given(name: str) -> Callable[[Namespace], Any]:
-    """Return a test of whether a switch is set."""
+    """Return a function that returns True if the switch is set."""
     return lambda args: bool(getattr(args, name))
 
 
 def beside(name: str, harmless: Any) -> Callable[[Namespace], Any]:
-    """The value of an option, unless it is the one that does no harm."""
+    """Return a function that returns the value of an option, or None for the harmless value."""
     return lambda args: None if (value := getattr(args, name, None)) == harmless else value

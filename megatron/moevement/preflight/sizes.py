@@ -1,4 +1,4 @@
-"""Sizes that divide each other, and numbers without which Megatron cannot begin."""
+"""Checks of sizes that have to divide each other, and of numbers that Megatron requires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def missing(args: Namespace) -> Iterator[str]:
-    """Yield flags that Megatron requires and that are missing; ``ranges`` says which values they may have."""
+    """Yield flags that Megatron requires and that are missing; ``ranges`` checks their values."""
     required = {
         "--hidden-size": args.hidden_size,
         "--num-attention-heads": args.num_attention_heads,
@@ -27,7 +27,7 @@ def missing(args: Namespace) -> Iterator[str]:
 
 
 def world_size(args: Namespace) -> Iterator[str]:
-    """The ranks must fill whole model replicas."""
+    """Yield complaints if the ranks do not form whole model replicas."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     model = tp * pp * cp
     if args.world_size % model:
@@ -47,7 +47,7 @@ def world_size(args: Namespace) -> Iterator[str]:
 
 
 def experts(args: Namespace) -> Iterator[str]:
-    """Experts divide over expert-parallel ranks; a token cannot go to more experts than there are."""
+    """Yield complaints if experts do not divide over expert-parallel ranks, or a token needs more experts than exist."""
     ep, number = args.expert_model_parallel_size, args.num_experts
     if number is None:
         if ep > 1:
@@ -76,7 +76,7 @@ def experts(args: Namespace) -> Iterator[str]:
 
 
 def initialization(args: Namespace) -> Iterator[str]:
-    """Ways to make initial weights that are wrong without a word."""
+    """Yield complaints about initial weights that would be wrong without an error."""
     if args.use_cpu_initialization and args.num_experts and args.expert_model_parallel_size > 1:
         yield (
             "--use-cpu-initialization with --expert-model-parallel-size "
@@ -86,7 +86,7 @@ def initialization(args: Namespace) -> Iterator[str]:
 
 
 def layers(args: Namespace) -> Iterator[str]:
-    """Layers divide over pipeline stages and their virtual chunks."""
+    """Yield complaints if layers do not divide over pipeline stages and their virtual stages."""
     number, pp = args.num_layers, args.pipeline_model_parallel_size
     chunks, per_chunk = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage
     interleaved = (chunks or 1) > 1 or per_chunk is not None
@@ -119,7 +119,7 @@ def layers(args: Namespace) -> Iterator[str]:
 
 
 def widths(args: Namespace) -> Iterator[str]:
-    """Attention heads and widths divide over tensor-parallel ranks."""
+    """Yield complaints if attention heads and widths do not divide over tensor-parallel ranks."""
     tp, heads, hidden = args.tensor_model_parallel_size, args.num_attention_heads, args.hidden_size
     if heads is None or hidden is None:
         return
@@ -145,7 +145,7 @@ def widths(args: Namespace) -> Iterator[str]:
 
 
 def lengths_and_batches(args: Namespace) -> Iterator[str]:
-    """The sequence fits its positions and its cuts; the global batch divides into micro-batches."""
+    """Yield complaints about sequence lengths, and about a global batch that does not divide into micro-batches."""
     length, positions = args.seq_length, args.max_position_embeddings
     if length is None or args.micro_batch_size is None:
         return
@@ -186,7 +186,7 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
 
 
 def learning_rate(args: Namespace) -> Iterator[str]:
-    """Warmup ends before the decay does."""
+    """Yield complaints about a missing learning rate, and about a warmup that does not end before the decay."""
     if args.lr is None and not args.skip_train and not args.use_checkpoint_args:
         yield "--lr: missing; Megatron has no default learning rate"
     for unit, length in (("iters", args.train_iters), ("samples", args.train_samples)):
@@ -204,7 +204,7 @@ def _multiples(value: int, of: int) -> str:
 
 
 def batch_schedule(args: Namespace) -> Iterator[str]:
-    """Refuse the flag for batches that grow which Megatron 0.19 parses and then does not use."""
+    """Yield a complaint about the flag for growing batches that Megatron 0.19 parses but does not use."""
     if args.rampup_batch_size is not None:
         start, more, samples = args.rampup_batch_size
         yield (

@@ -1,5 +1,6 @@
-"""Refusals of what cannot be interrupted and entered again in one process, as a job with spares
-does after every failure.
+"""Refusals of flags that do not survive an interruption and a new entry in one process.
+
+A job with spares interrupts and enters training again after every failure.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ REFUSED_ON_GPUS = (
         "interrupted their kernels yet; leave the flag out",
     ),
 )  # fmt: skip
-"""Refusals that concern GPUs alone; without a GPU these flags are refused in every job."""
+"""Refusals for GPUs alone; without a GPU, every job refuses these flags."""
 
 
 def spares(args: Namespace) -> Iterator[str]:
-    """Yield what a job with spares cannot do."""
+    """Yield complaints about flags that a job with spares does not support."""
     if MEMBER_ENV not in os.environ:
         return
     refused = REFUSED if platform.is_cpu() else (*REFUSED, *REFUSED_ON_GPUS)

@@ -1,4 +1,4 @@
-"""Refusals of what sparse snapshots cannot see or cannot keep apart."""
+"""Refusals of flags whose effects sparse snapshots do not cover."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ REFUSED = (
 
 
 OPTIMIZERS = ("adam", "muon")
-"""Adam, and one whose update of a matrix needs all of it."""
+"""Supported optimizers: Adam, and one whose update of a matrix needs the whole matrix."""
 
 
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
-    """Yield settings with which sparse snapshots do not work."""
+    """Yield complaints about settings with which sparse snapshots do not work."""
     if session_config(args) is None:
         why = "without --moevement-sparse-ckpt; give both"
         if args.moevement_sparse_ckpt:
@@ -77,7 +77,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
 
 
 def _optimizer(args: Namespace) -> Iterator[str]:
-    """Optimizers whose state is known, and whose updates can be made again for some operators alone."""
+    """Yield complaints about optimizers with unknown state, or whose updates cannot be repeated for some operators."""
     asked = f"--moevement-sparse-ckpt with --optimizer {args.optimizer}"
     if args.optimizer not in OPTIMIZERS:
         yield f"{asked}: its state is not known here; use one of {', '.join(OPTIMIZERS)}"
@@ -93,25 +93,25 @@ def _optimizer(args: Namespace) -> Iterator[str]:
 
 
 def _injected(args: Namespace) -> Iterator[str]:
-    """Faults of ranks that the job does not have."""
+    """Yield complaints about injected faults of ranks that the job does not have."""
     for text in args.moevement_inject:
         if (rank := Fault.parse(text).rank) >= args.world_size:
             yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
 
 
 def _room(args: Namespace) -> Iterator[str]:
-    """Experts that cannot be given more room."""
+    """Yield complaints about experts that cannot have extra capacity."""
     if args.moevement_capacity_boost is None:
         return
     asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
-    if args.moe_expert_capacity_factor is None or args.moe_expert_capacity_factor < 0:  # which means none
+    if args.moe_expert_capacity_factor is None or args.moe_expert_capacity_factor < 0:  # A negative factor means none.
         yield f"{asked}: experts take every token; give --moe-expert-capacity-factor, or leave it out"
     if args.moe_pad_expert_input_to_capacity:
         yield f"{asked} with --moe-pad-expert-input-to-capacity: all experts have one size; leave one of them out"
 
 
 def _copies(args: Namespace) -> Iterator[str]:
-    """Copies that the nodes cannot keep, as far as that is known before ranks meet."""
+    """Yield a complaint about copies that the nodes cannot keep, as far as that is known before ranks meet."""
     wanted, world = args.moevement_replicas, args.world_size
     if not wanted or args.moevement_replicas_on_same_node:
         return

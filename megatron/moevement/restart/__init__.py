@@ -1,1 +1,1 @@
-"""A failure does not end the job: ranks that live stop what they do, meet again, and enter the trainer again."""
+"""Restart of Megatron in place: survivors of a failure stop, meet again, and enter the trainer again."""

@@ -1,4 +1,4 @@
-"""A rank that is new in a running job builds its model alone: what Megatron would ask of other ranks meanwhile."""
+"""Building of model and data on a replacement alone, while the other ranks of the job do not build theirs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from megatron.moevement.patches import replace_for_a_while
 from moevement_core.undo import UndoStack
 
 _DATA = "megatron.core.datasets"
-"""The package whose modules build indices on rank 0 alone."""
+"""Package whose modules build indices on rank 0 alone."""
 
 
 def building_alone(undo: UndoStack) -> list[str]:
-    """Reductions and broadcasts do nothing: tied embeddings, say, are summed over two stages when a model is built.
+    """Make reductions and broadcasts do nothing while a replacement builds its model.
 
-    Returns the names of those that are called, as they are.
+    Tied embeddings, for example, are summed over two stages when a model is built.
+
+    Returns:
+        A list that receives the name of each such call.
     """
     asked: list[str] = []
     for name in ("all_reduce", "broadcast"):
@@ -31,37 +34,43 @@ def building_alone(undo: UndoStack) -> list[str]:
 
 
 def building_data_alone(undo: UndoStack, cache: str | None) -> None:
-    """Have a rank that is new build its data sets alone, and indices that are not in its cache, too.
+    """Have a replacement build its data sets alone, including indices that are missing in its cache.
 
-    Megatron builds indices on rank 0 and lets the others wait for that. Rank 0 of a running job keeps its data sets and
-    builds none. Indices follow from the seed and the data, so any rank may build them.
+    Megatron builds indices on rank 0 while the other ranks wait. Rank 0 of a running job keeps its data sets and builds
+    none. Indices follow from the seed and the data, so any rank may build them.
 
     Args:
-        undo: ends it.
-        cache: ``--data-cache-path``, whose indices are built by one process at a time; None: they are beside the data.
+        undo: stack that ends the replacement of torch's functions.
+        cache: ``--data-cache-path``, whose indices one process at a time builds; None if they lie beside the data.
     """
     replace_for_a_while(undo, dist, "barrier", lambda *args, **kwargs: None)
     get_rank = dist.get_rank
 
     def rank_that_builds(*args: Any, **kwargs: Any) -> int:
-        # Which part of the model, and so which data, a rank has follows from its own rank.
+        # The model code keeps the true rank, from which this rank's part of the model and its data follow.
         is_data = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(_DATA)
         return 0 if is_data else get_rank(*args, **kwargs)
 
     replace_for_a_while(undo, dist, "get_rank", rank_that_builds)
     if cache is not None:
         Path(cache).mkdir(parents=True, exist_ok=True)
-        lock = open(Path(cache) / ".moevement-building", "a")  # noqa: SIM115 - until ``undo`` is closed
+        lock = open(Path(cache) / ".moevement-building", "a")  # noqa: SIM115 - ``undo`` closes it
         undo.push(lock.close)
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
-    """Megatron's optimizer asks all ranks for the keys of their parameters: record the answers, or give ``kept``.
+    """Record the parameter keys that Megatron's optimizer gathers from all ranks, or answer with ``kept`` keys.
 
-    They are the same on every rank. A rank that is new in a running job would ask alone. What else is asked meanwhile,
-    when a dense checkpoint is loaded, is no business of this.
+    The keys are equal on all ranks, and a replacement would gather them alone. Other gathers, when a dense checkpoint
+    is
+    loaded, are not affected.
+
+    Args:
+        undo: stack that ends the replacement of Megatron's functions.
+        record: receives the result of each gather.
+        kept: recorded results that are used in place of a gather; empty on a rank that gathers.
     """
     from megatron.training import training
 

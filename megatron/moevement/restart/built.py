@@ -1,4 +1,4 @@
-"""Common parts of every way to set a job up: where it starts, and what is recorded when its model is built."""
+"""Parts that every way to set a job up shares: its first progress, and the bookkeeping after the model is built."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
-"""Megatron's own way to model, optimizer and scheduler."""
+"""Function of Megatron that returns model, optimizer and scheduler."""
 
 
 class FirstProgress:
-    """Progress in Megatron's arguments before the first start of this process."""
+    """Progress in Megatron's arguments as of the first start of this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
     def put(self) -> None:
-        """A start is the first one again, however far the job had come before."""
+        """Restore the progress of the first start; the first call saves it instead."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.training import get_args
 
@@ -43,11 +43,11 @@ class FirstProgress:
 
 
 def has_built(job: Job, groups: Groups | None) -> None:
-    """Note where this rank stands and what its live objects refer to; every rank calls it when its model is built."""
+    """Record this rank's position and the groups of its live objects. Collective, after the model is built."""
     from megatron.training import get_args
 
     job.stand = Stand.now()
-    if get_args().moevement_elastic:  # windows on disk say where ranks stood by their flags alone
+    if get_args().moevement_elastic:  # Windows on disk identify positions by flags alone.
         assert job.stand == Stand.of(settings_of(get_args()), job.stand.rank)
     now = generation()
     job.formation = Formation(
@@ -55,13 +55,13 @@ def has_built(job: Job, groups: Groups | None) -> None:
     )
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
-    if (its := slots()) is not None:
+    if (expert_slots := slots()) is not None:
         mark_replicas(job.live.model or [], job.live.optimizer)
-        job.loads = RoutedLoads(job.live.model or [], its, get_args().moevement_rebalance_interval)
+        job.loads = RoutedLoads(job.live.model or [], expert_slots, get_args().moevement_rebalance_interval)
 
 
 def connect(job: Job) -> None:
-    """The session's part of an optimizer step."""
+    """Have optimizer steps call the job's session."""
 
     def step() -> Any:
         assert job.session is not None

@@ -1,6 +1,6 @@
-"""Entry into Megatron's trainer: a job is set up from its start, or continued after a failure.
+"""Entry into Megatron's trainer, which sets a job up from its start or continues it after a failure.
 
-Megatron sets up model and optimizer before it opens data, and there ranks meet; what was lost is replayed inside its
+Megatron builds model and optimizer before it opens data, and ranks meet there. Lost state is replayed inside Megatron's
 training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
 """
 
@@ -49,7 +49,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def enter_setup(process: Process) -> Wrapper:
-    """``setup_model_and_optimizer`` that keeps what it built, and after a failure keeps what is there."""
+    """Return a wrapper of ``setup_model_and_optimizer`` that keeps the built objects for reuse after a failure."""
     first = FirstProgress()
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def enter_setup(process: Process) -> Wrapper:
                 container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
 
             def setup() -> tuple[list[Any], Any, Any]:
-                with waiting_for_others():  # compilers, libraries of the device, a checkpoint that is loaded
+                with waiting_for_others():  # it may wait for compilers, device libraries, or the load of a checkpoint
                     return original(*args, **kwargs)
 
             now = generation()
@@ -80,7 +80,7 @@ def enter_setup(process: Process) -> Wrapper:
 
 
 def _pipelines() -> list[Any]:
-    """Groups of pipeline stages that this rank is in."""
+    """Return the groups of pipeline stages that this rank belongs to."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -88,10 +88,10 @@ def _pipelines() -> list[Any]:
 
 
 def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:
-    """Set a job up from its start, and begin its record at the iteration that it starts from.
+    """Set a job up from its start, and begin its record at the iteration from which it starts.
 
     Raises:
-        ConfigError: the job cannot begin as its flags say, another job has the run directory, for example.
+        ConfigError: the job cannot start with its flags; for example, another job has the run directory.
     """
     from megatron.training import get_args
 
@@ -138,19 +138,20 @@ def _report_restart(job: Job, source: str) -> None:
 
 
 def _take_up(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
-    """Meet the others after a failure and find the way back; whether there is one. Every rank calls it.
+    """Meet the other ranks after a failure and find a restore point. Collective.
 
-    Where nothing was committed the process's job is a new one, to be set up from its start.
+    Returns:
+        False if no rank has committed anything; the process's job is then a new one, to be set up from its start.
 
     Raises:
-        NoWayBack: nobody has what is needed. When ranks meet next they set up the job from its start: from windows
-            on disk, from a dense checkpoint, or from the seed.
+        NoWayBack: no rank has the state that is needed. At the next meeting, ranks set the job up from its start: from
+            windows on disk, from a dense checkpoint, or from the seed.
     """
     from megatron.training import get_args
 
     job, args = process.job, get_args()
     config = RunConfig.from_args(args).session
-    if config is None:  # nothing is kept in memory
+    if config is None:  # without snapshots in memory
         process.start_over()
         return False
     binding = job.binding
@@ -165,7 +166,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
             log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
-    except NoWayBack:  # ranks meet once more, and then nobody has begun
+    except NoWayBack:  # At the next meeting no rank counts as begun.
         job.has_begun = False
         raise
     return True
@@ -176,12 +177,13 @@ def _joined(job: Job, session: Session, until: int) -> None:
 
 
 def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: FirstProgress) -> bool:
-    """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later.
+    """Build model, optimizer and scheduler on a replacement without communication; their state comes later.
 
     Returns:
-        Whether they are what they were when the job began. Not if weights would have come from other ranks.
+        True if they have the state with which the job started; False if a checkpoint or other ranks supplied weights
+        then.
     """
-    first.put()  # this process may have been on its way before
+    first.put()  # This process may have advanced the progress in an earlier generation.
     binding, live = job.binding, job.live
     binding.job_name = job_name() or ""
     load, pretrained = args.load, args.pretrained_checkpoint
@@ -201,24 +203,27 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
 
 
 def enter_loop(process: Process) -> Wrapper:
-    """``train``, before whose first iteration lost state is replayed; its arguments are those of a replay's steps."""
+    """Return a wrapper of ``train`` that replays lost state before the first iteration.
+
+    The replay executes its steps with the arguments of ``train``.
+    """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def train(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
             job = process.job
             names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
-            job.live.loop = TrainLoop(*(given.arguments[name] for name in names))
+            job.live.loop = TrainLoop(*(bound.arguments[name] for name in names))
             if job.resized is not None:
                 resized = job.resized
                 take_up_resized(process, resized)
-                _back(job, given, resized.iteration, {}, resized.is_between)
+                _back(job, bound, resized.iteration, {}, resized.is_between)
             elif job.rejoined is not None:
-                job.binding.on_back = functools.partial(_back, job, given)
+                job.binding.on_back = functools.partial(_back, job, bound)
                 job.rejoined.resume()
                 job.rejoined = None
                 job.binding.forget_loop()
@@ -236,41 +241,41 @@ def enter_loop(process: Process) -> Wrapper:
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
-    """State is that of ``until`` on every rank: complete the metrics, and do what was due there."""
+    """Complete the metrics, and do what is due after iteration ``until``; called when every rank has its state."""
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)
 
 
 def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> None:
-    """Do what is due after ``iteration``, and the failure may have cut off: evaluation, dense save, exit.
+    """Do what is due after ``iteration`` and the failure may have prevented: evaluation, dense save, exit.
 
     Raises:
-        SystemExit: the job was to exit after the iteration.
+        SystemExit: the job was due to exit after the iteration.
     """
     from megatron.training import get_args, get_timers, training
 
-    args, given = get_args(), train.arguments
+    args, inputs = get_args(), train.arguments
     start = args.start_eval_at_iter
     due = args.eval_interval and args.do_valid and iteration % args.eval_interval == 0
     if due and (start is None or iteration >= start):
         training.evaluate_and_print_results(
-            f"iteration {iteration}", given["forward_step_func"], given["valid_data_iterator"], given["model"],
-            iteration, given["process_non_loss_data_func"], given["config"], verbose=False, write_to_tensorboard=True,
-            non_loss_data_func=given["non_loss_data_func"], pg_collection=given["pg_collection"],
-            p2p_communicator=given["p2p_communicator"],
+            f"iteration {iteration}", inputs["forward_step_func"], inputs["valid_data_iterator"], inputs["model"],
+            iteration, inputs["process_non_loss_data_func"], inputs["config"], verbose=False, write_to_tensorboard=True,
+            non_loss_data_func=inputs["non_loss_data_func"], pg_collection=inputs["pg_collection"],
+            p2p_communicator=inputs["p2p_communicator"],
         )  # fmt: skip
     every = args.save_interval
     is_due = bool(args.save and every)
     is_overdue = is_due and from_rank_zero(lambda: _is_overdue(Path(args.save), iteration, every), bool)
     interval = get_timers()("interval-time", log_level=0)
-    interval.start(barrier=True)  # a save interrupts it, and Megatron's loop has not begun it yet
+    interval.start(barrier=True)  # A save pauses this timer, and Megatron's loop has not started it yet.
     with job.live.undo.nested() as undo:
-        if is_due and not is_overdue:  # it was saved before the failure
+        if is_due and not is_overdue:  # saved before the failure
             undo.set(args, "save_interval", None)
         is_to_exit = training.checkpoint_and_decide_exit(
-            given["model"], given["optimizer"], given["opt_param_scheduler"], iteration,
-            args.num_floating_point_operations_so_far, given["checkpointing_context"], given["train_data_iterator"],
+            inputs["model"], inputs["optimizer"], inputs["opt_param_scheduler"], iteration,
+            args.num_floating_point_operations_so_far, inputs["checkpointing_context"], inputs["train_data_iterator"],
         )  # fmt: skip
     interval.stop()
     if is_to_exit:
@@ -278,10 +283,11 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
 
 
 def _leave() -> None:
-    """End this rank as Megatron's loop does where an exit is due.
+    """End this rank as Megatron's loop does when an exit is due. Collective.
 
-    The steps are those at the end of its ``train``, which has no function for them. Every rank calls this, after the
-    same iteration.
+    The steps are those at the end of Megatron's ``train``, which has no function for them. All ranks exit after the
+    same
+    iteration.
 
     Raises:
         SystemExit: with code 0.
@@ -296,7 +302,7 @@ def _leave() -> None:
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Return whether the newest scheduled save is not there, or cannot be seen."""
+    """Return True if the newest scheduled save is missing or its tracker is not readable."""
     try:
         text = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:

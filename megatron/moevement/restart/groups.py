@@ -1,4 +1,4 @@
-"""Process groups of one generation, and how Megatron's objects, which outlive it, get the next one's."""
+"""Process groups of one generation, and their replacement in Megatron's objects, which outlive the generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moevement_core.errors import RecoveryError
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The process groups of a generation, in the order in which they were made, which is the same in every one."""
+    """Process groups of a generation, in the order of their creation, which is equal in all generations."""
 
     groups: tuple[Any, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -28,10 +28,10 @@ class Groups:
 
 
 def move_to_groups(old: Groups, new: Groups) -> None:
-    """Replace every reference to a group of ``old``, wherever in this process, by the one of ``new``.
+    """Replace every reference in this process to a group of ``old`` by the matching group of ``new``.
 
     Raises:
-        RecoveryError: the groups are not the same ones rebuilt, or a reference cannot be replaced.
+        RecoveryError: the new groups do not match the old ones, or a reference cannot be replaced.
     """
     if old.ranks != new.ranks[: len(old.ranks)]:
         raise RecoveryError(
@@ -39,58 +39,63 @@ def move_to_groups(old: Groups, new: Groups) -> None:
             "cannot be told from each other"
         )
     replacement = {id(group): other for group, other in zip(old.groups, new.groups, strict=False) if group is not other}
-    gone = [group for group in old.groups if id(group) in replacement]
+    old_groups = [group for group in old.groups if id(group) in replacement]
     for find in (_holders, _holders_after_collection, _hidden_holders, _holders_among_all, _hidden_holders):
-        for holder in find(gone):
+        for holder in find(old_groups):
             _replace_in(holder, replacement)
-        if not _left(gone):
+        if not _left(old_groups):
             return
-    kinds = sorted({type(holder).__name__ for holder in gc.get_referrers(*_left(gone)) if holder is not old.groups})
+    kinds = sorted(
+        {type(holder).__name__ for holder in gc.get_referrers(*_left(old_groups)) if holder is not old.groups}
+    )
     raise RecoveryError(
-        f"{len(_left(gone))} process groups of before the failure are still referred to, by: {', '.join(kinds)}"
+        f"{len(_left(old_groups))} process groups of before the failure are still referred to, by: {', '.join(kinds)}"
     )
 
 
-def _left(gone: list[Any]) -> list[Any]:
-    """Return the groups that have references beside ``gone`` itself and the :class:`Groups` that they were in."""
-    return [gone[index] for index in range(len(gone)) if sys.getrefcount(gone[index]) > 3]  # the argument is the third
+def _left(old_groups: list[Any]) -> list[Any]:
+    """Return the groups that are referred to outside of ``old_groups`` and of the :class:`Groups` that held them."""
+    return [
+        old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
+    ]  # the third reference is the argument of getrefcount
 
 
-def _holders(gone: list[Any]) -> list[Any]:
-    """Return the objects that hold one of ``gone``, as far as the garbage collector knows, and Megatron's collections
-    of groups.
-    """
+def _holders(old_groups: list[Any]) -> list[Any]:
+    """Return Megatron's collections of groups, and the objects that hold an old group as far as ``gc`` knows."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    collections = [one for one in gc.get_objects() if type(one) is ProcessGroupCollection]
+    collections = [candidate for candidate in gc.get_objects() if type(candidate) is ProcessGroupCollection]
     return collections + [
         holder
-        for holder in gc.get_referrers(*gone)
-        if holder is not gone and type(holder).__name__ not in ("frame", "list_iterator", "tuple_iterator")
+        for holder in gc.get_referrers(*old_groups)
+        if holder is not old_groups and type(holder).__name__ not in ("frame", "list_iterator", "tuple_iterator")
     ]
 
 
-def _holders_after_collection(gone: list[Any]) -> list[Any]:
-    """Return the holders after a collection, without frames that hold each other in a circle."""
+def _holders_after_collection(old_groups: list[Any]) -> list[Any]:
+    """Return the holders after a collection, which removes frames that refer to each other in a circle."""
     gc.collect()
-    return _holders(gone)
+    return _holders(old_groups)
 
 
-def _holders_among_all(gone: list[Any]) -> list[Any]:
-    """Return the holders among all objects, including those from before training, which the garbage collector skips
-    since.
+def _holders_among_all(old_groups: list[Any]) -> list[Any]:
+    """Return the holders among all objects, including those from before training.
+
+    The garbage collector has ignored the latter since training began.
     """
     gc.unfreeze()
-    return _holders_after_collection(gone)
+    return _holders_after_collection(old_groups)
 
 
-def _hidden_holders(gone: list[Any]) -> list[Any]:
-    """Dictionaries and tuples that hold one of ``gone`` and nothing that the garbage collector would have to know."""
-    wanted = {id(group) for group in gone}
+def _hidden_holders(old_groups: list[Any]) -> list[Any]:
+    """Return dictionaries that hold an old group and that the garbage collector does not track."""
+    wanted = {id(group) for group in old_groups}
     hidden = {
-        id(one): one
-        for one in gc.get_referents(*gc.get_objects())
-        if type(one) is dict and not gc.is_tracked(one) and any(id(value) in wanted for value in one.values())
+        id(referent): referent
+        for referent in gc.get_referents(*gc.get_objects())
+        if type(referent) is dict
+        and not gc.is_tracked(referent)
+        and any(id(value) in wanted for value in referent.values())
     }
     return list(hidden.values())
 
@@ -123,5 +128,5 @@ def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
     elif hasattr(holder, "__dict__"):
         for name, value in list(vars(holder).items()):
             if id(value) in replacement:
-                # Not by setattr: what a class does on assignment has been done.
+                # Set the value without setattr, because the class has already done what it does on assignment.
                 vars(holder)[name] = replacement[id(value)]

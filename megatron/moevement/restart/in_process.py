@@ -1,4 +1,4 @@
-"""Megatron's ``pretrain()`` as training that is entered again after every failure."""
+"""Adapter that enters Megatron's ``pretrain()`` again after every failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from moevement_core.restart.in_process import Training, Watching, is_restarted_i
 
 
 def restart_in_process(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``pretrain`` for a job that goes on after failures; unchanged in any other."""
+    """Return a wrapper of ``pretrain`` that enters it again after failures, for jobs that restart in place.
+
+    In other jobs the wrapper only calls the original.
+    """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -89,7 +92,7 @@ class _Pretrain(Training):
         if job.session is not None:
             job.session.interrupted()
         leftovers.clear(job.live, job.config_before)
-        if not job.has_begun:  # nothing that could be kept
+        if not job.has_begun:  # This rank has no state to keep.
             self._process.start_over()
 
     @override

@@ -1,4 +1,4 @@
-"""Megatron's ranks meet in the launcher's store, and make the communicators that an abort can end."""
+"""Setup of torch.distributed through the launcher's store, with communicators that an abort can end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moevement_core.restart.store import connect_plain, store_address
 
 
 def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``pretrain`` that initialises torch.distributed through the launcher's store, where there is one."""
+    """Return a ``pretrain`` that initializes torch.distributed through the launcher's store, if a launcher has one."""
 
     @functools.wraps(original)
     def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
@@ -26,10 +26,11 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def force_nccl_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``maybe_force_nccl_backend_init`` that does so for a job that goes on after failures, too.
+    """Return a ``maybe_force_nccl_backend_init`` that also creates communicators in jobs that continue after failures.
 
-    Ending a group whose communicator was never made leaves kernels of its subgroups running. Megatron forces it under
-    its own ``--inprocess-restart`` only.
+    An abort of a group whose communicator was never created leaves kernels of its subgroups running. Megatron creates
+    it
+    only with its own ``--inprocess-restart``.
     """
 
     @functools.wraps(original)

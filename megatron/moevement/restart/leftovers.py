@@ -1,18 +1,18 @@
-"""Cleaning up after an exception between any two steps of the trainer, in a rank that keeps its state.
+"""Cleanup of a surviving rank after an exception between any two steps of the trainer.
 
-The restart's exception is raised from outside, between any two bytecodes of the main thread: after autograd has
-accumulated and before Megatron's hook has run, or on the way out of a context manager, which then never restores what
-it changed. So nothing here relies on anybody's ``finally``. Each function takes one kind of leftover away and says what
-it would have done; all of them may be called again, and do nothing where nothing is left.
+The restart raises its exception from outside, between any two bytecodes of the main thread. It can strike after
+autograd has accumulated a gradient and before Megatron's hook has run, or during the exit of a context manager, which
+then never restores what it changed. So nothing here relies on a ``finally``. Each function removes one kind of leftover
+and documents the damage that it would do. Each may be called repeatedly, and does nothing if nothing is left.
 
-Not here:
+Other places handle:
 
 - what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state
   machine, timers, data iterators, the memory buffers of collectives;
-- what is put back from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
+- what is restored from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
   scalers, the schedule, consumed samples;
 - what a step writes before it reads it: ``found_inf``, the scales of auxiliary losses, inputs of pipeline stages;
-- what this package itself puts aside for a while: it is in ``live.undo``, which are closed before.
+- what this package itself replaces for a while: ``live.undo`` restores it before.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
-"""Fields that ``train`` puts into the model's configuration."""
+"""Fields that ``train`` sets in the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Indices of Megatron's data sets: the one that is checked, and those that are mapped after it."""
+"""Indices of Megatron's data sets: the index that Megatron checks, and the indices that it maps after it."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
 def config_of(live: Live) -> dict[str, Any]:
-    """Return the content of the model's configuration before ``train`` puts its own into it."""
+    """Return the fields of the model's configuration that ``train`` overwrites, before it does."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config((live.model or [])[0])
@@ -43,7 +43,7 @@ def config_of(live: Live) -> dict[str, Any]:
 
 
 def clear_thread() -> None:
-    """Reset state of the thread, not of the model; right after the interruption, before ranks meet."""
+    """Reset state of the main thread, right after the interruption and before ranks meet."""
     _finish_context_managers()
     _reset_thread()
     _drop_queued_nodes()
@@ -52,12 +52,15 @@ def clear_thread() -> None:
 
 
 def clear(live: Live, config: Mapping[str, Any]) -> None:
-    """Everything of the model but gradients; after :func:`clear_thread`. Gradients may still be needed: a rank that had
-    contributed to every reduction of a step follows those that have made it.
+    """Reset all leftovers in the model except gradients, after :func:`clear_thread`.
+
+    Gradients may still be needed: a rank that contributed to every reduction of a step executes that step if other
+    ranks
+    have executed it.
 
     Args:
-        live: of this rank.
-        config: what :func:`config_of` gave.
+        live: Megatron's objects on this rank.
+        config: result of :func:`config_of` for the model.
     """
     _reset_indices(live)
     if live.model is not None:
@@ -70,15 +73,15 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
 
 
 def clear_gradients(live: Live) -> None:
-    """Clear all gradients and gradient buffers, when no rank follows a step any more.
+    """Clear all gradients and gradient buffers, once no rank executes the interrupted step any more.
 
-    Megatron's hook adds ``param.grad`` to the buffer and drops it; what is there when the hook is interrupted is added
-    to the next gradient. ``DistributedOptimizer.zero_grad`` drops those of this rank's shard alone.
+    Megatron's hook adds ``param.grad`` to the buffer and drops it. A gradient that an interrupted hook leaves would be
+    added to the next one. ``DistributedOptimizer.zero_grad`` drops only the gradients of this rank's shard.
     """
     for chunk in live.model or []:
         for parameter in chunk.parameters():
             _drop_gradient(parameter)
-        _reset_reductions(chunk)  # else an incomplete count of the first iteration is refused
+        _reset_reductions(chunk)  # Without a reset, Megatron refuses an incomplete count of the first iteration.
         chunk.zero_grad_buffer()
     for member in members(live.optimizer):
         for group in getattr(getattr(member, "optimizer", None), "param_groups", ()):
@@ -89,7 +92,10 @@ def clear_gradients(live: Live) -> None:
 
 
 def gradients(live: Live) -> list[str]:
-    """Gradients that are there and should not be, in words. Reads every gradient buffer and waits for the device."""
+    """Return descriptions of all gradients that should not exist.
+
+    The function reads every gradient buffer and waits for the device.
+    """
     return [*_parameters_with_gradients(live), *_buffers_with_gradients(live)]
 
 
@@ -110,10 +116,10 @@ def _buffers_with_gradients(live: Live) -> Iterator[str]:
 
 
 def let_go(live: Live) -> None:
-    """Release what keeps an unreferenced model in memory.
+    """Drop references that would keep an unreferenced model in memory.
 
-    A garbage collection does not look into graphs of autograd. Modules, and what they hold, keep tensors of the last
-    forward pass, these its graph, that the accumulators of gradients, and their hooks the model.
+    Garbage collection does not follow autograd's graphs. Modules and their attributes keep tensors of the last forward
+    pass. Those keep its graph, the graph keeps the gradient accumulators, and the hooks of these keep the model.
     """
     for chunk in live.model or []:
         chunk.grad_accs.clear()
@@ -130,19 +136,23 @@ def _drop_gradient(parameter: Any) -> None:
         parameter.decoupled_grad = None
 
 
-# One kind each
+# One function for each kind
 
 
 def _finish_context_managers() -> None:
-    """Generators whose way out was interrupted run the rest of it when they are collected: that is to be now, not when
-    it would put old random states over those of the training that goes on.
+    """Finish the generators of interrupted context managers now.
+
+    A generator whose exit was interrupted runs the rest of it when it is collected. A later collection would replace
+    the
+    random states of the continued training with old ones.
     """
     gc.collect()
 
 
 def _reset_thread() -> None:
-    """Reset settings that torch keeps for a thread and that context managers change; otherwise gradients might not be
-    recorded.
+    """Reset settings that torch keeps for a thread and that context managers change.
+
+    A setting that an interrupted context manager left could turn off the recording of gradients, for example.
     """
     torch.set_grad_enabled(True)
     for device in ("cuda", "cpu"):
@@ -162,22 +172,26 @@ def _first_graph() -> torch.Tensor:
 
 
 _FIRST = _first_graph()
-"""Made when this module is imported, before any graph that trains: its nodes have the lowest numbers."""
+"""Graph that is built at import, before any graph that trains, so that its nodes have the lowest sequence numbers."""
 
 
 def _drop_queued_nodes() -> None:
-    """An interrupted backward pass leaves its nodes in the thread's queue, and the graph with all that it has saved.
+    """Drop the nodes that an interrupted backward pass left in the thread's queue, with the graph they keep.
 
-    The queue is worked off in the order of numbers, the highest first, until the pass is over that is under way (torch
-    2.13, ``torch/csrc/autograd/engine.cpp``): a new pass would be over before it came to what is left. One of the
-    first graph comes to everything else before. Queues of devices have threads of their own, which wait for more.
+    The engine works the queue off in order of sequence numbers, the highest first, until the current pass is complete
+    (torch 2.13, ``torch/csrc/autograd/engine.cpp``). A pass of a new graph would be complete before it reached the old
+    nodes. A pass over the first graph processes all others before its own. Queues of devices have threads of their own,
+    which wait for more work.
     """
     _FIRST.backward(retain_graph=True)
 
 
 def _reset_random_tracker() -> None:
-    """A fork that was interrupted where it ends leaves its name as the current one: the next fork stores the default
-    generator's state under it, and dropout goes on from there. A checkpointed block leaves the mark of one.
+    """Reset Megatron's random tracker.
+
+    A fork that was interrupted during its exit leaves its name as the current one. The next fork would store the
+    default
+    generator's state under that name, and dropout would continue from it. A checkpointed block leaves the mark of one.
     """
     from megatron.core.tensor_parallel import random
 
@@ -188,8 +202,11 @@ def _reset_random_tracker() -> None:
 
 
 def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
-    """``train`` asserts that nobody has set what it sets; an evaluation puts the timers aside. Timers are new in each
-    generation: the optimizer's would go on with one that was started and not stopped.
+    """Restore the configuration fields that ``train`` asserts to be unset, and give the configuration its timers again.
+
+    An evaluation sets the timers aside. Timers are new in each generation, because those of the optimizer could have
+    been
+    started and not stopped.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
@@ -199,38 +216,41 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
         setattr(config, name, value)
     config.timers = get_timers()
     for optimizer in (live.optimizer, *members(live.optimizer)):
-        if (its := getattr(optimizer, "config", None)) is not None:
-            its.timers = get_timers()
+        if (config_ := getattr(optimizer, "config", None)) is not None:
+            config_.timers = get_timers()
 
 
 def _reset_indices(live: Live) -> None:
-    """Reset half-mapped data sets. With ``--dataloader-defer-npy-index-mmap`` a data set maps its files at its first
-    sample, and takes all of them to be there once the first is.
+    """Reset half-mapped data sets.
+
+    With ``--dataloader-defer-npy-index-mmap`` a data set maps its files at its first sample. It takes all of them as
+    mapped once the first is.
     """
-    for one in _all_datasets(live.datasets):
+    for dataset in _all_datasets(live.datasets):
         for first, others in _INDICES.items():
-            if any(getattr(one, name, first) is None for name in others):
-                setattr(one, first, None)
+            if any(getattr(dataset, name, first) is None for name in others):
+                setattr(dataset, first, None)
 
 
-def _all_datasets(found: Any) -> Iterator[Any]:
-    if isinstance(found, list | tuple):
-        for one in found:
-            yield from _all_datasets(one)
-    elif found is not None:
-        yield found
-        yield from _all_datasets(getattr(found, "datasets", ()))
+def _all_datasets(datasets: Any) -> Iterator[Any]:
+    if isinstance(datasets, list | tuple):
+        for dataset in datasets:
+            yield from _all_datasets(dataset)
+    elif datasets is not None:
+        yield datasets
+        yield from _all_datasets(getattr(datasets, "datasets", ()))
 
 
 def _reset_metrics(live: Live) -> None:
-    """Sums of half an iteration, which the next line of the log would count; and what ranks ask each other once and
-    remember: one that is new would ask alone.
+    """Drop sums of the interrupted iteration, and caches that ranks fill collectively.
+
+    The next log line would include the sums. A replacement has no caches, and would call the collective alone.
     """
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    destroy_moe_metrics_tracker()  # it keeps groups, too, and a rank may come to a stage that has no experts
+    destroy_moe_metrics_tracker()  # It also keeps groups, and a rank may move to a stage without experts.
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
     for optimizer in (live.optimizer, *members(live.optimizer)):
@@ -238,16 +258,19 @@ def _reset_metrics(live: Live) -> None:
 
 
 def _reset_modules(live: Live) -> None:
-    """An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are
-    called in five parts, and refuse the first where another one comes next. FP8 modules stand in a registry that is
-    gone.
+    """Reset modules that an interruption left in the middle of something.
+
+    An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are called
+    in
+    five parts, and refuse the first part if another one is due. FP8 modules are listed in a registry that no longer
+    exists.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
     for chunk in live.model or []:
         chunk.train()
         for module in chunk.modules():
-            module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as all of it
+            module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as the whole one
             interrupted.register_again(module)
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
@@ -256,9 +279,12 @@ def _reset_modules(live: Live) -> None:
 
 
 def _reset_reductions(chunk: Any) -> None:
-    """Handles of aborted reductions would be waited for; gradients counted in an iteration that is begun again would
-    be counted twice. Every rank begins as a new one does, whose first iteration reduces when backward is over: in
-    another order than while it runs, where groups of parameters share communicators.
+    """Reset the state of gradient reductions.
+
+    Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
+    iteration twice. Every rank starts as a replacement does, which reduces after the backward pass in its first
+    iteration.
+    An overlapped reduction has another order if groups of parameters share communicators.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -269,7 +295,7 @@ def _reset_reductions(chunk: Any) -> None:
 
 
 def _reset_gathers(chunk: Any) -> None:
-    """Parameters that count as gathered and are not; hooks that wait for them and were half taken away."""
+    """Reset parameters that wrongly count as gathered, and reinstall hooks that are partly removed."""
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.param_gather_handle = None
         group.param_gather_dispatched = False

@@ -1,4 +1,4 @@
-"""State of Megatron that belongs to a generation of the job, and to a rank."""
+"""State of Megatron that belongs to a generation of the job or to a rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import suppress
 
 
 def take_rank(rank: int, world: int, device: int | None = None) -> None:
-    """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start.
+    """Set this process's rank in Megatron's global arguments and in the objects that depend on it.
 
     Args:
-        rank: of the job.
-        world: how many ranks the job has.
-        device: the local number of its device, which Megatron sets when it is entered; a spare holds none before.
+        rank: rank in the job.
+        world: number of ranks in the job.
+        device: local number of the rank's device; None leaves it. Megatron selects the device when it is entered, and a
+            spare has none before.
     """
     from megatron.training import get_args, global_vars
 
@@ -25,19 +26,19 @@ def take_rank(rank: int, world: int, device: int | None = None) -> None:
     if device is not None:
         args.local_rank = device
         os.environ["LOCAL_RANK"] = str(device)
-    is_last = rank == args.world_size - 1  # it writes what Megatron logs
+    is_last = rank == args.world_size - 1  # The last rank writes Megatron's logs.
     for name in ("tensorboard", "wandb"):
         writer = getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER")
         if is_last and writer is None:
             getattr(global_vars, f"_set_{name}_writer")(args)
         elif not is_last and writer is not None:
-            with suppress(Exception):  # another one goes on, and this one has no more to say
+            with suppress(Exception):  # another rank writes from now on
                 writer.flush() if name == "tensorboard" else writer.finish()
             setattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER", None)
 
 
 def _take_world(world: int) -> None:
-    """Be one of ``world`` ranks from now on; the global batch stays the same."""
+    """Set the number of ranks to ``world``; the global batch keeps its size."""
     from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
     from megatron.training import get_args
 
@@ -53,7 +54,7 @@ def _take_world(world: int) -> None:
 
 
 def forget_generation() -> None:
-    """Put away what an interrupted ``pretrain`` has left, so that it can be entered again."""
+    """Remove what an interrupted ``pretrain`` left, so that it can be entered again."""
     from megatron.core import parallel_state, rerun_state_machine
     from megatron.training import get_args, global_vars
 
@@ -68,8 +69,9 @@ def forget_generation() -> None:
 
 
 def _forget_dispatch_buffers() -> None:
-    """Forget DeepEP's buffers: they are made for the processes of a group, and kept for the group that takes its place.
-    Not tested on GPUs.
+    """Drop DeepEP's buffers, which belong to the processes of a group. Not tested on GPUs.
+
+    DeepEP would keep them for the next group in the same place.
     """
     if (module := sys.modules.get("megatron.core.transformer.moe.fused_a2a")) is not None:
         module._buffer = None  # type: ignore[attr-defined]
@@ -77,9 +79,11 @@ def _forget_dispatch_buffers() -> None:
 
 
 def program_start() -> float | None:
-    """Return the script's start time, to be restored before ``pretrain`` is entered again.
+    """Return the script's start time, which has to be restored before ``pretrain`` is entered again.
 
-    Ranks reduce it where it is known, and then it is known everywhere: one that is new would not take part.
+    Ranks reduce this time if it is set. Survivors would then have it and a replacement would not, so the replacement
+    would
+    take part in another number of reductions.
     """
     from megatron.training import training
 
@@ -87,7 +91,7 @@ def program_start() -> float | None:
 
 
 def set_program_start(when: float | None) -> None:
-    """Put back what :func:`program_start` gave."""
+    """Restore the result of :func:`program_start`."""
     from megatron.training import training
 
     training._STARTUP_TIMESTAMPS["program_start"] = when
@@ -96,13 +100,13 @@ def set_program_start(when: float | None) -> None:
 def end_data_workers() -> None:
     """Kill the processes of data loaders.
 
-    Asked to end, each would take its five seconds; and with ``--exit-signal-handler`` they ignore being asked.
+    A request to end takes up to five seconds for each, and with ``--exit-signal-handler`` they ignore it.
     """
     from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-    for iterator in [one for one in gc.get_objects() if type(one) is _MultiProcessingDataLoaderIter]:
-        if iterator._worker_pids_set:  # torch raises for a worker that dies, unless it has been told
+    for iterator in [candidate for candidate in gc.get_objects() if type(candidate) is _MultiProcessingDataLoaderIter]:
+        if iterator._worker_pids_set:  # Torch raises an error for a dead worker that it still watches.
             _utils.signal_handling._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
         for worker in iterator._workers:

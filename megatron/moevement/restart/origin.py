@@ -1,9 +1,9 @@
-"""Origin of a job whose state in memory is lost: its own newest state, or what it started from first.
+"""Origin of a job whose state in memory is lost: its own newest state, or the state from which it started first.
 
-The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was to begin. A checkpoint
-that the job has saved itself is loaded in full, whatever they leave out: half of it would be another training. Without
-one the job begins as it did the first time, from the same checkpoint, though newer ones may be in that folder by now.
-Windows on disk come on top of either (:mod:`moevement_core.session.window_start`).
+The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was meant to start. A
+checkpoint that the job saved itself is loaded in full, whatever these flags leave out, because half of it would be a
+different training. Without such a checkpoint the job starts as it did the first time, from the same checkpoint, even if
+``--load`` has newer ones by now. Windows on disk come on top of either (:mod:`moevement_core.session.window_start`).
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from moevement_core.session.exchange import broadcast_object
 from moevement_core.session.identity import JobNames, remember
 
 MARKER = ".moevement-job"
-"""Marker in the folder of a checkpoint: the job that saved it, and whether it is all of its state."""
+"""Name of the file in a checkpoint's folder that states which job saved it and whether it has all of the state."""
 _FIRST = "job/first_checkpoint"
 RELEASE = "release"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a start of a job, before windows on disk are looked for."""
+    """Origin of a start of a job, before the search for windows on disk."""
 
     sentence: str
     """Description for readers of the log."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron's flags that differ from the user's while it loads."""
+    """Megatron's flags that differ from the user's while Megatron loads."""
     is_resumed: bool = False
-    """True if it is a checkpoint that the job has saved itself."""
+    """True if the origin is a checkpoint that the job saved itself."""
 
 
 def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
-    """Note in a checkpoint which job has saved it; called by one rank when it is saved, or being saved.
+    """Write the marker of a checkpoint; one rank calls it when the checkpoint is saved, or while it is being saved.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     folder = save / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,11 @@ def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
 
 
 def newest_saved(save: str | None, job: str) -> int | None:
-    """The iteration of the newest whole checkpoint in ``save`` that ``job`` has saved, all of it; nothing without."""
+    """Return the iteration of the newest whole checkpoint in ``save`` that ``job`` saved with all of its state.
+
+    Returns:
+        The iteration; None if there is no such checkpoint.
+    """
     if save is None or (finished := _tracker(Path(save))) is None or not finished.isdigit():
         return None
     steps = sorted((int(path.name[5:]) for path in Path(save).glob("iter_*") if path.name[5:].isdigit()), reverse=True)
@@ -68,14 +72,14 @@ def newest_saved(save: str | None, job: str) -> int | None:
 
 
 def checkpoint_meant(args: Namespace) -> str:
-    """The checkpoint that ``--load`` means now: its iteration, ``release``, or nothing if there is none."""
+    """Return the checkpoint that ``--load`` means now: its iteration, ``release``, or an empty string for none."""
     if not args.load:
         return ""
     return str(args.ckpt_step) if args.ckpt_step is not None else _tracker(Path(args.load)) or ""
 
 
 def resumed(save: str, step: int) -> Origin:
-    """Return the origin of a resume: all of the checkpoint of iteration ``step`` that the job has saved."""
+    """Return the origin of a resume from the checkpoint of iteration ``step`` that the job saved itself."""
     return Origin(
         f"the checkpoint of iteration {step} that it saved in --save {save}, with optimizer and random states",
         {
@@ -87,14 +91,14 @@ def resumed(save: str, step: int) -> Origin:
 
 
 def as_at_first(args: Namespace, first: str) -> Origin:
-    """Return the origin of the first start.
+    """Return the origin of the job's first start.
 
     Args:
-        args: as the user gave them.
-        first: what :func:`checkpoint_meant` said then.
+        args: Megatron's arguments as the user gave them.
+        first: result of :func:`checkpoint_meant` at the first start.
 
     Raises:
-        RecoveryError: it is not there any more.
+        RecoveryError: that checkpoint no longer exists.
     """
     if not first:
         weights = f"--pretrained-checkpoint {args.pretrained_checkpoint}" if args.pretrained_checkpoint else "the seed"
@@ -119,10 +123,10 @@ def as_at_first(args: Namespace, first: str) -> Origin:
 
 @contextmanager
 def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
-    """Provide the origin while Megatron sets up its model and loads. Collective.
+    """Decide the origin, and set its flags while Megatron sets up its model and loads. Collective.
 
     Raises:
-        RecoveryError: the job restarts, and what it could start from is gone. On every rank.
+        RecoveryError: the job restarts and no longer has its origin; raised on all ranks.
     """
     decided: tuple[Origin | None, str] = None, ""
     if dist.get_rank() == 0:
@@ -146,7 +150,7 @@ def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
     if not names.is_restart:
         return Origin("what its flags say")
     if args.save:
-        with suppress(OSError):  # nothing may be written there, and what is there is looked for all the same
+        with suppress(OSError):  # The folder may be read-only, and still hold a checkpoint.
             mend_tracker(Path(args.save))
         if (step := newest_saved(args.save, names.name)) is not None:
             return resumed(args.save, step)

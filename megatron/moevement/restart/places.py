@@ -1,6 +1,6 @@
-"""Places inside Megatron's step where a drill finds a rank half done: between an accumulation and its hook, and so on.
+"""Fault injection at points inside Megatron's step, such as between a gradient accumulation and its hook.
 
-They are watched only where ``--moevement-inject`` names one of their phases; see :mod:`moevement_core.injection`.
+The points are instrumented only if ``--moevement-inject`` names one of their phases (:mod:`moevement_core.injection`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moevement_core.restart import injection
 
 
 def watch(live: Live) -> None:
-    """Watch the places that faults of this process name; to be called with every model that is built."""
+    """Instrument the points that the faults of this process name; called for every model that is built."""
     named = injection.phases()
     if Phase.ACCUMULATE in named:
         _watch_accumulation(live)
@@ -34,7 +34,7 @@ def watch(live: Live) -> None:
 
 
 def _watch_accumulation(live: Live) -> None:
-    """Autograd calls these hooks when it has accumulated, before those of Megatron's DDP."""
+    """Register hooks that autograd calls after it accumulated a gradient, before the hooks of Megatron's DDP."""
     for parameter in (parameter for chunk in live.model or [] for parameter in chunk.parameters()):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _: injection.at(Phase.ACCUMULATE))
@@ -51,7 +51,7 @@ def _watch_forks() -> None:
         @functools.wraps(original)
         def set_state(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # so this is the way out
+            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # true during the fork's exit alone
                 injection.at(Phase.FORK)
 
         set_state._is_watched = True  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def _after(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of one of Megatron's functions, before which ``phase`` is."""
+    """Return a wrapper for one of Megatron's functions that reports ``phase`` before each call."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -89,7 +89,7 @@ def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def forward_and_backward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward step function in which, and in whose backward pass, faults may happen."""
+    """Return a forward step function that reports its forward and its backward pass to the fault injection."""
     if not injection.is_armed():
         return forward_step
 

@@ -1,1 +1,1 @@
-"""Surroundings of a training run: its record, its retained state, its dense checkpoints."""
+"""Runtime of a training run: its record, its retained state, and its dense checkpoints."""

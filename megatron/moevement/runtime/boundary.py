@@ -1,6 +1,4 @@
-"""State that an iteration changes outside the optimizer step, as it stands between two iterations, and how it is
-restored.
-"""
+"""Boundary state: state between two iterations that changes outside the optimizer step, and its restoration."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ from moevement_core.errors import RecoveryError
 
 
 def boundary_state(live: Live) -> dict[str, Any]:
-    """Plain data and live tensors: random states, router buffers, FP8 scales, loss scalers, schedule, consumed samples.
+    """Return the boundary state as plain data and live tensors.
 
-    The tensors are to be copied before the next iteration begins; buffers and scales move in its forward pass already.
+    It has random states, router buffers, FP8 scales, loss scalers, the schedule and consumed samples. The caller has to
+    copy the tensors before the next iteration begins, whose forward pass changes buffers and scales.
     """
     return {
         "rng": _compact(random_states()),
@@ -35,7 +34,7 @@ def boundary_state(live: Live) -> dict[str, Any]:
 
 
 def boundary_copy(live: Live) -> dict[str, Any]:
-    """:func:`boundary_state` whose tensors stay as they are."""
+    """Return the boundary state with copies of its tensors."""
     state = boundary_state(live)
     state["router_buffers"] = [
         {name: tensor.clone() for name, tensor in chunk.items()} for chunk in state["router_buffers"]
@@ -44,9 +43,10 @@ def boundary_copy(live: Live) -> dict[str, Any]:
 
 
 def boundary_after(live: Live) -> dict[str, Any]:
-    """:func:`boundary_state` after the iteration that is under way, as known before its optimizer step; copies.
+    """Return a copy of the boundary state after the current iteration, as far as it is known before its optimizer step.
 
-    What the step itself moves (loss scalers, step counts, the schedule) is as it is now.
+    The optimizer step itself changes loss scalers, step counts and the schedule; of these the result has the present
+    state.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import (
@@ -72,19 +72,19 @@ def boundary_after(live: Live) -> dict[str, Any]:
 
 
 def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule's state of :func:`boundary_after` when the update was made."""
+    """Return the schedule's state after the update, computed from the result of :func:`boundary_after`."""
     schedule = dict(boundary["scheduler"])
     schedule["num_steps"] += boundary["samples"]
     return schedule
 
 
 def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
-    """The inverse of :func:`boundary_state`; random states last, because anything before may draw from them.
+    """Restore the result of :func:`boundary_state`; random states last, because the other parts may draw from them.
 
-    Every loss scaler of the chained optimizers gets its own state: they may have moved apart.
+    Every loss scaler of the chained optimizers gets its own state, because they may differ.
 
     Raises:
-        RecoveryError: it is the boundary of another job.
+        RecoveryError: the boundary state belongs to another job.
     """
     _put_buffers(_router_buffers(live), boundary["router_buffers"])
     Scales(live.model or []).put(boundary)
@@ -100,7 +100,7 @@ def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
 
 
 def put_progress(live: Live, state: Mapping[str, int]) -> None:
-    """The inverse of :func:`megatron.moevement.state_digest.progress`."""
+    """Restore the result of :func:`megatron.moevement.state_digest.progress`."""
     from megatron.training import get_args
 
     args = get_args()
@@ -113,7 +113,7 @@ def put_progress(live: Live, state: Mapping[str, int]) -> None:
 
 
 def put_random_states(states: Mapping[str, Any]) -> None:
-    """Every generator that training draws from."""
+    """Restore every generator from which training draws."""
     from megatron.core import tensor_parallel
 
     version, numbers, gauss = states["python"]
@@ -138,22 +138,25 @@ def _router_buffers(live: Live) -> list[dict[str, Any]]:
 def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     if [list(chunk) for chunk in live] != [list(chunk) for chunk in saved]:
         raise RecoveryError("the routers' buffers are not those of this model; recover with the flags of that run")
-    for chunk, its_saved in zip(live, saved, strict=True):
+    for chunk, saved_chunk in zip(live, saved, strict=True):
         for name, tensor in chunk.items():
-            tensor.copy_(its_saved[name])
+            tensor.copy_(saved_chunk[name])
 
 
 def put_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Set a schedule as its ``state_dict`` said it was, the place on it included.
+    """Restore a schedule from its ``state_dict``, including its position.
 
-    Not the scheduler's own way to load, which compares: a run may be continued for longer than it was planned.
+    The scheduler's own ``load_state_dict`` compares settings, but a run may continue for longer than it was planned.
     """
     for name, value in state.items():
         setattr(scheduler, name, value)
-    scheduler.step(increment=0)  # sets the learning rate and weight decay of every group
+    scheduler.step(increment=0)  # This sets the learning rate and weight decay of every group.
 
 
 def _compact(states: dict[str, Any]) -> dict[str, Any]:
-    """Python's generator as an array: its 625 numbers one by one would take longer than all the rest."""
+    """Return the states with Python's generator as an array.
+
+    Its 625 numbers, one by one, would take longer to save than everything else.
+    """
     version, numbers, gauss = states["python"]
     return {**states, "python": [version, np.array(numbers, dtype=np.uint32), gauss]}

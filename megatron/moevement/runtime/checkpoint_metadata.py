@@ -1,4 +1,4 @@
-"""The list of bytes of a dense checkpoint, which torch writes as a pickle: read without running what it says."""
+"""Safe reader of a dense checkpoint's list of bytes, which torch writes as a pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # What was to be written, with which a later save compares itself.
+    # The plan of a save, with which a later save compares itself.
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("torch.distributed.checkpoint.planner", "SavePlan"),
     ("torch.distributed.checkpoint.planner", "TensorWriteData"),
@@ -31,11 +31,11 @@ _ALLOWED = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
 }
-"""Classes that such a list consists of; all of them only hold data. ``torch.<dtype>`` is allowed beside them."""
+"""Classes of which such a list consists. They only hold data. Each ``torch.<dtype>`` is allowed too."""
 
 
 class RefusedClass(Exception):
-    """A pickle that names something that a list of bytes has no use for."""
+    """Error for a pickle that names a class for which a list of bytes has no use."""
 
 
 class _DataOnly(pickle.Unpickler):
@@ -50,11 +50,11 @@ class _DataOnly(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The ``torch.distributed.checkpoint`` metadata in ``path``.
+    """Return the ``torch.distributed.checkpoint`` metadata in ``path``.
 
     Raises:
-        RefusedClass: it names a class that no list of tensors needs.
-        Exception: it is damaged.
+        RefusedClass: the file names a class that no list of tensors needs.
+        Exception: the file is damaged.
     """
     with path.open("rb") as file:
         return _DataOnly(file).load()

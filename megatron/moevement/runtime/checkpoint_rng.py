@@ -1,10 +1,10 @@
 """Random states of every rank in Megatron's dense checkpoints.
 
-Megatron saves one set of random states for each tensor- and pipeline-parallel rank and gives it to all data-parallel
-ranks. Expert-parallel ranks are among those, and each has an expert tracker of its own, so after a resume all but the
-first would draw the first one's numbers. Megatron can save the states of every data-parallel rank; it does so under
-``--data-parallel-random-init``, a flag that also changes the initial weights. Here it is set just while states are
-collected and given back.
+Megatron saves one set of random states for each tensor- and pipeline-parallel rank, and gives it to all data-parallel
+ranks. Expert-parallel ranks are among those, and each has an expert tracker of its own. After a resume, all but the
+first would draw the first one's numbers. Megatron saves the states of every data-parallel rank under
+``--data-parallel-random-init``, a flag that also changes the initial weights. This module sets that flag only while
+Megatron collects the states, and selects this rank's states when it loads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.moevement.runtime.job import Process
 
 
 def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``get_rng_state`` that collects the states of all data-parallel ranks where experts are spread over them."""
+    """Return a wrapper of ``get_rng_state`` that collects all data-parallel ranks' states under expert parallelism."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -36,10 +36,11 @@ def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Cal
 
 
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist_checkpointing.load`` whose random states are those of this rank, where Megatron takes the first.
+    """Return a ``dist_checkpointing.load`` that gives this rank its own random states, where Megatron takes the first.
 
-    A checkpoint of stock Megatron, or of fewer data-parallel ranks, holds fewer: the last one stands for the rest, as
-    its only one does in stock Megatron.
+    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states. Ranks beyond the last state share
+    it,
+    as in stock Megatron all ranks share the only one.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Megatron's own dense checkpoints on disk: a torn one is named before it is loaded."""
+"""Checks of Megatron's dense checkpoints on disk, which name a torn one before Megatron loads it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def complaints(folder: Path, step: int | None) -> Iterator[str]:
-    """Why the checkpoint that ``--load folder`` (with ``--ckpt-step``) means cannot be loaded; nothing if it can.
+    """Yield the reasons why the checkpoint that ``--load folder`` and ``--ckpt-step`` mean cannot be loaded.
 
-    A folder without a tracker file is no complaint: Megatron then starts from fresh weights, as at a first start.
+    A folder without a tracker file is no fault: Megatron then starts from fresh weights, as at a first start.
+
+    Args:
+        folder: value of ``--load``.
+        step: value of ``--ckpt-step``; None for the iteration that the tracker file names.
     """
     tracker = folder / TRACKER
     if folder.exists() and not folder.is_dir():
@@ -35,9 +39,9 @@ def complaints(folder: Path, step: int | None) -> Iterator[str]:
 
 
 def torn(checkpoint: Path) -> str | None:
-    """Return what is missing from a checkpoint in Megatron's ``torch_dist`` format, or None if all its bytes are there.
+    """Return what is missing from a checkpoint in Megatron's ``torch_dist`` format; None if all its bytes are there.
 
-    Other formats have no list of their bytes to compare with; of them only the folder is asked for.
+    Other formats have no list of their bytes, so only their folder is checked.
     """
     if not checkpoint.is_dir():
         return f"no folder {checkpoint.name}"
@@ -50,23 +54,25 @@ def torn(checkpoint: Path) -> str | None:
         metadata = read_metadata(checkpoint / ".metadata")
     except RefusedClass as error:
         return f".metadata {error}"
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # A damaged pickle raises almost any exception.
         return f".metadata cannot be read ({type(error).__name__})"
     for name, size in sorted(listed_bytes(metadata).items()):
         path = checkpoint / name
-        found = path.stat().st_size if path.exists() else None
-        if found is None:
+        nbytes = path.stat().st_size if path.exists() else None
+        if nbytes is None:
             return f"{name} is missing"
-        if found < size:
-            return f"{name} has {found} bytes, needs {size}"
+        if nbytes < size:
+            return f"{name} has {nbytes} bytes, needs {size}"
     return None
 
 
 def mend_tracker(folder: Path) -> None:
-    """Let the tracker file of ``folder`` name its newest whole checkpoint, if whoever wrote it was stopped in between.
+    """Repair a tracker file that an interrupted writer left without an iteration, with the newest whole checkpoint.
+
+    The file is removed if no checkpoint in ``folder`` is whole.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the tracker file is not writable.
     """
     tracker = folder / TRACKER
     if not tracker.exists():
@@ -81,7 +87,7 @@ def mend_tracker(folder: Path) -> None:
 
 
 def listed_bytes(metadata: Any) -> dict[str, int]:
-    """Return for each file the byte at which the last piece ends that a checkpoint's ``.metadata`` lists."""
+    """Return, for each file, the byte at which the last piece ends that a checkpoint's ``.metadata`` lists."""
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -1,6 +1,6 @@
-"""Megatron's own saves of dense checkpoints: a failed one is reported and not fatal.
+"""Dense saves by Megatron whose failure is reported and does not end the job.
 
-The saving and resharding is all Megatron's. Here stand only the answers that it lacks.
+Megatron does all the saving and resharding. This module only handles failures, which Megatron does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def save_or_report(process: Process) -> Wrapper:
-    """``save_checkpoint`` that reports a failed save on every rank and lets training go on."""
+    """Return a wrapper of ``save_checkpoint`` that reports a failed save on every rank and lets training continue."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -35,7 +35,7 @@ def save_or_report(process: Process) -> Wrapper:
             from megatron.training import get_args
 
             job, save = process.job, get_args().save
-            # Non-persistent checkpoints may have folders of their own and no --save.
+            # Non-persistent checkpoints may have folders of their own, without --save.
             if save and (problem := from_rank_zero(lambda: _unwritable(Path(save), iteration), str | None)):
                 _report(job, iteration, problem)
                 return None
@@ -58,12 +58,12 @@ def _mark(save: Path, iteration: int, name: str) -> None:
 
     try:
         origin.mark_saved(save, iteration, name, get_args())
-    except OSError as error:  # a restart within the job will not use it, which is all
+    except OSError as error:  # A restart of the job will not use this checkpoint, which is the only effect.
         log.warning(f"the checkpoint of iteration {iteration} is not marked: {error.strerror}")
 
 
 def finalize_or_report(process: Process) -> Wrapper:
-    """``maybe_finalize_async_save``, likewise; an asynchronous save shows its failure here."""
+    """Return a wrapper of ``maybe_finalize_async_save`` that reports a failed asynchronous save."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -77,8 +77,9 @@ def finalize_or_report(process: Process) -> Wrapper:
 
 
 def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Execute a function that starts a process and waits for it in one piece: half started, the process would never be
-    ended.
+    """Return a function that no restart interrupts, for an original that starts a process and waits for it.
+
+    If an interruption left the process half started, nothing would end it.
     """
 
     @functools.wraps(original)
@@ -90,9 +91,9 @@ def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Reported:
-    """Swallow Megatron's verdict on a failed save, which all ranks have agreed on, and report it once.
+    """Context that reports Megatron's error for a failed save, on which all ranks have agreed, and suppresses it.
 
-    Whatever else is raised interrupts the save, which then counts as under way until what it left is taken away.
+    Any other exception interrupts the save. The save then counts as running until its leftovers are removed.
     """
 
     def __init__(self, job: Job, iteration: int | None) -> None:
@@ -127,7 +128,7 @@ def _report(job: Job, iteration: int | None, reason: str) -> None:
 def _unwritable(folder: Path, iteration: int) -> str | None:
     place = folder / f"iter_{iteration:07d}"
     try:
-        if place.exists() and not place.is_dir():  # an OSError, too, where the disk does not answer
+        if place.exists() and not place.is_dir():  # This raises an OSError too if the disk does not answer.
             return f"--save {folder}: {place.name} is there, and no folder"
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"

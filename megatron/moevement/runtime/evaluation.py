@@ -1,10 +1,10 @@
-"""Evaluation leaves every random generator as it found it, and ends early where the job is asked to end.
+"""Evaluation that leaves every random generator unchanged, and ends early if the job is asked to end.
 
-An evaluation may draw: routers add their jitter to its inputs, too. It comes between two iterations, so a rank that
-dies after it and is replayed from snapshots, which know nothing of evaluations, would go on from the generators of
-before it.
-Here the iterations after an evaluation draw what they would have drawn without it, in every run, with and without
-sparse checkpointing: losses do not depend on how often a job is evaluated. In stock Megatron they do, where it draws.
+An evaluation may draw random numbers; routers, for example, add their jitter to its inputs. It comes between two
+iterations, and snapshots know nothing of it. A rank that fails after it and is replayed would continue with the
+generators from before it. Here, the iterations after an evaluation draw the same numbers as without it, in every run,
+with and without sparse checkpointing. So losses do not depend on how often a job is evaluated. In stock Megatron they
+do, if an evaluation draws.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from moevement_core.rendezvous.status_page import own_page
 from moevement_core.session.wind_down import is_asked_for
 
 _NEVER, _AT_ONCE = 1e12, 1e-12
-"""Minutes, for ``--exit-duration-in-mins``."""
+"""Values for ``--exit-duration-in-mins``, in minutes."""
 
 
 def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``evaluate_and_print_results`` that puts Python's, NumPy's, torch's, the device's and the tracker's states back.
+    """Return an ``evaluate_and_print_results`` that restores the random states of all generators afterwards.
 
-    An evaluation that is interrupted puts nothing back: the boundary record does, on the way to the next one.
+    These are the states of Python, NumPy, torch, the device and Megatron's tracker. An interrupted evaluation restores
+    nothing, because the boundary record does so before training continues.
     """
 
     @functools.wraps(original)
@@ -41,12 +42,14 @@ def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wrap ``evaluate``: a job that is asked to end leaves an evaluation within an iteration of it.
+    """Return a wrapper of ``evaluate`` that ends within an iteration if the job is asked to end.
 
-    Megatron asks all ranks after each iteration of an evaluation whether ``--exit-duration-in-mins`` is over on any of
-    them, if the flag is given. Here it always does, and on a rank that was asked to end the duration is over. What
-    Megatron leaves undone where it returns early, because it ends then, is done here: training goes on for the one or
-    two iterations that ranks take to agree on the boundary at which they end.
+    If ``--exit-duration-in-mins`` is given, Megatron asks all ranks after each iteration of an evaluation whether the
+    duration is over on any of them. The wrapper always sets the flag, and on a rank that is asked to end it sets a
+    duration
+    that is over. Megatron returns early then and skips some work, because it would end at once. The wrapper does that
+    work:
+    training continues for the one or two iterations in which ranks agree on the boundary at which they end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,10 +79,10 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
                 for chunk in model:
                     chunk.train()
                 get_timers()("evaluate").stop()
-                # The job that goes on evaluates next with the samples that come after the whole of this evaluation.
+                # The continued job evaluates next with the samples that follow the whole of this evaluation.
                 before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
-                given = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
-                iterations = given.get("eval_iters") or settings.eval_iters
+                arguments = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
+                iterations = arguments.get("eval_iters") or settings.eval_iters
                 settings.consumed_valid_samples = before + (after_first - before) * iterations
             return result
 

@@ -1,7 +1,7 @@
-"""The job that this process takes part in, as the replaced functions of Megatron share it.
+"""Job that this process takes part in, as the replaced functions of Megatron share it.
 
-There is one :class:`Process`, made when the replacements are (:mod:`megatron.moevement.activate`) and handed to each of
-them; Megatron itself passes them nothing.
+A process has one :class:`Process`. It is built with the replacements (:mod:`megatron.moevement.activate`), which all
+get it, because Megatron passes no object to them.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ class Job:
     binding: MegatronBinding = field(init=False)
     names: JobNames = field(default_factory=JobNames)
     session: Session | None = None
-    """This rank's fault tolerance, where sparse checkpointing is on."""
+    """Fault tolerance of this rank; None without sparse checkpointing."""
     rejoined: Rejoined | None = None
-    """Agreement on how the current state is restored, once training is entered again."""
+    """Agreement on how ranks restore the current state, until training is entered."""
     has_begun: bool = False
-    """True if training has begun, so that there is state to keep through a failure."""
+    """True if training has begun, so that this rank has state to keep through a failure."""
     resumed_in: int = -1
-    """The newest generation in which training went on, with every failure before behind it."""
+    """Newest generation in which training continued, with all earlier failures recovered."""
 
     resized: Resized | None = None
-    """State that was brought to this rank of an elastic job, to be used once training is entered."""
+    """State that a resize of an elastic job brought to this rank, until training is entered."""
     stand: Stand | None = None
     """Position of this rank when its model was built."""
     formation: Formation | None = None
-    """Positions of all its ranks."""
+    """Positions of all ranks of the job."""
     loads: RoutedLoads | None = None
-    """Loads of experts in slots."""
+    """Loads of experts in slots; None without slots."""
 
     place_of_failure: int = 0
-    """Place in the flow of an iteration where values were first not finite; see
+    """Position in the flow of an iteration at which values were first not finite; see
     :mod:`megatron.moevement.runtime.results`.
     """
     config_before: dict[str, Any] = field(default_factory=dict)
-    """Content of the model's configuration before training put its own into it."""
+    """Fields of the model's configuration that training overwrites, from before it does."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
         self.binding = MegatronBinding(self.live, self.ledger)
 
     def let_go(self) -> None:
-        """Free model, optimizer and host memory of a job that is over in this process; waits for nobody else."""
+        """Free the model, the optimizer and the host memory of a finished job, without waiting for other ranks."""
         if self.session is not None:
             self.session.let_go()
         leftovers.let_go(self.live)
@@ -71,29 +71,29 @@ class Job:
         self.session = self.rejoined = self.loads = None
 
     def event(self, event: Event) -> None:
-        """Append an event to the run's record, on the rank that keeps it."""
+        """Append an event to the run's record, on the rank that keeps the record."""
         if self.live.record is not None:
             self.live.record.event(event)
 
 
 class Process:
-    """Whichever job this process is in."""
+    """State of this process that outlives its job."""
 
     def __init__(self) -> None:
         self.job = Job()
         self.lineage = ""
-        """The start of the job that its state has come from, in an unbroken row of iterations."""
+        """Name of the job's start from which the state descends without a gap in the iterations."""
         self.offer: Offer | None = None
-        """Offer of an elastic job that is being put together again."""
+        """State that this rank brings to the reassembly of an elastic job; None outside of a reassembly."""
         self.before: Sequence[Held] = ()
-        """Snapshots of before the job got its present size, until a window of that is persisted."""
+        """Snapshots from before the job got its present size, until a window of that size is persisted."""
         self.rejected_at = 0
-        """The last iteration in which this process rejected a result of its own, without a second pass."""
+        """Last iteration in which this process rejected a result of its own without a second pass."""
         self.transient_failures = 0
-        """Times that this process computed a result that was not repeated."""
+        """Number of results of this process that a second pass did not repeat."""
 
     def start_over(self) -> Job:
-        """Forget the job, free what it holds, and begin an empty one; returns it."""
+        """Release the job and its memory, and return a new empty one."""
         self.job.let_go()
         self.job = Job()
         return self.job

@@ -1,4 +1,4 @@
-"""Metrics of each iteration, kept until a line is written, through failures and replays."""
+"""Metrics of each iteration, kept through failures and replays until their line is written."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class _Known:
     """Knowledge of a rank about an iteration whose line may be missing."""
 
     written: int
-    """The newest iteration whose line it has written."""
+    """Newest iteration whose line the rank has written."""
     is_last_stage: bool
     has_losses: bool
-    """True if it has the losses of each micro-batch, of the last execution."""
+    """True if the rank has the losses of each micro-batch from the last execution."""
     line: dict[str, Any] | None
 
 
 class Ledger:
-    """Ledger of one rank; the last rank, where the losses are, writes.
+    """Ledger of one rank; the last rank, which has the losses, writes the lines.
 
     Args:
-        live: whose iterations they are.
+        live: Megatron's objects on this rank.
     """
 
     def __init__(self, live: Live) -> None:
@@ -40,16 +40,19 @@ class Ledger:
         """Seconds that the last training step of this rank took."""
         self.last_loss: float | str | None = None
         self.micro_batch_losses: tuple[int, Any] = (0, None)
-        """The iteration that ran forward and backward last, and what Megatron's schedule gave for it."""
+        """Iteration that ran forward and backward last, and what Megatron's schedule returned for it."""
         self.held_out: dict[str, Any] = {}
-        """The last loss on the validation and on the test set."""
+        """Last loss on the validation set and on the test set, by the name of the set."""
         self.evaluated_set = "validation"
         self._live = live
         self._replayed: dict[int, dict[str, Any]] = {}
-        """Lines of replayed iterations, whose writer died or was interrupted."""
+        """Lines of replayed iterations whose writer died or was interrupted."""
 
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
-        """``iteration`` was run again, or restored; the schedule and loss scalers stand where it left them."""
+        """Keep the line of an iteration that was re-executed or restored.
+
+        The schedule and the loss scalers must be in the state in which that iteration left them.
+        """
         self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
 
     def write(
@@ -63,13 +66,16 @@ class Ledger:
         skipped: bool,
         grad_norm: float | None,
     ) -> None:
-        """Write the line of an iteration as Megatron logs it; does nothing on ranks that record nothing.
+        """Write the line of an iteration as Megatron logs it; ranks without a record do nothing.
 
         Args:
-            iteration: that was committed.
-            losses: by their names.
-            checkpointing: what is said of it in addition.
-            learning_rate: of the step; ``loss_scale``, ``skipped`` and ``grad_norm`` likewise.
+            iteration: iteration that was committed.
+            losses: losses by name.
+            checkpointing: further entries of the line.
+            learning_rate: learning rate of the step.
+            loss_scale: loss scale of the step.
+            skipped: True if the step was skipped.
+            grad_norm: gradient norm of the step.
         """
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size
         from megatron.training import get_args
@@ -95,24 +101,27 @@ class Ledger:
         )
 
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
-        """Sums over this rank's micro-batches, on the host; None where it did not run ``iteration`` last, has no
-        losses, or Megatron's schedule gave means (old scripts).
+        """Return the sums of losses over this rank's micro-batches, on the host.
+
+        The result is None if this rank did not execute ``iteration`` last, has no losses, or has means, which
+        Megatron's
+        schedule returns for old scripts.
         """
         ran, micro_batches = self.micro_batch_losses
         if ran != iteration or not micro_batches:
             return None
         sums = {
-            name: torch.vstack([one[name].view(-1) for one in micro_batches]).sum(dim=0).cpu()
+            name: torch.vstack([micro_batch[name].view(-1) for micro_batch in micro_batches]).sum(dim=0).cpu()
             for name in micro_batches[0]
         }
-        return sums if all(its.numel() == 2 for its in sums.values()) else None
+        return sums if all(total.numel() == 2 for total in sums.values()) else None
 
     def complete(self, until: int, outcome: Mapping[str, Any]) -> None:
-        """Write the lines up to ``until`` that a failure has kept from being written; every rank calls it.
+        """Write the lines up to ``until`` that a failure has prevented. Collective.
 
         Args:
-            until: the last committed iteration, whose state is live.
-            outcome: of its step.
+            until: last committed iteration, whose state is live.
+            outcome: outcome of its optimizer step.
         """
         from megatron.core import parallel_state
 
@@ -121,17 +130,17 @@ class Ledger:
         lines, self._replayed = self._replayed, {}
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         has_losses = self.micro_batch_losses[0] == until and bool(self.micro_batch_losses[1])
-        everyones: list[_Known] = all_gather_objects(
+        gathered: list[_Known] = all_gather_objects(
             _Known(newest["iteration"] if newest else 0, is_last, has_losses, lines.get(until) if is_last else None),
             _Known,
         )
-        written = everyones[-1].written  # the last rank writes
+        written = gathered[-1].written  # The last rank writes the lines.
         if written >= until:
             return
-        # Any rank of the last stage that has run the iteration again, or restored it, knows what it gave.
-        if (known := next((its.line for its in reversed(everyones) if its.line is not None), None)) is not None:
+        # Each rank of the last stage that has re-executed or restored the iteration has its line.
+        if (known := next((rank.line for rank in reversed(gathered) if rank.line is not None), None)) is not None:
             lines[until] = known
-        elif is_last and all(its.has_losses for its in everyones if its.is_last_stage):
+        elif is_last and all(rank.has_losses for rank in gathered if rank.is_last_stage):
             norm = as_logged(outcome.get("clip_norm"))
             lines[until] = self._line_of(
                 _averaged(self.micro_batch_losses[1]), bool(outcome.get("overflow")), norm
@@ -152,7 +161,7 @@ class Ledger:
             )  # fmt: skip
 
     def _line_of(self, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
-        """Return the metrics of an iteration right after it, as Megatron's trainer logs it."""
+        """Return the metrics of an iteration as Megatron's trainer logs them right after it."""
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
         optimizer = self._live.optimizer
@@ -166,7 +175,7 @@ class Ledger:
 
 
 def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None) -> None:
-    """Write what Megatron's trainer would have written to TensorBoard, by its names."""
+    """Write the scalars that Megatron's trainer would have written to TensorBoard, with its names."""
     from megatron.training import get_args
     from megatron.training.global_vars import get_tensorboard_writer
 
@@ -184,15 +193,15 @@ def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str,
 
 
 def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Losses of an iteration from those of its micro-batches; the ranks of the last stage call it together.
+    """Return the losses of an iteration from those of its micro-batches. Collective over the ranks of the last stage.
 
-    Megatron's schedule gives sums over tokens and numbers of tokens, or, in old scripts, means.
+    Megatron's schedule returns sums over tokens with numbers of tokens or, for old scripts, means.
     """
     from megatron.core import parallel_state
 
     losses = {}
     for name in micro_batches[0]:
-        values = [one[name].view(-1) for one in micro_batches]
+        values = [micro_batch[name].view(-1) for micro_batch in micro_batches]
         if values[0].numel() == 2:
             total = torch.vstack(values).sum(dim=0)
             torch.distributed.all_reduce(

@@ -1,7 +1,7 @@
-"""The run directory of a Megatron run: who writes what, and when.
+"""Run directory of a Megatron run: the ranks that write it, and the times at which they do.
 
-The last rank (a data-parallel replica's last pipeline stage, where the losses are) writes metrics, events and summary,
-as it writes Megatron's own log; rank 0 writes ``ranks.json``.
+The last rank has the losses, as the last pipeline stage of a data-parallel replica. It writes metrics, events and the
+summary, as it writes Megatron's own log. Rank 0 writes ``ranks.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def record_pretrain(process: Process) -> Wrapper:
-    """``pretrain`` that writes the summary when the run has come to its end, a planned exit included."""
+    """Return a wrapper of ``pretrain`` that writes the summary at the end of the run, which may be a planned exit."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -55,7 +55,7 @@ def record_pretrain(process: Process) -> Wrapper:
 
 
 def record_train_step(process: Process) -> Wrapper:
-    """``train_step`` that notes how long it took."""
+    """Return a wrapper of ``train_step`` that records its duration."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -71,7 +71,10 @@ def record_train_step(process: Process) -> Wrapper:
 
 
 def record_iteration(process: Process) -> Wrapper:
-    """``training_log``, which Megatron calls once for each committed iteration, that also writes the metrics line."""
+    """Return a wrapper of ``training_log`` that also writes the metrics line.
+
+    Megatron calls ``training_log`` once for each committed iteration.
+    """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -90,7 +93,7 @@ def record_iteration(process: Process) -> Wrapper:
             job = process.job
             job.live.iteration = iteration
             checkpointing = job.session.metrics() if job.session is not None else {}
-            if job.loads is not None and job.live.record is not None:  # as the loss, it waits for the device
+            if job.loads is not None and job.live.record is not None:  # Like the loss, it waits for the device.
                 checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
             job.ledger.write(
                 iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
@@ -98,8 +101,8 @@ def record_iteration(process: Process) -> Wrapper:
             )  # fmt: skip
             _write_scalars(job.live.record, checkpointing, iteration)
             if kwargs.get("is_first_iteration") and iteration > 1:
-                # Of the loop, which is entered again after a failure, and not of the job: Megatron would leave its sums
-                # as they are after the first line, and the next one would be a mean of two iterations.
+                # The flag refers to the loop, which is entered again after a failure, not to the job. Megatron would
+                # keep its sums after the first line, and the next line would be a mean of two iterations.
                 kwargs["is_first_iteration"] = False
             return original(
                 loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
@@ -112,7 +115,7 @@ def record_iteration(process: Process) -> Wrapper:
 
 
 def record_evaluation(process: Process) -> Wrapper:
-    """``evaluate_and_print_results`` that tells :func:`record_evaluated` which data set is evaluated."""
+    """Return a wrapper of ``evaluate_and_print_results`` that notes the data set for :func:`record_evaluated`."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -126,7 +129,7 @@ def record_evaluation(process: Process) -> Wrapper:
 
 
 def record_evaluated(process: Process) -> Wrapper:
-    """``evaluate`` that writes its losses down."""
+    """Return a wrapper of ``evaluate`` that records its losses."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -146,7 +149,7 @@ def record_evaluated(process: Process) -> Wrapper:
 
 
 def go_on(job: Job, args: Namespace) -> None:
-    """Continue the record after a failure, on the last rank, also where another process was the last rank before."""
+    """Continue the record after a failure, on the last rank, even if another process was the last rank before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
@@ -154,7 +157,7 @@ def go_on(job: Job, args: Namespace) -> None:
 
 
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
-    """Every rank calls it; the last one, which has the directory's lock, writes from now on."""
+    """Begin the record of the run. Collective; the last rank, which has the directory's lock, writes from now on."""
     run_dir = RunConfig.from_args(args).run_dir
     _spare_training_its_writer()
     if run_dir is not None:
@@ -162,7 +165,7 @@ def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
 
 
 def _spare_training_its_writer() -> None:
-    """TensorBoard's writer raises in whatever is recorded after its thread has met a full disk: that is said once."""
+    """Suppress the errors that TensorBoard's writer raises after its thread has met a full disk, and log the first."""
     from megatron.training.global_vars import get_tensorboard_writer
 
     file_writer = getattr(get_tensorboard_writer(), "file_writer", None)
@@ -190,7 +193,7 @@ def _spare_training_its_writer() -> None:
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:
-    """The run's figures in TensorBoard, where Megatron has a writer: on the last rank, which keeps the record."""
+    """Write the run's figures to TensorBoard on the last rank, which has Megatron's writer and the record."""
     from megatron.training.global_vars import get_tensorboard_writer
 
     if (writer := get_tensorboard_writer()) is None or (record is None and not checkpointing):

@@ -1,4 +1,4 @@
-"""Megatron's trainer as a replay drives it: its own ``train_step``, on batches that are asked for again."""
+"""Megatron's trainer as a replay drives it, with its own ``train_step`` on re-read batches."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from moevement_core.undo import UndoStack
 
 
 class MegatronTrainer(Trainer):
-    """Trainer of one rank in a replay; to be used inside :meth:`replaying`.
+    """Trainer of one rank in a replay, for use inside :meth:`replaying`.
 
     Args:
-        live: this rank's.
-        ledger: gets the metric line of every iteration that is replayed.
-        views: of its operators.
-        commit: the commit point of its optimizer, whose steps are repeated ones meanwhile.
-        shared_from: the first iteration in which a copy of a tied embedding is active on any stage. From then on all
-            copies compute gradients, of which the active one's is a sum.
-        alone: if other stages keep their state.
+        live: Megatron's objects on this rank.
+        ledger: ledger that gets the metrics line of every replayed iteration.
+        views: views of this rank's operators.
+        commit: commit point of this rank's optimizer, whose steps are repeated ones during the replay.
+        shared_from: first iteration in which a copy of a tied embedding is active on any stage. From then on all copies
+            compute gradients, because the gradient of the active copy is a sum over all.
+        alone: input from other stages, if they keep their state; None if all stages replay.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MegatronTrainer(Trainer):
         self._step = Replay(live.optimizer, views.trained)
         self._gradients = {tensor.key: tensor.tensor for state in views.states.values() for tensor in state.gradient}
         self._restored: tuple[int, Mapping[str, Any]] | None = None
-        """The iteration whose update was made again last, and its record, before its boundary is put."""
+        """Last iteration whose update was repeated, and its record, until its boundary state is restored."""
         self._record: Mapping[str, Any] = {}
         self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
@@ -75,7 +75,7 @@ class MegatronTrainer(Trainer):
         self._batches: Any = None
         self._batches_at = -1
 
-    # What the state machine asks for
+    # Methods that the state machine of a replay calls
 
     @override
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
@@ -92,12 +92,12 @@ class MegatronTrainer(Trainer):
         if self._restored is not None:
             iteration, record = self._restored
             self._restored = None
-            if "losses" in record:  # not if the rank was interrupted before the iteration was over
+            if "losses" in record:  # The losses are missing if the rank was interrupted before the iteration was over.
                 self._ledger.replayed(iteration, record["losses"], record["skipped"], record["grad_norm"])
 
     @override
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        logged = [(self._gradients[key], tensor) for its in gradients.values() for key, tensor in its]
+        logged = [(self._gradients[key], tensor) for tensors in gradients.values() for key, tensor in tensors]
 
         def put() -> None:
             for live, tensor in logged:
@@ -160,7 +160,7 @@ class MegatronTrainer(Trainer):
         return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
-        """Log again what is sent: the earlier log may be gone."""
+        """Log again what this rank sends, because the earlier log may be lost."""
         if self._live.boundary_log is not None:
             self._live.boundary_log.begin(iteration)
         if self._live.feeds is not None:
@@ -185,21 +185,25 @@ class MegatronTrainer(Trainer):
         return dict(losses)
 
     def _batches_from(self, consumed: int) -> Any:
-        """Iterators as Megatron's trainer has them; those of the last iteration if they stand where this one begins."""
+        """Return iterators as Megatron's trainer has them.
+
+        They are the iterators of the last iteration if those stand at the first sample of this one.
+        """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
         if self._batches is None or self._batches_at != consumed:
             opened = [
-                None if one is None else RerunDataIterator(one) for one in train_batches_from(self._live, consumed)
+                None if loader is None else RerunDataIterator(loader)
+                for loader in train_batches_from(self._live, consumed)
             ]
             self._batches = opened if len(self._chunks) > 1 else opened[0]
         return self._batches
 
-    # Around it
+    # Surroundings of a replay
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
+        """Set aside everything that would disturb the replay or be disturbed by it, and restore it afterwards."""
         undo = self._live.undo
         try:
             for put_aside in (
@@ -215,7 +219,7 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Use the job's own progress: additions by evaluations since then are not in a replay."""
+        """Restore the job's progress after the replay, which does not repeat what evaluations have added."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -233,13 +237,18 @@ class MegatronTrainer(Trainer):
         undo.push(back)
 
     def _own_schedule(self, undo: UndoStack) -> None:
-        """A replay has the learning rates of then; a job that goes on for longer than it was planned has its own."""
+        """Restore the planned schedule after the replay.
+
+        A replay uses the learning rates of the original iterations. A job that continues for longer than it was planned
+        has its
+        own.
+        """
         scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
         undo.push(lambda: put_schedule(scheduler, planned))
 
     def _own_metrics(self, undo: UndoStack) -> None:
-        """Losses of the routers, and of tokens predicted ahead, that are gathered for the log."""
+        """Set aside the losses of routers and of predicted-ahead tokens, which Megatron gathers for the log."""
         from megatron.core.transformer.moe import moe_logging
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -249,13 +258,16 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Megatron's check for results that do not repeat asks all ranks of the job after every step."""
+        """Turn off Megatron's check for results that do not repeat, which asks all ranks after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
 
     def _without_other_stages(self, undo: UndoStack) -> None:
-        """Everything that asks other stages, which wait: tensors come from their logs, numbers from the records."""
+        """Replace all communication with other stages, which do not take part.
+
+        Tensors come from their logs, numbers from the records.
+        """
         if self._alone is None:
             return
         from megatron.core.utils import get_attr_wrapped_model
@@ -270,12 +282,12 @@ class MegatronTrainer(Trainer):
         undo.set(self._live, "feeds", self._alone.feeds())
 
     def _group_of_this_rank(self) -> Any:
-        """A group in which there is nobody else; it ends with the replay."""
+        """Return a group that has only this rank; it ends with the replay."""
         if self._single is None:
             single = self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
             def end_group() -> None:
-                # After a failure it is gone with all others.
+                # After a failure it has been destroyed with all others.
                 if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
                     dist.destroy_process_group(single)
 
@@ -283,7 +295,7 @@ class MegatronTrainer(Trainer):
         return self._single
 
     def _without_reductions(self, undo: UndoStack) -> None:
-        """Other ranks do not make this update again, or not now: what a step would ask them is in its record."""
+        """Replace the reductions of a step by its record, because other ranks may not repeat this update now."""
         for member in members(self._live.optimizer):
             if getattr(member, "grad_scaler", None) is not None:
                 undo.set(member, "grad_stats_parallel_group", self._group_of_this_rank())
@@ -291,7 +303,7 @@ class MegatronTrainer(Trainer):
                 undo.set(member.config, "log_num_zeros_in_grad", False)
 
     def _without_overlap(self, undo: UndoStack) -> None:
-        """Overlapped reductions and gathers count the gradients of all parameters, and frozen ones never come."""
+        """Turn off overlapped reductions and gathers, which wait for gradients of frozen parameters too."""
         hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
 
         def hook_again() -> None:
@@ -307,20 +319,20 @@ class MegatronTrainer(Trainer):
                 undo.set(config, name, False)
 
     def _training_config(self, undo: UndoStack) -> None:
-        """Set what ``train`` puts into the model's configuration before its first step, without what overlaps."""
+        """Set the fields that ``train`` sets in the model's configuration before its first step, without overlap."""
         from megatron.training import training
 
         config, optimizer = self._loop.config, self._live.optimizer
-        # As the trainer has it: experts in slots are reduced over their replicas in it.
+        # The trainer's own function also reduces experts in slots over their replicas.
         finalize = config.finalize_model_grads_func or training.finalize_model_grads
 
         def finalize_as_ever(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # Megatron puts the gradients of all parameters that require one into one tensor to reduce it. A sum over
-            # more than two ranks depends on where in it a number stands, so frozen ones have to stand there, too.
+            # Megatron packs the gradients of all parameters that require one into one tensor to reduce it. A sum over
+            # more than two ranks depends on the position of a number in it, so frozen parameters have to be packed too.
             with self._mode.as_if_active():
                 if self._alone is None or num_tokens is None:
                     return finalize(model, num_tokens, *args, **kwargs)
-                # The last stage, which would be asked for the count, does not run.
+                # Megatron would ask the last stage for the count, but that stage does not run.
                 result = finalize(model, None, *args, **kwargs)
                 assert self._step.outcome is not None
                 divide_gradients(model, self._step.outcome["num_tokens"], num_tokens)
@@ -339,5 +351,5 @@ class MegatronTrainer(Trainer):
 
 
 def megatrons_own(function: Any) -> Any:
-    """The function of Megatron that one of ours has replaced."""
+    """Return Megatron's own function, for which ``function`` may be this project's replacement."""
     return getattr(function, "_moevement_original", function)

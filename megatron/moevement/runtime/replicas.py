@@ -1,4 +1,4 @@
-"""Compute weights that several ranks have alike: after a recovery they are compared, kept ones and replayed ones."""
+"""Comparison of compute weights that several ranks have, after a recovery in which some kept and some replayed them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from moevement_core.snapshot.whole import begin_whole
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Return digests of this rank's compute weights, by the data-parallel group that has them alike, dense ones and
-    experts.
+    """Return digests of this rank's compute weights, by the data-parallel group whose ranks have equal ones.
 
-    No communication; reads all compute weights and waits for the device. What was gathered is in it, so it also says
-    whether a gather brought the same to all. Weights that tensor-parallel ranks have alike (norms, routers) are not
-    compared across those.
+    Dense weights and experts have different groups. The function does not communicate; it reads all compute weights and
+    waits for the device. The weights include those that were gathered, so the digests also show whether a gather
+    brought
+    the same to all ranks. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared across
+    those.
     """
     from megatron.core import parallel_state
 
@@ -37,16 +38,16 @@ def replica_digests(live: Live) -> list[Replicas]:
 
 
 def _experts_in_slots(live: Live) -> list[Replicas]:
-    """Return digests of experts that several slots have, one for each slot here."""
-    found: list[Replicas] = []
-    if (its := slots()) is None:
-        return found
+    """Return digests of experts that several slots have, one digest for each such slot of this rank."""
+    digests: list[Replicas] = []
+    if (expert_slots := slots()) is None:
+        return digests
     for layer in slot_layers(live.model or []):
-        table, mine = its.tables[layer.layer_number - 1], layer.ep_group.rank()
+        table, own = expert_slots.tables[layer.layer_number - 1], layer.ep_group.rank()
         ranks = dist.get_process_group_ranks(layer.ep_group)
-        for expert, parameters in zip(table[mine], local_parameters(layer), strict=True):
-            replicas = tuple(ranks[rank] for rank, of_rank in enumerate(table) for one in of_rank if one == expert)
+        for expert, parameters in zip(table[own], local_parameters(layer), strict=True):
+            replicas = tuple(ranks[rank] for rank, of_rank in enumerate(table) for other in of_rank if other == expert)
             if len(replicas) > 1:
                 digest = begin_whole({"": [parameter.data for parameter in parameters]})()[""]
-                found.append((f"expert {expert} of layer {layer.layer_number - 1}", replicas, digest))
-    return found
+                digests.append((f"expert {expert} of layer {layer.layer_number - 1}", replicas, digest))
+    return digests

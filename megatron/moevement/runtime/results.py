@@ -1,13 +1,13 @@
 """Handling of results that are not finite, in a job that continues after failures.
 
-Megatron validates losses and local gradients, computes an iteration again where one of them is rejected, and ends the
-job: with exit code 17 if the second result is another one, with 16 if it is the same, so that a scheduler may start the
-job on other devices. Here no rank ends. An iteration whose second result is another one is computed again from its
-beginning. Where the second result is the same, the rank is found whose results were finite last, and a spare on another
-node takes its place (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`); once every such process was
-replaced in vain, the batch is to blame, and the job stops.
+Megatron validates losses and local gradients, and computes an iteration a second time if it rejects one of them. Then
+it ends the job, with exit code 17 if the second result differs and with 16 if it is equal, so that a scheduler can
+start the job on other devices. In this project no rank ends. If the second result differs, the ranks compute the
+iteration again from its beginning. If it is equal, they find the rank whose results became non-finite first, and a
+spare on another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). Once every such
+process was replaced in vain, the batch is at fault, and the job stops.
 
-Finding that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
+The search for that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
 boundaries: values that are not finite flow forward through the stages to the loss, and from there backward.
 """
 
@@ -29,18 +29,20 @@ from moevement_core.restart.generation import generation, waiting_for_others
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 NEVER = 1 << 30
-"""The place of a rank all of whose results are finite."""
+"""Position of a rank whose results are all finite."""
 _GRADIENTS = "bucket"
-"""Word in the messages of Megatron's own checks of gradients; everything else that is validated is a loss."""
+"""Word in the messages of Megatron's checks of gradients; all other checks are of losses."""
 TRANSIENT = 2
-"""Times that a process may compute a result that is not repeated, before it is replaced."""
+"""Number of unrepeated results after which a process is replaced."""
 
 
 def validate_first_iteration() -> None:
-    """Have the iteration that comes next validated like every other one.
+    """Have Megatron validate the next iteration like every other one.
 
-    Megatron leaves out the first one after each start, because it could not save a checkpoint before the first update.
-    In a job that goes on after failures nothing is saved for that, and after a recovery the first iteration is the one
+    Megatron does not validate the first iteration after a start, because it could not save a checkpoint before the
+    first
+    update. A job that continues after failures saves nothing for that, and after a recovery the first iteration is the
+    one
     that failed.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -49,9 +51,11 @@ def validate_first_iteration() -> None:
 
 
 def locate_when_computed_again(process: Process) -> Wrapper:
-    """Wrap ``should_run_forward_backward``: find where values stopped being finite before a second pass replaces them.
+    """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before a second pass.
 
-    What the first pass sent over stage boundaries is dropped from the log then: it is sent again.
+    The second pass replaces the values. It also sends over stage boundaries again, so the wrapper drops what the first
+    pass
+    sent from the log.
     """
 
     def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -73,9 +77,9 @@ def locate_when_computed_again(process: Process) -> Wrapper:
 
 
 def interrupt_instead_of_exit(process: Process) -> Wrapper:
-    """Wrap ``should_checkpoint_and_exit``: where Megatron would end all ranks, the iteration is interrupted.
+    """Return a wrapper of ``should_checkpoint_and_exit`` that interrupts the iteration instead of ending all ranks.
 
-    Every rank comes here, and every rank is told the same: Megatron has agreed on it.
+    Every rank calls it, and gets the same result, on which Megatron has agreed.
     """
 
     def wrapper(original: Callable[..., tuple[bool, bool, int]]) -> Callable[..., tuple[bool, bool, int]]:
@@ -95,9 +99,11 @@ def interrupt_instead_of_exit(process: Process) -> Wrapper:
 
 
 def refuse_without_second_pass(process: Process) -> Wrapper:
-    """Wrap ``validate_result``, for ``--rerun-mode disabled``, in which the rank that rejects a result raises alone.
+    """Return a wrapper of ``validate_result`` that interrupts the iteration for ``--rerun-mode disabled``.
 
-    The iteration is computed again after the interruption. A process that rejects a result there once more is replaced.
+    In that mode, only the rank that rejects a result raises. The ranks compute the iteration again after the
+    interruption.
+    A process that rejects a result in it once more is replaced.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -121,10 +127,12 @@ def refuse_without_second_pass(process: Process) -> Wrapper:
 
 
 def _place(job: Job, machine: Any) -> int:
-    """Return where in the flow of an iteration values of this rank were first not finite; :data:`NEVER` if nowhere.
+    """Return the position in the flow of an iteration at which values of this rank were first not finite.
 
-    Stages in the order of the forward pass, each of their chunks by itself; then the loss; then stages in the order of
-    the backward pass; then gradients of weights, which flow nowhere.
+    Positions count the stages in the order of the forward pass, chunk by chunk; then the loss; then the stages in the
+    order
+    of the backward pass; then gradients of weights, which flow nowhere. The result is :data:`NEVER` if all values are
+    finite.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args
@@ -155,12 +163,12 @@ def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int
     chunks = get_args().virtual_pipeline_model_parallel_size or 1
     group = get_model_config((job.live.model or [])[0]).microbatch_group_size_per_vp_stage or stages
     passes = [chunk for _, chunk in get_schedule_table(get_num_microbatches(), chunks, group)]
-    is_last = depth == stages - 1  # which sends nothing of its last chunk
+    is_last = depth == stages - 1  # The last stage sends nothing of its last chunk.
     return [chunk for chunk in passes if not (is_last and chunk == chunks - 1)][order]
 
 
 def _what(job: Job, machine: Any) -> str:
-    """Return in words what was not finite where values stopped being so on this rank."""
+    """Return a description of the values that were first not finite on this rank."""
     from megatron.core import parallel_state
     from megatron.training import get_args
 
@@ -174,15 +182,15 @@ def _what(job: Job, machine: Any) -> str:
 
 
 def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None:
-    """Interrupt the generation: one rank raises for all those that are suspected, and the others wait for that.
+    """Interrupt the generation: the lowest suspected rank raises for all suspects, and the others wait for it.
 
     Raises:
-        ResultError: on the lowest of those ranks.
+        ResultError: on the lowest suspected rank.
     """
     job, rank, world = process.job, dist.get_rank(), dist.get_world_size()
-    mine = torch.tensor([job.place_of_failure], dtype=torch.int64, device=torch.cuda.current_device())
-    places = torch.empty(world, dtype=torch.int64, device=mine.device)
-    dist.all_gather_into_tensor(places, mine)
+    own = torch.tensor([job.place_of_failure], dtype=torch.int64, device=torch.cuda.current_device())
+    places = torch.empty(world, dtype=torch.int64, device=own.device)
+    dist.all_gather_into_tensor(places, own)
     first = int(places.min())
     suspects = [suspect for suspect, place in enumerate(places.tolist()) if place == first]
     if rank in suspects and not is_reproducible:
@@ -196,5 +204,5 @@ def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None
             suspects if is_to_go else (),
         )
     with waiting_for_others():
-        while True:  # until the interruption comes
+        while True:  # The interruption ends this loop.
             time.sleep(0.01)

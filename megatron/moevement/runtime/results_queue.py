@@ -1,8 +1,8 @@
-"""The queue with which the writer of a dense save answers its rank, served by a process that imports nothing.
+"""Queue of a dense save's results from the writer to its rank, served by a process that imports nothing.
 
-Megatron starts the server by ``spawn``, which imports the training script again, and with it torch and Megatron. The
-server would also import torch to unpickle results. Each rank's first save, and that of each replacement, would wait
-seconds for these imports, and each host would hold hundreds of megabytes for each rank, for lists that are read once.
+Megatron starts the server with ``spawn``, which imports the training script again, and with it torch and Megatron. The
+server would also import torch to unpickle results. The first save of each rank and of each replacement would wait
+seconds for these imports. Each host would also hold hundreds of megabytes for each rank, for lists that are read once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moevement_core.restart.generation import atomic
 
 
 class PickledQueue:
-    """Queue of a manager that sees bytes alone: results are pickled before they are put, and unpickled by the reader.
+    """Queue whose manager sees only bytes, because each side pickles or unpickles the results itself.
 
     Args:
         queue: a manager's proxy of a queue.
@@ -35,15 +35,15 @@ class PickledQueue:
         """Return the oldest results.
 
         Raises:
-            queue.Empty: there are none.
+            queue.Empty: the queue has no results.
         """
         return pickle.loads(self._queue.get_nowait())
 
 
 def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_write_results_queue``: a server without imports, started in one piece.
+    """Return a ``get_write_results_queue`` that starts a server without imports, and without interruption.
 
-    A rank that is interrupted while it starts the server would leave a process that nobody ends.
+    An interruption during the start would leave a process that nothing ends.
     """
 
     @functools.wraps(original)
@@ -56,7 +56,7 @@ def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _script_hidden() -> Iterator[None]:
-    """Hide the file of the training script from ``spawn``; what the script has defined stays importable."""
+    """Hide the file of the training script from ``spawn``; the script's definitions stay importable."""
     names = vars(sys.modules["__main__"])
     hidden: dict[str, Any] = {name: names.pop(name) for name in ("__spec__", "__file__") if name in names}
     names["__spec__"] = None

@@ -1,4 +1,4 @@
-"""The flags that replayed iterations depend on: what a window on disk says of the job that wrote it."""
+"""Flags on which replayed iterations depend, as the manifest of a window on disk records them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ SETTINGS = (
     "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_group_topk", "moe_token_dispatcher_type",
     "calculate_per_token_loss", "iterations_to_skip",
 )  # fmt: skip
-"""Flags that the replayed iterations depend on: the job that loads a window has the same."""
+"""Flags on which replayed iterations depend; a job that loads a window needs the same values."""
 DATA = (
     "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "split", "train_samples",
     "train_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "mock_data",
 )  # fmt: skip
-"""Flags that decide which samples come next. A job that loads a window may have others, where the order of samples
-stays the same for as long as it is replayed: more iterations over data that are read once, for example."""
+"""Flags that decide which samples come next. A job that loads a window may change them if the order of samples stays
+the same throughout the replay, for example to more iterations over data that are read once.
+"""
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the settings of this job for the manifest."""
+    """Return this job's settings for the manifest of a window."""
     settings = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
     if not getattr(args, "group_query_attention", False):
-        settings["num_query_groups"] = args.num_attention_heads  # as Megatron sets it when it first counts FLOP
+        settings["num_query_groups"] = args.num_attention_heads  # Megatron sets it to this when it first counts FLOP.
     settings[DATA_SETTINGS] = {name: _plain(getattr(args, name, None)) for name in DATA}
     return settings
 

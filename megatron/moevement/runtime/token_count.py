@@ -1,4 +1,4 @@
-"""The number of tokens of a batch, which the last stage counts: kept, for a stage that replays alone."""
+"""Record of the number of tokens in a batch, which the last stage counts, for a stage that replays alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.moevement.runtime.job import Process
 
 
 def keep_token_count(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``finalize_model_grads``, which sums the count over the job in place, that keeps it."""
+    """Return a wrapper of ``finalize_model_grads`` that records the token count after its sum over the job."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

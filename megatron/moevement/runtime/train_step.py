@@ -1,4 +1,4 @@
-"""Megatron's ``train_step`` between the beginning and the end of an iteration of sparse checkpointing."""
+"""Wrapper of Megatron's ``train_step`` that begins and ends an iteration of sparse checkpointing around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.moevement.runtime.job import Job, Process
 
 
 def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``train_step`` between the beginning and the end of an iteration."""
+    """Return a wrapper of ``train_step`` that begins and ends an iteration of sparse checkpointing around it."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -26,12 +26,12 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             if job.session is None:
                 return original(*args, **kwargs)
             live = job.live
-            # Megatron's own count: it moves over iterations that are left out, too.
+            # Megatron's own count also advances over iterations that are skipped.
             bound = signature.bind(*args, **kwargs)
-            given = bound.arguments.get("iteration")
+            iteration = bound.arguments.get("iteration")
             bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
             bound.arguments["forward_step_func"] = places.forward_and_backward(bound.arguments["forward_step_func"])
-            committed = live.iteration = live.iteration if given is None else int(given)
+            committed = live.iteration = live.iteration if iteration is None else int(iteration)
             if process.before and job.session.saving.has_persisted:
                 process.before = ()
             job.session.begin_iteration(committed)
@@ -45,7 +45,8 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             outcome = {
                 "skipped": bool(skipped),
                 "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
-                # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
+                # The tensors stay on the device until the record is copied, because reading their values would wait for
+                # the device.
                 "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
             }
             job.session.end_iteration(committed + 1, time.perf_counter() - began, outcome)
@@ -57,7 +58,7 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
 
 
 def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's schedule, whose losses a rank that is interrupted after its step would lose."""
+    """Return a schedule that keeps its losses, which a rank that is interrupted after its step would lose."""
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         result = schedule(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Faults that are injected to be recovered from: for tests, and for those who want to see it."""
+"""Injected loss of a rank's memory, for tests and demonstrations of a recovery."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.moevement.state_digest import members, named_tensors
 
 @torch.no_grad()
 def wipe(live: Live, views: OperatorViews) -> None:
-    """Overwrite all model and optimizer memory of this rank with NaN, and everything else that training moves."""
+    """Overwrite all model and optimizer memory of this rank with NaN, and all other state that training changes."""
     for chunk in live.model or []:
         for parameter in chunk.parameters():
             _spoil(parameter.data)
             if getattr(parameter, "main_grad", None) is not None:
                 _spoil(parameter.main_grad)
-    for trained in (one for its in views.trained.values() for one in its):
+    for trained in (entry for entries in views.trained.values() for entry in entries):
         if trained.master is not None:
             _spoil(trained.master.data)
     for member in members(live.optimizer):

@@ -1,1 +1,1 @@
-"""Megatron's transformer parts, where this fork needs its own."""
+"""Replacements for parts of Megatron's transformer."""

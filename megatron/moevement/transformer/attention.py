@@ -1,7 +1,7 @@
-"""Megatron's local attention with key and value heads of different widths, as multi-latent attention has them.
+"""Local attention of Megatron with different widths of key and value heads, as multi-latent attention needs.
 
-``MLASelfAttention`` names both widths to its core attention; the local ``DotProductAttention`` takes neither, although
-its arithmetic does not care: all that depends on a width is the shape of its output.
+``MLASelfAttention`` passes both widths to its core attention, but the local ``DotProductAttention`` accepts neither.
+Its arithmetic works for any widths; only the shape of its output depends on them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def attention_with_channels(original: Callable[..., None]) -> Callable[..., None]:
-    """``DotProductAttention.__init__`` that takes ``k_channels`` and ``v_channels``, widths of one head."""
+    """Return a ``DotProductAttention.__init__`` that accepts ``k_channels`` and ``v_channels``, widths of a head."""
 
     @functools.wraps(original)
     def __init__(

@@ -1,9 +1,9 @@
-"""More room than their capacity for experts that have lost updates (MoEtion, section 6).
+"""Extra capacity for experts that have lost updates (MoEtion, section 6).
 
-Megatron drops the tokens that an expert has no room for, by a capacity that is the same for all. While an expert is
-given more, its router drops twice, once by either capacity, and takes that expert's tokens from the larger one. With a
-capacity factor of 1 or more all experts together have room for every routed token, so that what one is given is never
-more than others leave free.
+Megatron drops the tokens that exceed an expert's capacity, which is equal for all experts. While an expert has extra
+capacity, its router computes the drops for both capacities, and uses the larger one for that expert. With a capacity
+factor of 1 or more, all experts together have capacity for every routed token, so the extra tokens of one expert never
+exceed the free capacity of the others.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from moevement_core.operators import OperatorTable, expert_name
 
 @dataclass(eq=False)
 class _Room:
-    """Extra room of one router."""
+    """Extra capacity of one router's experts."""
 
     router: Any
     share: float
     has_more: torch.Tensor
-    """Which experts are given more room, bool ``[experts]``."""
+    """Experts that have extra capacity, bool ``[experts]``."""
     let_in: torch.Tensor
-    """Tokens that only this let in, float64 ``[experts]``."""
+    """Tokens that only the extra capacity admitted, float64 ``[experts]``."""
     counts: Callable[[], bool]
     is_open: bool = False
 
 
 _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
-"""Room of the router that is routing on this thread."""
+"""Extra capacity of the router that is routing on this thread."""
 
 
 class RouterRoom:
-    """Room of this rank's routers; opened and closed by all ranks of a stage alike.
+    """Extra capacity of this rank's routers; all ranks of a stage open and close it together.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
-        table: the operators of the stage.
-        share: of its capacity, that an expert is given more.
+        table: operators of the stage.
+        share: extra capacity, as a share of the normal capacity.
     """
 
     def __init__(self, chunks: list[Any], table: OperatorTable, share: float) -> None:
         self.paused = False
-        """True while nothing counts."""
+        """True while admitted tokens are not counted."""
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []
-        """Positions of the experts of all routers in the table, one after the other."""
+        """Positions of the experts of all routers in the table, router by router."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, experts = layer.mlp.router, int(chunk.config.num_moe_experts)
@@ -68,15 +68,18 @@ class RouterRoom:
                 replace_on(router, "routing", functools.partial(_routing_in, room=room))
 
     def open(self, operators: Collection[str]) -> None:
-        """Give these experts more room, and no others."""
+        """Give these experts extra capacity, and all others the normal one."""
         wanted, places = {self._table.index_of[name] for name in operators}, iter(self._places)
         for room in self._rooms:
-            its = [next(places) in wanted for _ in range(len(room.has_more))]
-            room.is_open = any(its)
-            room.has_more.copy_(torch.tensor(its))
+            has_more = [next(places) in wanted for _ in range(len(room.has_more))]
+            room.is_open = any(has_more)
+            room.has_more.copy_(torch.tensor(has_more))
 
     def take(self) -> torch.Tensor:
-        """Tokens that only more room let in on this rank since the last call, on the device; and start over."""
+        """Return the tokens that only extra capacity admitted on this rank since the last call, and reset the counts.
+
+        The result is on the device.
+        """
         if not self._rooms:
             return torch.zeros(0, dtype=torch.float64)
         taken = torch.cat([room.let_in for room in self._rooms])
@@ -85,8 +88,9 @@ class RouterRoom:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host; waits for
-        the device.
+        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host.
+
+        The call waits for the device.
         """
         return by_operator(taken, self._places, len(self._table))
 
@@ -94,7 +98,7 @@ class RouterRoom:
 def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
     @functools.wraps(routing)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        # Both passes of a recomputed layer, but not evaluation.
+        # This applies to both passes of a recomputed layer, but not to evaluation.
         token = _room.set(room if room.is_open and room.router.training else None)
         try:
             return routing(*args, **kwargs)
@@ -105,7 +109,7 @@ def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
 
 
 def dropping_with_room(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_router_token_dropping`` that has more room for some of the experts."""
+    """Return an ``apply_router_token_dropping`` that respects the extra capacity of some experts."""
 
     @functools.wraps(original)
     def apply_router_token_dropping(

@@ -1,6 +1,6 @@
-"""Megatron's MoE layer with experts in slots: replicas of an expert as its load asks for, tokens spread over them.
+"""Megatron's MoE layer with experts in slots: replicas in proportion to load, with the tokens spread over them.
 
-Megatron's dispatcher, experts and all-to-all are used as they are; to them every slot is an expert. What is ours is
+Megatron's dispatcher, experts and all-to-all run unchanged; to them every slot is an expert. This module only decides
 which slot gets a token (Lazarus, section 4.2), before Megatron dispatches.
 """
 
@@ -20,12 +20,12 @@ from megatron.moevement.elastic.slots import Slots, slots
 
 
 def layer_with_slots(original: Any) -> Callable[..., Any]:
-    """``MoELayer`` as specs name it: one with slots where experts are elastic."""
+    """Return a replacement of ``MoELayer`` for specs, which builds a layer with slots if experts are in slots."""
 
     @functools.wraps(original)
     def moe_layer(*args: Any, **kwargs: Any) -> Any:
-        its = slots()
-        return original(*args, **kwargs) if its is None else _classes().layer(its, *args, **kwargs)
+        expert_slots = slots()
+        return original(*args, **kwargs) if expert_slots is None else _classes().layer(expert_slots, *args, **kwargs)
 
     return moe_layer
 
@@ -45,49 +45,56 @@ def _classes() -> _Classes:
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     def kept(tensor: Any) -> Any:
-        """A second replica on one rank: a checkpoint has each tensor once a rank, and this one stays as it is. At the
-        start of a job it becomes equal to the first replica's.
+        """Return an entry for the tensor of a second replica on one rank, which the checkpoint leaves out.
+
+        A checkpoint has each tensor once for each rank. At the job's start the replica becomes equal to the first one.
         """
         return ShardedTensorFactory(
             tensor.key,
             tensor.data,
             lambda key, data, replica_id, flattened_range: {"kept": LocalNonpersistentObject(data)},
-            lambda its: its["kept"],
+            lambda state: state["kept"],
             tensor.replica_id,
         )
 
     class SlotDispatcher(MoEAlltoAllTokenDispatcher):
-        """Spreads the tokens of an expert over its replicas, then dispatches to slots as Megatron does to experts."""
+        """Dispatcher that spreads an expert's tokens over its replicas, and then dispatches to slots as to experts."""
 
         table: SlotTable
         routed: torch.Tensor | None = None
-        """Tokens of each expert since it was last asked, of all ranks, int64 ``[E]``."""
+        """Tokens of each expert on all ranks since the counter was last reset, int64 ``[E]``; None for no tokens."""
 
         def dispatch_preprocess(
             self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Tokens ``[..., H]``, bool ``[T, E]`` and ``[T, E]``, all of this rank."""
+            """Map the tokens of this rank to slots, and start Megatron's dispatch.
+
+            Args:
+                hidden_states: tokens ``[..., H]``.
+                routing_map: bool ``[T, E]``.
+                probs: probabilities ``[T, E]``.
+            """
             tokens = self._count(routing_map)
             slot_map = to_slots(routing_map, self.table, shares(tokens, self.table, dist.get_rank(self.ep_group)))
             return super().dispatch_preprocess(hidden_states, slot_map, probs[:, self.table.expert] * slot_map)
 
         def _count(self, routing_map: torch.Tensor) -> torch.Tensor:
-            """Tokens of each expert on each rank, ``[N, E]``."""
-            mine = routing_map.sum(0)
-            tokens = mine.new_empty(self.ep_size, mine.numel())
-            dist.all_gather_into_tensor(tokens.view(-1), mine, group=self.ep_group)
+            """Return the tokens of each expert on each rank, ``[N, E]``. Collective."""
+            local = routing_map.sum(0)
+            tokens = local.new_empty(self.ep_size, local.numel())
+            dist.all_gather_into_tensor(tokens.view(-1), local, group=self.ep_group)
             if torch.is_grad_enabled():
                 total = tokens.sum(0)
                 self.routed = total if self.routed is None else self.routed + total
             return tokens
 
     class SlotLayer(MoELayer):
-        """A layer whose experts stand in slots."""
+        """MoE layer whose experts are in slots."""
 
-        def __init__(self, its: Slots, config: Any, submodules: Any = None, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, expert_slots: Slots, config: Any, submodules: Any = None, *args: Any, **kwargs: Any) -> None:
             group = kwargs["pg_collection"].ep
             of_slots = copy.copy(config)
-            of_slots.num_moe_experts = its.of_rank * group.size()
+            of_slots.num_moe_experts = expert_slots.of_rank * group.size()
 
             def router(config: Any = None, **others: Any) -> Any:
                 return submodules.router(config=of_experts, **others)
@@ -100,21 +107,19 @@ def _classes() -> _Classes:
             )  # fmt: skip
             if self.use_shared_expert and self.shared_expert_overlap:
                 self.token_dispatcher.set_shared_experts(self.shared_experts)
-            self._slots = its
+            self._slots = expert_slots
 
         def set_layer_number(self, layer_number: int) -> None:
-            """Megatron's, from 1; the slots of this layer are known by it."""
+            """Set the layer's number in the model, counted from 1, by which it finds its slots."""
             super().set_layer_number(layer_number)
             table = self._slots.table(layer_number - 1, self.ep_group.size())
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-            self.token_dispatcher.table = SlotTable.of([list(its) for its in table], self._slots.experts, device)
+            self.token_dispatcher.table = SlotTable.of([list(row) for row in table], self._slots.experts, device)
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Return Megatron's state with each expert once, whatever slot it is in: any number of
-            ranks can load it.
-            """
+            """Return Megatron's state with each expert once, whatever its slot; any number of ranks can load it."""
             metadata = ensure_metadata_has_dp_cp_group(metadata)
             state = {}
             for name, module in self._modules.items():
@@ -130,17 +135,17 @@ def _classes() -> _Classes:
             for slot, expert in enumerate(self.experts.local_experts):
                 own, number = f"{prefix}local_experts.{slot}.", self._slots.expert(layer, rank, slot)
                 if (metadata or {}).get("singleton_local_shards", False):
-                    its = expert.sharded_state_dict(own, offsets, metadata)
-                    replace_prefix_for_sharding(its, own, f"{prefix}experts.{number}.")
+                    tensors = expert.sharded_state_dict(own, offsets, metadata)
+                    replace_prefix_for_sharding(tensors, own, f"{prefix}experts.{number}.")
                 else:
                     place = (len(offsets), number, self._slots.experts)
-                    its = expert.sharded_state_dict(own, (*offsets, place), metadata)
-                    replace_prefix_for_sharding(its, own, f"{prefix}experts.")
-                for tensor in its.values():
+                    tensors = expert.sharded_state_dict(own, (*offsets, place), metadata)
+                    replace_prefix_for_sharding(tensors, own, f"{prefix}experts.")
+                for tensor in tensors.values():
                     replica = 0 if self._slots.is_first(layer, rank, slot) else 1 + rank * self._slots.of_rank + slot
                     tensor.replica_id = (*tensor.replica_id[:2], replica)
                 is_second = number in self._slots.tables[layer][rank][:slot]
-                state.update({name: kept(tensor) for name, tensor in its.items()} if is_second else its)
+                state.update({name: kept(tensor) for name, tensor in tensors.items()} if is_second else tensors)
             return state
 
     return _Classes(SlotLayer, SlotDispatcher)

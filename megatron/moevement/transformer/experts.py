@@ -1,7 +1,7 @@
-"""Megatron's experts, run by our kernels: the same modules, parameters and checkpoints, another forward pass.
+"""Megatron's experts on this project's kernels: equal modules, parameters and checkpoints, with another forward pass.
 
-The kernels run normal training too: a replay with some experts frozen has to give the bits of a run in which all are
-active, and these kernels do (``moevement_kernels.op``).
+The kernels also run normal training. A replay with some frozen experts has to give the bits of a run in which all
+experts are active, and with these kernels it does (``moevement_kernels.op``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moevement_core.errors import ConfigError
 
 
 def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``grouped_mlp_modules`` of a spec provider, whose experts run our kernels if the flags say so."""
+    """Return a ``grouped_mlp_modules`` whose experts run on this project's kernels, if the flags ask for it."""
 
     @functools.wraps(original)
     def grouped_mlp_modules(*args: Any, **kwargs: Any) -> Any:
@@ -33,11 +33,11 @@ def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
-    """The experts module, once its configuration is known."""
+    """Build the experts module, which is when its configuration is known."""
     from megatron.training import global_vars
 
     cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
-    if cls is None or arguments is None:  # a model that is described and never run has no arguments
+    if cls is None or arguments is None:  # A model that is described and never run has no arguments.
         return built(*args, **kwargs)
     backend = backend_of(arguments, kwargs["config"] if "config" in kwargs else args[1])
     if backend is None:
@@ -66,7 +66,7 @@ def _classes() -> dict[Any, Any]:
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     class OnKernels:
-        """Takes the place of Megatron's forward pass."""
+        """Mixin that replaces Megatron's forward pass."""
 
         def forward(
             self,
@@ -74,27 +74,33 @@ def _classes() -> dict[Any, Any]:
             tokens_per_expert: torch.Tensor,
             permuted_probs: torch.Tensor,
         ) -> tuple[torch.Tensor, None]:
-            """Tokens ``[T, H]`` sorted by local expert, int64 ``[local experts]``, ``[T]``."""
+            """Return the experts' outputs ``[T, H]``, and no bias.
+
+            Args:
+                permuted_local_hidden_states: tokens ``[T, H]``, sorted by local expert.
+                tokens_per_expert: int64 ``[local experts]``.
+                permuted_probs: probability of each token, ``[T]``.
+            """
             w1, w2 = self.weights()  # type: ignore[attr-defined]
             if self.config.gradient_accumulation_fusion:  # type: ignore[attr-defined]
                 for weight in (*w1, *w2):
                     weight.fuse_weight_gradient = True
-            # On the host already with dropless dispatchers; Megatron's own experts ask for it here too.
+            # Dropless dispatchers have the counts on the host already; Megatron's own experts also copy them here.
             counts = tokens_per_expert.tolist()
             kind = activation_of(self.config)  # type: ignore[attr-defined]
             assert kind is not None
             return grouped_mlp(permuted_local_hidden_states, permuted_probs, counts, w1, w2, kind), None
 
     class SequentialOnKernels(OnKernels, SequentialMLP):
-        """Experts that are modules of their own."""
+        """Megatron's sequential experts, which are modules of their own, on the kernels."""
 
         def weights(self) -> tuple[list[Any], list[Any]]:
             """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
             experts = self.local_experts
-            return [one.linear_fc1.weight for one in experts], [one.linear_fc2.weight for one in experts]
+            return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
 
     class GroupedOnKernels(OnKernels, TEGroupedMLP):
-        """Transformer Engine's grouped linears, of which we take the weights."""
+        """Transformer Engine's grouped experts on the kernels, which use the weights of its linears."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

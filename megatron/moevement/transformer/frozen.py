@@ -1,9 +1,8 @@
 """Frozen and active operators in a Megatron model (MoEvement section 3.3).
 
-A frozen operator computes its output and the gradient of its input. Its weight gradient is not computed: Megatron's
-linear layers, norms and embeddings look at ``requires_grad`` of their weights in the forward pass, and take another
-path. Three places do not, and are helped here: the router, Transformer Engine's grouped linear, and what stands above a
-frozen embedding.
+A frozen operator computes its output and the gradient of its input, but not its weight gradient. Megatron's linear
+layers, norms and embeddings decide this by ``requires_grad`` of their weights in the forward pass. Three parts do not,
+and this module handles them: the router, Transformer Engine's grouped linear, and the layers above a frozen embedding.
 """
 
 from __future__ import annotations
@@ -19,23 +18,24 @@ from megatron.moevement.optimizer.views import Trained
 
 
 class FrozenMode:
-    """Freezes operators of this rank's virtual stages.
+    """Switch that freezes operators of this rank's virtual stages.
 
     Args:
-        chunks: unwrapped.
-        trained: the parameters of each operator. One that was not trainable stays so.
+        chunks: unwrapped virtual stages.
+        trained: parameters of each operator. A parameter that was not trainable never becomes so.
     """
 
     def __init__(self, chunks: Sequence[Any], trained: Mapping[str, Sequence[Trained]]) -> None:
         self._parameters = {
-            name: [one.parameter for one in its if one.parameter.requires_grad] for name, its in trained.items()
+            name: [entry.parameter for entry in entries if entry.parameter.requires_grad]
+            for name, entries in trained.items()
         }
         self._together = [group for chunk in chunks for group in _frozen_together(chunk)]
         self._hooks: list[Any] = []
         self._chunks = chunks
 
     def freeze(self, frozen: frozenset[str]) -> None:
-        """Operators to be frozen from the next forward pass on; all others are active."""
+        """Freeze these operators from the next forward pass on, and activate all others."""
         for name, parameters in self._parameters.items():
             for parameter in parameters:
                 parameter.requires_grad_(name not in frozen)
@@ -46,8 +46,10 @@ class FrozenMode:
 
     @contextmanager
     def as_if_active(self) -> Iterator[None]:
-        """Everything says that it requires a gradient, for a while in which none is computed."""
-        before = [(one, one.requires_grad) for parameters in self._parameters.values() for one in parameters]
+        """Set ``requires_grad`` of all trainable parameters for a while in which no gradient is computed."""
+        before = [
+            (parameter, parameter.requires_grad) for parameters in self._parameters.values() for parameter in parameters
+        ]
         for parameter, _ in before:
             parameter.requires_grad_(True)
         try:
@@ -63,7 +65,7 @@ class FrozenMode:
                 self._hooks.append(chunk.embedding.register_forward_hook(_require_grad))
 
     def end(self) -> None:
-        """Everything is active again."""
+        """Activate all operators, and remove the hooks."""
         self.freeze(frozenset())
         for hook in self._hooks:
             hook.remove()
@@ -71,11 +73,12 @@ class FrozenMode:
 
 
 def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Let the gradient flow down to the embedding even where nothing below needs it.
+    """Let the gradient flow down to the embedding even if nothing below needs it.
 
-    A recomputed block whose input requires no gradient computes none, of its active operators neither. And ranks that
-    exchange tokens must agree on what flows back: one with an active expert in the first layer would wait for ever for
-    one whose experts there are all frozen.
+    A recomputed block whose input requires no gradient computes none, not even for its active operators. And ranks that
+    exchange tokens must agree on what flows back: a rank with an active expert in the first layer would wait forever
+    for a
+    rank whose experts there are all frozen.
     """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
@@ -83,11 +86,12 @@ def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tenso
 
 
 def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
-    """Weights of which a module looks at the first one only, and takes all for the same.
+    """Return groups of weights of which a module checks only the first one's ``requires_grad``.
 
     Transformer Engine's grouped linear (one module for all experts of a layer) would drop the gradients of active
-    experts behind a frozen first one. While one of them is active they all compute gradients; the optimizer passes the
-    frozen ones over. Our kernels (``experts.py``) take each expert by itself.
+    experts
+    if the first one is frozen. While one expert of a group is active, all of them compute gradients, and the optimizer
+    skips the frozen ones. This project's kernels (``experts.py``) handle each expert by itself.
     """
     groups = []
     for module in chunk.modules():
@@ -95,16 +99,19 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
         if isinstance(count, int) and hasattr(module, "weight0") and not getattr(module, "takes_mixed_experts", False):
             for kind in ("weight", "bias"):
                 group = [getattr(module, f"{kind}{index}", None) for index in range(count)]
-                groups.append([one for one in group if isinstance(one, torch.nn.Parameter)])
+                groups.append([weight for weight in group if isinstance(weight, torch.nn.Parameter)])
     return groups
 
 
 def gating_without_weight_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``router_gating_linear``, whose backward pass computes a weight gradient whoever wants it."""
+    """Return a ``router_gating_linear`` without the weight gradient of a frozen router.
+
+    Megatron's backward pass computes it in any case.
+    """
     from megatron.core.transformer.moe import moe_utils
 
     class FrozenGating(moe_utils.RouterGatingLinearFunction):
-        """Megatron's forward pass; of the backward pass the gradient of the input."""
+        """Autograd function with Megatron's forward pass, and only the input's gradient in the backward pass."""
 
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

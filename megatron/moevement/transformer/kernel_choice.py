@@ -1,4 +1,4 @@
-"""Which kernels run the experts (``--moevement-frozen-kernels``), and what they cannot run."""
+"""Choice of the kernels that run the experts (``--moevement-frozen-kernels``), and checks of what they cannot run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moevement_core.errors import ConfigError
 
 
 class FrozenKernels(StrEnum):
-    """Values of the flag."""
+    """Values of ``--moevement-frozen-kernels``."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -27,11 +27,11 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
     """Return the backend that runs the experts of a model; None for Megatron's own layers.
 
     Args:
-        args: the job's.
+        args: Megatron's arguments.
         config: Megatron's ``TransformerConfig``.
 
     Raises:
-        ConfigError: the kernels were asked for and cannot run these experts.
+        ConfigError: the flag asks for kernels that cannot run these experts.
     """
     choice = FrozenKernels(args.moevement_frozen_kernels)
     if choice is FrozenKernels.OFF:
@@ -50,7 +50,7 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
 
 
 def activation_of(config: Any) -> Activation | None:
-    """The experts' activation, if the kernels have it."""
+    """Return the experts' activation; None if the kernels do not have it."""
     from megatron.core.activations import squared_relu
     from torch.nn import functional
 

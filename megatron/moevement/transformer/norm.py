@@ -1,9 +1,9 @@
 """Torch's norms under sequence parallelism, for the local layer spec.
 
-Megatron's ``WrappedTorchNorm`` refuses sequence parallelism, and without Apex or Transformer Engine the local spec has
-no other norm, so tensor-parallel MoE (which needs sequence parallelism) could not run. A norm works on each token
-alone; all it takes is that its weights' gradients, each rank's from its own part of the sequence, are summed over the
-tensor-parallel ranks. Megatron does that for parameters marked ``sequence_parallel``.
+Megatron's ``WrappedTorchNorm`` refuses sequence parallelism. Without Apex or Transformer Engine, the local spec has no
+other norm, so tensor-parallel MoE, which needs sequence parallelism, could not run. A norm processes each token alone,
+so only the gradients of its weights need care: each rank has them for its part of the sequence, and tensor-parallel
+ranks have to sum them. Megatron does this for parameters marked ``sequence_parallel``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 def norm_with_sequence_parallel(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``WrappedTorchNorm.__new__`` that also builds norms for sequence parallelism."""
+    """Return a ``WrappedTorchNorm.__new__`` that also builds norms for sequence parallelism."""
 
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:

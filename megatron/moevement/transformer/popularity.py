@@ -1,7 +1,7 @@
-"""Counts what routers decide, where they decide it, without any communication or waiting.
+"""Counts of routing decisions on each router's own device, without communication or waiting.
 
-Each router keeps sums on its own device: tokens routed to every expert of its layer, or, for the soft count, the gate's
-probabilities. Only passes that train count: not evaluation, and one of the two passes of a recomputed layer.
+Each router keeps sums: the tokens routed to every expert of its layer, or, for the soft count, the gate's
+probabilities. Only training passes count. Evaluation does not, and neither does the second pass of a recomputed layer.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from moevement_core.policy.popularity import Ordering
 
 
 class RouterCounts:
-    """Sums of the routers of this rank's chunks, since they were last taken.
+    """Counters on the routers of this rank's virtual stages, reset whenever they are read.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
-        table: the operators of the stage, whose experts the counts are of.
-        ordering: what is counted.
+        table: operators of the stage, which include the counted experts.
+        ordering: order of operators, which decides what is counted.
     """
 
     def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
         self.paused = False
-        """True while nothing counts: a replay does not count tokens twice."""
+        """True while nothing counts: a replay must not count tokens twice."""
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
         self._places: list[int] = []
-        """Positions of the experts of all routers in the table, one after the other."""
+        """Positions of the experts of all routers in the table, router by router."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, number = layer.mlp.router, int(layer.layer_number) - 1
@@ -57,7 +57,7 @@ class RouterCounts:
         return counted
 
     def take(self) -> torch.Tensor:
-        """This rank's sums since the last call, on the device and without waiting for it, and start over."""
+        """Return this rank's sums since the last call, on the device and without waiting for it, and reset them."""
         if not self._sums:
             return torch.zeros(0, dtype=torch.float64)
         taken = torch.cat(self._sums)
@@ -66,19 +66,20 @@ class RouterCounts:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host; waits for
-        the device.
+        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host.
+
+        The call waits for the device.
         """
         return by_operator(taken, self._places, len(self._table))
 
 
 def by_operator(taken: list[torch.Tensor], places: list[int], operators: int) -> torch.Tensor:
-    """Sums of experts as float64 ``[len(taken), operators]`` on the host; waits for the device.
+    """Return sums of experts as float64 ``[len(taken), operators]`` on the host; the call waits for the device.
 
     Args:
-        taken: several sums of the experts of all routers, one after the other.
-        places: where these experts stand among the operators.
-        operators: how many there are.
+        taken: several results of ``take``, each with the sums of the experts of all routers.
+        places: positions of these experts in the operator table.
+        operators: number of operators in the table.
     """
     counts = torch.zeros(len(taken), operators, dtype=torch.float64)
     counts[:, places] = torch.stack(taken).cpu()
@@ -92,7 +93,7 @@ def routed_layers(chunk: Any) -> list[Any]:
 
 
 def _probabilities(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """The gate's probabilities of all experts, ``[tokens, experts]`` (appendix B's P)."""
+    """Return the gate's probabilities of all experts, ``[tokens, experts]`` (P in appendix B)."""
     scores = logits.detach().float().view(-1, logits.shape[-1])
     if getattr(router.config, "moe_router_score_function", "softmax") == "sigmoid":
         scores = torch.sigmoid(scores)

@@ -1,7 +1,7 @@
-"""Costs of each way of checkpointing: in every iteration, and after a failure.
+"""Simulated strategies: the cost of each way of checkpointing in an iteration and in a failure.
 
-All share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Rollback, segments and windows
-are those of the policy that a live run has; how long replaying takes follows from the pipeline.
+All strategies share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Windows, rollback and
+segments come from the policy of a live run. The seconds of a replay follow from the pipeline.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
         )
     },
 }
-"""Strategies by name, each made of a job's costs and its mean time between failures."""
+"""Constructors of strategies by name, from the costs of a job and its mean seconds between failures."""

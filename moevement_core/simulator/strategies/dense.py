@@ -1,4 +1,4 @@
-"""Strategies that save all state at once: none, synchronous, to peers, CheckFreq, Gemini."""
+"""Simulated strategies that save the whole state at once: none, synchronous, to peers, CheckFreq, Gemini."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.simulator.strategies.base import Costs, Strategy
 
 
 class NoCheckpoints(Strategy):
-    """Every failure starts from the beginning."""
+    """Strategy that saves nothing: the job starts from the beginning after every failure."""
 
     name = "none"
     in_memory = False
@@ -23,20 +23,20 @@ class NoCheckpoints(Strategy):
     expected_rollback = math.inf
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return all committed iterations."""
+        """Return the number of all committed iterations."""
         return committed
 
 
 class Dense(Strategy):
-    """Strategy that saves all state every ``interval`` iterations; every stage rolls back.
+    """Strategy that saves the whole state every ``interval`` iterations; every stage rolls back.
 
     Args:
-        costs: of the job.
-        interval: iterations.
-        stall_s: by which one checkpoint delays training.
-        lag: iterations until a checkpoint is where it has to be.
-        fetch_s: until state is back on the device.
-        in_memory: whether it is kept by peers; otherwise it is in storage, and host memory only passes it on.
+        costs: costs of the job.
+        interval: iterations between checkpoints.
+        stall_s: seconds by which one checkpoint delays training.
+        lag: iterations until a checkpoint has arrived where it is kept.
+        fetch_s: seconds until state is back on the device.
+        in_memory: True if peers keep it; otherwise storage does, and host memory is only a buffer.
     """
 
     name = "dense-interval"
@@ -52,47 +52,53 @@ class Dense(Strategy):
 
     @property
     def overhead_s(self) -> float:
-        """Stalls and slowing, spread over the interval."""
+        """Mean seconds that stalls and slowing add to an iteration."""
         return self._stall_s / self._interval + self.slowed_s
 
     @property
     def interval(self) -> int:
-        """Iterations from one checkpoint to the next, as given."""
+        """Number of iterations between checkpoints."""
         return self._interval
 
     @property
     def fetch_s(self) -> float:
-        """Seconds to fetch all state of a rank."""
+        """Seconds until the whole state of a rank is back on the device."""
         return self._fetch_s
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of all state, spread over the interval."""
+        """Bytes of the whole state of the heaviest rank, spread over the interval."""
         return self.costs.full_bytes / self._interval
 
     @property
     def sent_bytes(self) -> float:
-        """The same; nothing where it goes to storage."""
+        """Mean bytes sent in an iteration to each peer; 0 if checkpoints go to storage."""
         return self.copied_bytes if self.in_memory else 0.0
 
     @property
     def host_bytes(self) -> float:
-        """Two buffers, and as much for each peer: one is being filled while the other is what counts."""
+        """Bytes of two buffers for the rank itself, and two for each peer.
+
+        One buffer is filled while the other holds the newest complete checkpoint.
+        """
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.given.replicas if self.in_memory else 0))
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the iterations back to the newest checkpoint that is complete."""
+        """Return the number of iterations since the newest checkpoint that has arrived where it is kept."""
         there = max(0, self.newest(committed, into, self.lag))
         return committed - there // self._interval * self._interval
 
     @property
     def expected_rollback(self) -> float:
-        """Half the interval (MoEvement, section 2.4), and the lag."""
+        """Mean rollback, iterations: half the interval (MoEvement, section 2.4) and the lag."""
         return self._interval / 2 + self.lag
 
 
 class DenseSynchronous(Dense):
-    """Training stops while all state is written to storage; the interval is Young's and Daly's unless given."""
+    """Strategy that stops training while it writes the whole state to storage.
+
+    Young's and Daly's formula gives the interval unless it is given.
+    """
 
     name = "dense"
 
@@ -102,18 +108,18 @@ class DenseSynchronous(Dense):
 
 
 def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
-    """Return by how long a dense checkpoint to peers delays training, and iterations until all peers have it.
+    """Return the seconds by which a dense checkpoint to peers delays training, and iterations until all peers have it.
 
     Args:
-        costs: of the job.
-        hidden: iterations beside which it is copied and sent; what is left then is waited for.
+        costs: costs of the job.
+        hidden: iterations beside which it is copied and sent; training waits for the rest.
     """
     busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
     return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
 
 
 class DenseToPeers(Dense):
-    """Strategy with all state in peers' memory; only the stages that lost theirs roll back, from logs."""
+    """Strategy that keeps the whole state in the memory of peers; only lost stages roll back, from logs."""
 
     name = "dense-to-peers"
 
@@ -122,12 +128,15 @@ class DenseToPeers(Dense):
         super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration, without the bubble where one stage replays alone."""
+        """Return the seconds of a replayed iteration on the slowest segment; a single stage has no bubble."""
         return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
 
 
 class CheckFreq(Dense):
-    """Snapshot beside the next iteration, persisted in the background; at most 3% of overhead (its policy's cap)."""
+    """Strategy that copies a snapshot beside the next iteration, and writes it to storage in the background.
+
+    The cap of its policy keeps overhead to 3%.
+    """
 
     name = "checkfreq"
 
@@ -141,17 +150,17 @@ class CheckFreq(Dense):
 
 
 class Gemini(Dense):
-    """Strategy with all state in peers' memory; all stages roll back.
+    """Strategy that keeps the whole state in the memory of peers; all stages roll back.
 
-    A checkpoint is copied and sent beside all iterations until the next one, as the live strategy paces it. What
-    MoEvement measured of GEMINI hides beside one iteration alone (``is_spread=False``).
+    A checkpoint is copied and sent beside all iterations until the next one, as the live strategy paces it. With
+    ``is_spread=False`` it hides beside one iteration only, as in MoEvement's measurement of GEMINI.
 
     Args:
-        costs: of the job.
-        mtbf_s: mean time between failures of the job.
-        is_oracle: whether the interval is the one with the best formula value; otherwise it is Young's and Daly's.
-        interval: iterations, instead of either.
-        is_spread: whether it hides beside all iterations of the interval.
+        costs: costs of the job.
+        mtbf_s: mean seconds between failures of the job.
+        is_oracle: True for the interval with the best formula value; False for Young's and Daly's.
+        interval: iterations between checkpoints, instead of either.
+        is_spread: True if a checkpoint hides beside all iterations of the interval.
     """
 
     name = "gemini"
@@ -183,10 +192,10 @@ def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
         range(1, longest + 1),
-        key=lambda one: Gemini(costs, mtbf_s, interval=one, is_spread=is_spread).analytic_ettr(mtbf_s),
+        key=lambda interval: Gemini(costs, mtbf_s, interval=interval, is_spread=is_spread).analytic_ettr(mtbf_s),
     )
 
 
 def young_daly(costs: Costs, write_s: float, mtbf_s: float) -> int:
-    """``sqrt(2 C MTBF)``, iterations."""
+    """Return the interval ``sqrt(2 C MTBF)``, iterations."""
     return max(1, round(math.sqrt(2 * write_s * mtbf_s) / costs.iteration_s))

@@ -1,4 +1,4 @@
-"""MoEvement: a slice of the state in every iteration (section 3), and recovery of the stages that lost theirs."""
+"""Simulated MoEvement: a slice of the state in every iteration (section 3), and recovery of lost stages only."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Techniques:
     """Techniques of section 3 that are in use beside sparse snapshots."""
 
     skips_frozen: bool = True
-    """Frozen operators compute no weight gradients in a replay (section 3.3)."""
+    """True if frozen operators compute no weight gradients in a replay (section 3.3)."""
     reorders: bool = True
-    """The most popular experts are saved last, and stay frozen longest (section 3.5)."""
+    """True if the most popular experts are saved last, and so stay frozen longest (section 3.5)."""
     is_local: bool = True
     """True if only the stages that lost state replay, from logs (section 3.4)."""
 
 
 class MoEvement(Strategy):
-    """Sparse checkpoints of the plan's window.
+    """Strategy of sparse checkpoints in the windows of the plan.
 
     Args:
-        costs: of the job.
-        techniques: in use; all if left out.
-        kind: of the window; the plan's if left out.
-        name: how it is called.
+        costs: costs of the job.
+        techniques: techniques in use; all if left out.
+        kind: kind of the windows; that of the plan if left out.
+        name: name of the strategy.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MoEvement(Strategy):
 
     @cached_property
     def overhead_s(self) -> float:
-        """Stalls of the plan, what replication falls behind in a window, and slowing."""
+        """Mean seconds added to an iteration by stalls, by sends that fall behind in a window, and by slowing."""
         plan = self.costs.plan
         return plan.stall_s + plan.behind_s / plan.period + self.slowed_s
 
@@ -59,22 +59,22 @@ class MoEvement(Strategy):
 
     @cached_property
     def copied_bytes(self) -> float:
-        """Slots of the heaviest rank, a mean over its iterations, and its boundary log."""
+        """Bytes of slots and boundary log of the heaviest rank, a mean over iterations."""
         logged = self.techniques.is_local
         return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
 
     @cached_property
     def sent_bytes(self) -> float:
-        """The same without the log."""
+        """Bytes of slots of the heaviest rank, a mean over iterations; the log is not sent."""
         return max(self._saved_bytes(stage) for stage in self.costs.plan.stages)
 
     def _saved_bytes(self, stage: StagePlan) -> float:
-        """Return the bytes of snapshots of a rank, a mean over iterations with a snapshot and without."""
+        """Return the bytes of snapshots of a rank, a mean over iterations with and without a snapshot."""
         return float(stage.window.slot_bytes[0].sum()) / self.costs.plan.period
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of host memory that the plan states."""
+        """Bytes of host memory by the plan; without the log if all stages roll back."""
         snapshots, replicas, logs = self.costs.plan.host_memory
         return snapshots + replicas + logs * self.techniques.is_local
 
@@ -90,7 +90,7 @@ class MoEvement(Strategy):
 
     @cached_property
     def arrival(self) -> float:
-        """Iterations until the heaviest slot is with all peers: copied, and sent then."""
+        """Iterations until all peers have the heaviest slot, which is copied and then sent."""
         return (
             max(
                 stage.budget.copy_s(stage.window.peak_bytes) + stage.budget.send_s(stage.window.peak_bytes)
@@ -100,14 +100,15 @@ class MoEvement(Strategy):
         )
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the iterations back to the first slot of the newest run of W that all peers have."""
+        """Return the number of iterations since the first slot of the newest run of W that all peers have."""
         newest = self.newest(committed, into, self.arrival)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations that a run reaches back from the newest snapshot, by the slot of that one, as
-        a live rank finds it.
+        """Iterations from the first to the newest snapshot of a run, by slot of the newest one.
+
+        A live rank finds the run in the same way.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -119,20 +120,24 @@ class MoEvement(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback by the policy, whose lag counts whole iterations from the one on in which
-        the slot is copied.
+        """Mean rollback of the policy, iterations.
+
+        Its lag counts whole iterations after the one in which the slot is copied.
         """
         return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:
-        """Share of frozen operators in the work of a rank, as a mean over the iterations that make a dense state."""
+        """Share of frozen operators in the work of a rank, a mean over the iterations that make the state dense."""
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
     def _frozen_share(self, stage: StagePlan) -> float:
-        """An expert works for the tokens that reach it, everything else for all; an embedding has no products."""
+        """Return the share of frozen operators in the work of a stage, a mean over its slots.
+
+        An expert works for the tokens that reach it, and other operators for all tokens. An embedding has no products.
+        """
         factor = {OperatorKind.EXPERT: float(self.costs.plan.given.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
-        each = np.array([one.parameters * factor.get(one.kind, 1.0) for one in stage.operators])
+        each = np.array([operator.parameters * factor.get(operator.kind, 1.0) for operator in stage.operators])
         ends = np.array(stage.window.ends)
         active, total = np.zeros(len(ends)), 0.0
         for shares in self.costs.shares(stage.operators):
@@ -145,25 +150,23 @@ class MoEvement(Strategy):
         return float(np.mean(1 - active / total))
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration, without the bubble where one stage replays alone."""
+        """Return the seconds of a replayed iteration on the slowest segment; a single stage has no bubble."""
         if not self.techniques.is_local:
             return self.costs.iteration_s
         return self._local_s(frozenset(self.costs.segments(nodes)))
 
-    def _local_s(self, found: frozenset[frozenset[int]]) -> float:
-        """Segments replay at the same time; the slowest counts."""
-        if found not in self._known:
-            self._known[found] = max(self.costs.time.segment_s(segment) for segment in found)
-        return self._known[found]
+    def _local_s(self, lost: frozenset[frozenset[int]]) -> float:
+        """Return the seconds of a replayed iteration: segments replay at the same time, and the slowest counts."""
+        if lost not in self._known:
+            self._known[lost] = max(self.costs.time.segment_s(segment) for segment in lost)
+        return self._known[lost]
 
     @cached_property
     def _known(self) -> dict[frozenset[frozenset[int]], float]:
         return {}
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of an iteration that makes the state dense: without weight gradients
-        of frozen operators.
-        """
+        """Return the seconds of a replayed iteration without the weight gradients of frozen operators."""
         seconds = self.replay_iteration_s(nodes)
         if self.techniques.skips_frozen:
             seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
@@ -171,11 +174,13 @@ class MoEvement(Strategy):
 
 
 class Redo(MoEvement):
-    """The lost rank makes its updates again from logged gradients; what peers do not have yet its stages replay.
+    """Strategy in which the lost rank repeats its updates from logged gradients.
+
+    Its stages replay the iterations that peers do not have yet.
 
     Args:
-        costs: of the job.
-        name: how it is called.
+        costs: costs of the job.
+        name: name of the strategy.
     """
 
     def __init__(self, costs: Costs, name: str = "redo") -> None:
@@ -183,20 +188,22 @@ class Redo(MoEvement):
 
     @property
     def converted(self) -> int:
-        """Number of iterations that make the state dense: none."""
+        """Number of re-executed iterations that make the state dense, always 0."""
         return 0
 
     @cached_property
     def fetch_s(self) -> float:
-        """Seconds to fetch all slots of a window of one rank, and for as many updates, each of which reads and writes
-        its full state.
+        """Seconds to fetch all slots of a window of one rank, and to repeat its updates.
+
+        Each update reads and writes the full state of the rank.
         """
         return super().fetch_s + self.costs.plan.updates_s
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations that a run reaches back: to the newest snapshot; where windows have a rest, to the last snapshot
-        of a window.
+        """Iterations from the newest usable snapshot to the newest snapshot, by slot of the latter.
+
+        They are 0 without a rest. With a rest the last snapshot of a window is the usable one.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
