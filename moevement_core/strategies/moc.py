@@ -161,6 +161,7 @@ class MoC(Strategy):
     """
 
     name = "moc"
+    sizes_are_iterations = False
     rolls_back_all = True
     loses_updates = True
     is_tuned = True

@@ -10,7 +10,17 @@ import pytest
 from moevement_core.errors import WindowError
 from moevement_core.overhead.cap import Evidence
 from moevement_core.policy.interval import hidden_interval, tuned_interval
-from moevement_core.strategies import CheckFreq, DenseSchedule, DenseToPeers, Gemini, Measured
+from moevement_core.strategies import (
+    CheckFreq,
+    DenseSchedule,
+    DenseToPeers,
+    Gemini,
+    Measured,
+    MoC,
+    MoEtion,
+    MoEvement,
+    Strategy,
+)
 from moevement_core.strategies.dense import FIRST_INTERVAL
 from tests.unit.policy.tables import equal_experts
 
@@ -106,3 +116,13 @@ def test_an_interval_that_was_given_stays(kind: type[CheckFreq | Gemini | DenseT
     strategy = kind(TABLE, 4)
     assert strategy.settled
     assert strategy.first(0, most=6).size == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "counts_experts"), [(MoC, True), (MoEtion, True), (MoEvement, False), (DenseToPeers, False)]
+)
+def test_only_sizes_that_are_iterations_are_bounded_as_windows_are(
+    strategy: type[Strategy], counts_experts: bool
+) -> None:
+    """A layer may have more experts than a window may have iterations."""
+    assert strategy.sizes_are_iterations is not counts_experts
