@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -110,7 +111,8 @@ def place(
         return _at_home_too(nodes, replicas, kind, groups, before)
     home = list(range(ranks)) if replicas >= node_count else list(nodes)
     if before:
-        kept = [_that_will_do(rank, peers, home, replicas) for rank, peers in enumerate(before)]
+        is_spread = len(set(home)) > replicas
+        kept = [_that_will_do(rank, peers, home, replicas, is_spread=is_spread) for rank, peers in enumerate(before)]
         return _near_redundancy(home, replicas, groups if kind is PlacementKind.REDUNDANCY else (), kept)
     if kind is PlacementKind.REDUNDANCY:
         return _near_redundancy(home, replicas, groups)
@@ -136,10 +138,12 @@ def _at_home_too(
     return _near_redundancy(range(len(nodes)), replicas, (), kept)
 
 
-def _that_will_do(rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int) -> tuple[int, ...]:
-    """Return the peers that are on another node than ``rank`` and, where that is possible, than each other."""
+def _that_will_do(
+    rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int, *, is_spread: bool
+) -> tuple[int, ...]:
+    """Return the peers that are on another node than ``rank`` and, if ``is_spread``, than each other."""
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
-    if len(set(nodes)) > replicas:
+    if is_spread:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
     return tuple(peer for peer in peers if peer in others)[:replicas]
 
@@ -196,33 +200,96 @@ def _near_redundancy(
     groups: Sequence[Sequence[int]],
     kept: Sequence[Sequence[int]] = (),
 ) -> Placement:
-    """Choose for each rank in turn the least loaded ranks: of its own group first, always of other nodes, new nodes
-    first.
-    """
-    group_of = {rank: set(group) for group in groups for rank in group}
-    load = [sum(rank in peers for peers in kept) for rank in range(len(nodes))]
-    peers: Placement = []
-    for rank, node in enumerate(nodes):
+    """Choose, rank by rank, the least loaded peers: of the own group first, always of other nodes, new nodes first."""
+    choice = _Choice(nodes, replicas, groups, Counter(peer for peers in kept for peer in peers))
+    placement: Placement = []
+    for rank in range(len(nodes)):
         chosen = list(kept[rank]) if kept else []
         while len(chosen) < replicas:
-            used = {node, *(nodes[peer] for peer in chosen)}
-            others = [peer for peer in range(len(nodes)) if nodes[peer] != node and peer not in chosen]
-            best = min(
-                others,
-                key=lambda peer: (
-                    load[peer] >= replicas,
-                    nodes[peer] in used,
-                    peer not in group_of.get(rank, ()),
-                    load[peer],
-                    (peer - rank) % len(nodes),
-                ),
-            )
-            chosen.append(best)
-            load[best] += 1
-        peers.append(tuple(chosen))
-    return peers
+            chosen.append(choice.next_peer(rank, chosen))
+        placement.append(tuple(chosen))
+    return placement
+
+
+class _Choice:
+    """Choice of the best next peer of a rank, in time that does not grow with the number of ranks in the usual case.
+
+    A peer is the better, in this order: it keeps fewer copies than a rank makes; its node has none of this rank's
+    copies; it is of the rank's group; it keeps few copies; it follows the rank closely.
+    """
+
+    def __init__(
+        self, nodes: Sequence[Hashable], replicas: int, groups: Sequence[Sequence[int]], load: Counter[int]
+    ) -> None:
+        self._nodes, self._replicas, self._load = nodes, replicas, load
+        self._group_of = {rank: group for group in groups for rank in group}
+        self._by_load = [
+            [rank for rank in range(len(nodes)) if load[rank] == copies] for copies in range(replicas)
+        ]  # fmt: skip
+        """Ranks that keep so many copies, ascending, for each number of copies below ``replicas``."""
+
+    def next_peer(self, rank: int, chosen: Sequence[int]) -> int:
+        """Return the best peer beside those already chosen, which has a copy more from now on."""
+        used = {self._nodes[rank], *(self._nodes[peer] for peer in chosen)}
+        best = self._of_group(rank, used)
+        if best is None:
+            best = next(self._least_loaded(rank, used), None)
+        if best is None:
+            best = self._of_all(rank, chosen, used)
+        if (copies := self._load[best]) < self._replicas:
+            ranks = self._by_load[copies]
+            del ranks[bisect_left(ranks, best)]
+            if copies + 1 < self._replicas:
+                insort(self._by_load[copies + 1], best)
+        self._load[best] += 1
+        return best
+
+    def _distance(self, rank: int, peer: int) -> int:
+        return (peer - rank) % len(self._nodes)
+
+    def _of_group(self, rank: int, used: set[Hashable]) -> int | None:
+        """Return the best peer of the rank's group that keeps few enough copies and is on a new node."""
+        free = [
+            peer
+            for peer in self._group_of.get(rank, ())
+            if self._load[peer] < self._replicas and self._nodes[peer] not in used
+        ]
+        return min(free, key=lambda peer: (self._load[peer], self._distance(rank, peer)), default=None)
+
+    def _least_loaded(self, rank: int, used: set[Hashable]) -> Iterator[int]:
+        """Yield peers that keep few enough copies and are on a new node, the best first."""
+        for ranks in self._by_load:
+            after = bisect_left(ranks, rank)
+            for index in range(len(ranks)):
+                peer = ranks[(after + index) % len(ranks)]
+                if self._nodes[peer] not in used:
+                    yield peer
+
+    def _of_all(self, rank: int, chosen: Sequence[int], used: set[Hashable]) -> int:
+        """Return the best peer of all: each keeps as many copies as a rank makes, or its node has one already."""
+        group = set(self._group_of.get(rank, ()))
+        return min(
+            (peer for peer in range(len(self._nodes)) if self._nodes[peer] != self._nodes[rank] and peer not in chosen),
+            key=lambda peer: (
+                self._load[peer] >= self._replicas,
+                self._nodes[peer] in used,
+                peer not in group,
+                self._load[peer],
+                self._distance(rank, peer),
+            ),
+        )
 
 
 def sources_of(placement: Placement, rank: int) -> tuple[int, ...]:
-    """The ranks whose copies ``rank`` keeps."""
+    """Return the ranks whose copies ``rank`` keeps."""
     return tuple(source for source, peers in enumerate(placement) if rank in peers)
+
+
+def all_sources(placement: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
+    """Return for each of so many ranks those whose copies it keeps, ascending, in time linear in the copies."""
+    sources: list[list[int]] = [[] for _ in range(ranks)]
+    for source, peers in enumerate(placement):
+        for peer in peers:
+            if peer < ranks:
+                sources[peer].append(source)
+    return [tuple(those) for those in sources]

@@ -14,8 +14,8 @@ from moevement_core.engine.config import BudgetConfig, KeepOwn
 from moevement_core.errors import ConfigError
 from moevement_core.host_memory import SHARE, node_memory
 
-Kept = Callable[[int, Sequence["AtPeer"]], int]
-"""Host memory that a rank needs for what it keeps of others, from what snapshots of each rank take on a peer."""
+Kept = Callable[[Sequence["AtPeer"]], Sequence[int]]
+"""Host memory that each rank needs for what it keeps of others, from what snapshots of each rank take on a peer."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class Total:
 
 
 def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
-    """Return the totals of all ranks."""
-    at_peer = [its.at_peer for its in needs]
+    """Return what each rank needs in all, in time linear in the ranks."""
+    at_peer = kept([need.at_peer for need in needs])
     return [
-        Total(rank, its.own(keeps_own=keeps_own), kept(rank, at_peer), its.log, its.allowed)
-        for rank, its in enumerate(needs)
+        Total(rank, need.own(keeps_own=keeps_own), at_peer[rank], need.log, need.allowed)
+        for rank, need in enumerate(needs)
     ]
 
 

@@ -24,6 +24,7 @@ from moevement_core.replication.placement import (
     Copies,
     Placement,
     PlacementKind,
+    all_sources,
     allowed_copies,
     place,
     sources_of,
@@ -112,21 +113,23 @@ class Topology:
         """The ranks whose snapshots this one keeps."""
         return list(sources_of(self.peers, self.rank))
 
-    def kept_bytes(self, rank: int, at_peer: Sequence[AtPeer]) -> int:
-        """Host memory that ``rank`` needs for what it keeps of others.
+    def kept_bytes(self, at_peer: Sequence[AtPeer]) -> list[int]:
+        """Return the host memory that each rank needs for what it keeps of others, in time linear in the copies.
 
         Args:
-            rank: any of the job.
             at_peer: what snapshots of each rank take on each of its peers.
         """
         if not self.groups:
-            return sum(at_peer[source].nbytes for source in sources_of(self.peers, rank))
-        groups = [group for group in self.groups if rank in group.holders]
-        return sum(
-            _of_sums([at_peer[member] for member in group.members])
-            + AT_ONCE * max(at_peer[member].staging for member in group.members)
-            for group in groups
-        )
+            return [
+                sum(at_peer[source].nbytes for source in sources) for sources in all_sources(self.peers, len(at_peer))
+            ]
+        kept = [0] * len(at_peer)
+        for group in self.groups:
+            nbytes = _of_sums([at_peer[member] for member in group.members])
+            nbytes += AT_ONCE * max(at_peer[member].staging for member in group.members)
+            for holder in group.holders:
+                kept[holder] += nbytes
+        return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
         """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""
@@ -289,10 +292,8 @@ def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
     """Return the former peers of every rank; those of a new rank are known from its peers. Empty if all are new."""
     if all(report.peers is None for report in ranks):
         return []
-    return [
-        report.peers if report.peers is not None else sources_of([other.sources for other in ranks], rank)
-        for rank, report in enumerate(ranks)
-    ]
+    kept_by = all_sources([report.sources for report in ranks], len(ranks))
+    return [report.peers if report.peers is not None else kept_by[rank] for rank, report in enumerate(ranks)]
 
 
 def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:

@@ -64,9 +64,10 @@ def test_what_the_flag_says_counts_and_what_is_not_known_has_no_cap() -> None:
 
 
 def kept(copies: int):
-    return lambda rank, snapshots: sum(
-        snapshots[(rank + step) % len(snapshots)].nbytes for step in range(1, copies + 1)
-    )
+    return lambda snapshots: [
+        sum(snapshots[(rank + step) % len(snapshots)].nbytes for step in range(1, copies + 1))
+        for rank in range(len(snapshots))
+    ]
 
 
 def needs(has: float, log: int = 0) -> list[Needs]:

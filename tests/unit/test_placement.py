@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError
-from moevement_core.replication.placement import Copies, PlacementKind, allowed_copies, place, sources_of
+from moevement_core.replication.placement import (
+    Copies,
+    PlacementKind,
+    _near_redundancy,
+    all_sources,
+    allowed_copies,
+    place,
+    sources_of,
+)
+from tests.unit.growth import growth
 
 
 @given(
@@ -185,3 +194,67 @@ def test_what_the_nodes_do_not_allow_is_warned_of() -> None:
     after = allowed_copies([0, 0, 0, 0], 1, same_node=False, is_running=True)
     assert (after.replicas, after.same_node) == (1, True)
     assert after.warning is not None
+
+
+def by_looking_at_all(
+    nodes: list[int], replicas: int, groups: list[list[int]], kept: list[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The same choice of peers as the product's, by comparing all ranks each time."""
+    group_of = {rank: set(group) for group in groups for rank in group}
+    load = Counter(peer for peers in kept for peer in peers)
+    placement = []
+    for rank, node in enumerate(nodes):
+        chosen = list(kept[rank])
+        while len(chosen) < replicas:
+            used = {node, *(nodes[peer] for peer in chosen)}
+            others = [peer for peer in range(len(nodes)) if nodes[peer] != node and peer not in chosen]
+            ranked = [
+                (
+                    load[peer] >= replicas, nodes[peer] in used, peer not in group_of.get(rank, ()), load[peer],
+                    (peer - rank) % len(nodes), peer,
+                )
+                for peer in others
+            ]  # fmt: skip
+            best = min(ranked)[-1]
+            chosen.append(best)
+            load[best] += 1
+        placement.append(tuple(chosen))
+    return placement
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=4, max_size=8),
+    replicas=st.integers(1, 3),
+    group_size=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_the_quick_choice_of_peers_is_the_best_of_all(
+    sizes: list[int], replicas: int, group_size: int, seed: int
+) -> None:
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    drawn = random.Random(seed)
+    drawn.shuffle(nodes)
+    groups = [list(range(first, len(nodes), group_size)) for first in range(group_size)]
+    others = [[peer for peer in range(len(nodes)) if nodes[peer] != node] for node in nodes]
+    kept = [tuple(drawn.sample(those, drawn.randint(0, min(replicas, len(those))))) for those in others]
+    assert _near_redundancy(nodes, replicas, groups, kept) == by_looking_at_all(nodes, replicas, groups, kept)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), unique=True, max_size=4), min_size=10, max_size=10))
+def test_all_sources_are_those_of_each_rank(placement: list[list[int]]) -> None:
+    expected = [sources_of([tuple(peers) for peers in placement], rank) for rank in range(10)]
+    assert all_sources(placement, 10) == expected
+
+
+@pytest.mark.parametrize("kind", PlacementKind)
+def test_a_placement_takes_time_linear_in_the_ranks(kind: PlacementKind) -> None:
+    def placed(ranks: int) -> None:
+        where = [rank // 8 for rank in range(ranks)]
+        groups = [list(range(first, ranks, ranks // 16)) for first in range(ranks // 16)]
+        before = place(where, 2, kind, groups)
+        where[:8] = [ranks] * 8  # another node
+        before[:8] = [()] * 8
+        place(where, 2, kind, groups, before=before)
+        all_sources(before, ranks)
+
+    assert growth(placed, 512) < 8
