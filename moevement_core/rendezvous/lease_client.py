@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,9 @@ BEATS = 10
 """Number of renewals in a lease time."""
 CONNECT_S = 1.0
 """Seconds that a connection may take to be made."""
+MOST_BEATS_BETWEEN_CALLS = 4
+"""Most beats from one attempt to connect to the next. Attempts back off to it, so that supervisors that all lost their
+connections at once do not keep the server from greeting any of them; it is well below a lease."""
 
 
 class LeaseClient:
@@ -59,6 +63,9 @@ class LeaseClient:
         self._sent_at: dict[int, float] = {}
         """Time at which each recent beat was sent, in seconds of the boot-time clock."""
         self._beat_at = self._heard_at = self._tried_at = -float("inf")
+        self._calls = 0
+        """Attempts to connect since an answer came."""
+        self._random = random.Random(name)
         self._news: list[dict[str, Any]] = []
         """Unacknowledged deaths in the order in which they were seen, each with the beat that first reported it."""
         self._request: dict[str, Any] | None = None
@@ -97,7 +104,7 @@ class LeaseClient:
         interval_s = self.lease_s / BEATS
         # When the network is back, TCP may wait long before it retransmits on a silent connection. A new one is faster.
         is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
-        if (self._lines is None or is_silent) and now - self._tried_at >= interval_s:
+        if (self._lines is None or is_silent) and now - self._tried_at >= self._pause_s(interval_s):
             self._connect(now)
         if self._lines is not None and not self._lines.is_open:
             self._receive()
@@ -106,8 +113,18 @@ class LeaseClient:
             self._send(members, alive)
         self._receive()
 
+    def _pause_s(self, interval_s: float) -> float:
+        """Return the seconds between the last attempt to connect and the next: doubled each time, and drawn at random
+        from the upper half, so that supervisors do not call in step.
+        """
+        if self._calls <= 1:
+            return interval_s
+        beats = min(2 ** (self._calls - 1), MOST_BEATS_BETWEEN_CALLS)
+        return interval_s * beats * self._random.uniform(0.5, 1.0)
+
     def _connect(self, now: float) -> None:
         self._tried_at = now
+        self._calls += 1
         try:
             connection = socket.create_connection(self._address, timeout=CONNECT_S)
         except OSError:
@@ -154,7 +171,7 @@ class LeaseClient:
     def _take_in(self, answer: dict[str, Any]) -> None:
         beat = int(answer["beat"])
         self._heard_at = time.monotonic()
-        self.is_connected = True
+        self.is_connected, self._calls = True, 0
         self.lease_s = float(answer["lease_s"])
         if (sent_at := self._sent_at.get(beat)) is not None:
             self.held_until = max(self.held_until, sent_at + self.lease_s)

@@ -26,7 +26,9 @@ ADDRESS = "leases/address"
 GREETING_S = 10.0
 """Seconds that a caller has to prove that it has the job's token."""
 MOST_UNKNOWN = 64
-"""Number of connections without that proof at most; the server closes the oldest of more."""
+"""Most connections without that proof. Further callers wait in the listener's queue."""
+SHORT_GREETING_S = 1.0
+"""Seconds for that proof while further callers wait: a greeting takes a round trip."""
 
 
 class LeaseHolder(Protocol):
@@ -79,7 +81,10 @@ class LeaseServer:
         """Number of connections that were closed before their callers had proved that they have the token."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
+        self._is_accepting = True
         self._connections: dict[socket.socket, _Supervisor] = {}
+        self._unknown: dict[_Supervisor, None] = {}
+        """Connections without that proof, the oldest first."""
         self._by_name: dict[str, _Supervisor] = {}
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
@@ -96,27 +101,43 @@ class LeaseServer:
                     self._accept()
                 else:
                     self._read(self._connections[key.fileobj], answer)  # type: ignore[index]
-            self._cut_off_strangers()
+            self._bound_unknown()
             if time.monotonic() >= deadline:
                 return
 
-    def _cut_off_strangers(self) -> None:
+    def _bound_unknown(self) -> None:
+        """Drop callers that are too slow to greet, and accept no further ones while :data:`MOST_UNKNOWN` are greeting.
+
+        After a pause of the network all supervisors call at once. None of them that is being greeted is dropped for
+        another one, so each is heard after the time that greeting all of them takes.
+        """
         now = time.monotonic()
-        unknown = [connection for connection in self._connections.values() if not connection.lines.is_open]
-        for number, connection in enumerate(unknown):  # The oldest comes first.
-            if now - connection.since > GREETING_S or len(unknown) - number > MOST_UNKNOWN:
-                self._drop(connection)
+        allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
+        while self._unknown and now - (oldest := next(iter(self._unknown))).since > allowed_s:
+            self._drop(oldest)
+        if (is_accepting := len(self._unknown) < MOST_UNKNOWN) is self._is_accepting:
+            return
+        self._is_accepting = is_accepting
+        if is_accepting:
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        else:
+            self._selector.unregister(self._listener)
 
     def _accept(self) -> None:
         with suppress(OSError):
-            connection, _ = self._listener.accept()
-            supervisor = _Supervisor(SignedLines(connection, self._token, Side.CALLED), time.monotonic())
-            self._connections[connection] = supervisor
-            self._selector.register(connection, selectors.EVENT_READ)
+            while len(self._unknown) < MOST_UNKNOWN:
+                connection, _ = self._listener.accept()
+                supervisor = _Supervisor(SignedLines(connection, self._token, Side.CALLED), time.monotonic())
+                self._connections[connection] = supervisor
+                self._unknown[supervisor] = None
+                self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, supervisor: _Supervisor, answer: Mapping[str, Any]) -> None:
         try:
-            for message in supervisor.lines.receive():
+            messages = supervisor.lines.receive()
+            if supervisor.lines.is_open:
+                self._unknown.pop(supervisor, None)
+            for message in messages:
                 self._take_in(supervisor, message, answer)
         except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
             self._drop(supervisor)
@@ -149,6 +170,7 @@ class LeaseServer:
         self.strangers += not supervisor.lines.is_open
         self._selector.unregister(supervisor.lines.socket)
         del self._connections[supervisor.lines.socket]
+        self._unknown.pop(supervisor, None)
         supervisor.lines.close()
         if self._by_name.get(supervisor.name) is supervisor:
             del self._by_name[supervisor.name]

@@ -48,7 +48,7 @@ class Both:
     """A server and a client, stepped in turns."""
 
     def __init__(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.address = listener.getsockname()[:2]
         self.holder, self.requests = Holder(), list[tuple[str, str, int]]()
         self.server = LeaseServer(listener, self.holder, TOKEN, lambda *request: self.requests.append(request))
@@ -239,12 +239,51 @@ def test_half_open_connections_are_few_and_do_not_stay(both: Both, monkeypatch: 
     assert len(both.server._connections) <= MOST_UNKNOWN + 1
     heard = both.client._heard_at
     both.until(lambda: both.client._heard_at > heard)
+    monkeypatch.setattr(lease_server, "SHORT_GREETING_S", 0.0)
     monkeypatch.setattr(lease_server, "GREETING_S", 0.0)
+    both.until(lambda: len(both.server._connections) == 1)
     both.server.poll(0.05, both.answer)
     assert len(both.server._connections) == 1
     assert both.holder.lost == []
     for one in silent:
         one.close()
+
+
+def test_a_new_supervisor_is_heard_behind_callers_that_never_greet(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_server, "SHORT_GREETING_S", 0.1)
+    silent = [socket.create_connection(both.address) for _ in range(MOST_UNKNOWN + 20)]
+    both.until(lambda: both.client.is_connected)
+    assert both.server.strangers >= 20
+    for caller in silent:
+        caller.close()
+
+
+def test_supervisors_that_all_call_at_once_are_each_greeted_once(both: Both) -> None:
+    clients = [LeaseClient(f"task {number}", both.address, 30.0, TOKEN) for number in range(4 * MOST_UNKNOWN)]
+    for _ in range(2):
+        deadline = time.monotonic() + 60
+        while not all(client.is_connected for client in clients):
+            assert time.monotonic() < deadline
+            for number, client in enumerate(clients):
+                client.step([number], {number: 1})
+            both.server.poll(0.01, both.answer)
+        assert both.server.strangers == 0, "none was cut off for another one"
+        for supervisor in list(both.server._connections.values()):
+            both.server._drop(supervisor)
+        for client in clients:
+            client.is_connected = False
+    for client in clients:
+        client.close()
+
+
+def test_calls_back_off_and_never_pause_for_long() -> None:
+    client = LeaseClient("task 0", ("127.0.0.1", 1), LEASE_S, TOKEN)
+    pauses = []
+    for client._calls in range(8):
+        pauses.append(client._pause_s(1.0))
+    assert pauses[:2] == [1.0, 1.0]
+    assert all(1.0 <= pause <= 4.0 for pause in pauses)
+    assert max(pauses[3:]) > 1.5
 
 
 def test_edited_lines_close_the_connection(both: Both) -> None:
