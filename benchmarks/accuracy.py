@@ -36,7 +36,7 @@ from benchmarks.papers.common import table
 from moevement_cli.bench_ettr import CONFIG
 from moevement_cli.bench_run import SCRIPT
 from moevement_cli.plotting import figure
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.experiment import half_interval
 
 OUTPUT = Path(__file__).with_suffix(".md")

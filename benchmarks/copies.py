@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from moevement_core.replication.connections import Connections
+from moevement_core.comms.connections import Connections
 from moevement_core.snapshot.snapshot import digest_of
 
 OUTPUT = Path(__file__).with_suffix(".md")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 OUTPUT = Path(__file__).with_suffix(".md")
 ROOT = Path(__file__).parents[1]

@@ -34,7 +34,7 @@ from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
 from moevement_cli.killed_job import KilledJob, watch
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.overhead.fields import recorded_overhead
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.failures import Failure, FailureModel
 from moevement_core.simulator.scenario import load
 from tests.cluster.cluster import SYSTEM_PATH, Cluster, why_not

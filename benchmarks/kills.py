@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
 from moevement_cli.examples import EXAMPLES
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 OUTPUT = Path(__file__).with_suffix(".md")
 PRETRAIN = EXAMPLES / "pretrain_moe"

@@ -31,7 +31,7 @@ import psutil
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
 from moevement_cli.drill import PRESET
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 OUTPUT, PLOT = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".png")
 PER_NODE = 2

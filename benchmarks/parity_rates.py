@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from moevement_core.parity.field import add_product
+from moevement_core.replication.parity.field import add_product
 
 OUTPUT = Path(__file__).with_suffix(".md")
 NBYTES = 64 << 20

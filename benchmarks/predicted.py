@@ -20,8 +20,8 @@ from typing import Any
 
 from benchmarks.environment import measured_on
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.description.profile import Profile
-from moevement_core.run_record import RunRecord
+from moevement_core.planning.profile import Profile
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario, load
 from moevement_core.simulator.strategies import MoEvement

@@ -21,9 +21,9 @@ from megatron.moevement.bench import overhead as script
 from megatron.moevement.describe import describe
 from moevement_cli.bench_overhead import summarise
 from moevement_cli.bench_run import model_words, record_of, samples_of
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import Cluster
-from moevement_core.description.job import JobShape
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import Cluster
+from moevement_core.planning.job import JobShape
 from moevement_core.precision import TABLE_7 as REGIMES
 
 OUTPUT = Path(__file__).with_suffix(".md")

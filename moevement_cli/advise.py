@@ -18,9 +18,8 @@ from moevement_cli.plan import ListPresets, presets
 from moevement_cli.simulate import add_job
 from moevement_cli.units import METAVAR, seconds, span
 from moevement_cli.waiting import waiting
-from moevement_core.description.cluster import GB
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
+from moevement_core.planning.cluster import GB
 from moevement_core.simulator.advice import family, fits, node_bytes
 from moevement_core.simulator.experiment import Draws
 from moevement_core.simulator.failure_rate import SOURCE, mean_time_between_failures_s
@@ -28,6 +27,7 @@ from moevement_core.simulator.failures import FailureModel, check_count
 from moevement_core.simulator.scenario import Checkpointing, Scenario
 from moevement_core.simulator.strategies import MoEvement
 from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Way, Worth, worth
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
 
 RESTART_S, REPAIR_S = 600.0, 86_400.0
 """Defaults in seconds: 10 minutes until a failed job has started again, a day until a node is repaired."""

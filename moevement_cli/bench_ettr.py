@@ -20,9 +20,9 @@ from moevement_cli.killed_job import KilledJob, run_killed
 from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
 from moevement_core.simulator.scenario import load
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 
 CONFIG = SCRIPT.parent / "configs" / "laptop.yaml"
 OTHERS = ("--moevement-window", "auto")

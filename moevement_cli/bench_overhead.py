@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moevement_cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE
+from moevement_core.util.numbers import AT_LEAST_ONE
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from moevement_cli.examples import EXAMPLES
 from moevement_core.errors import ConfigError
-from moevement_core.exit_codes import INTERRUPTED
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.exit_codes import INTERRUPTED
 
 SCRIPT = EXAMPLES / "pretrain_moe" / "pretrain_gpt.py"
 MODEL = {

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from moevement_core.errors import ConfigError
-from moevement_core.output import never_fails
-from moevement_core.variables import check_variables
+from moevement_core.util.output import never_fails
+from moevement_core.util.variables import check_variables
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

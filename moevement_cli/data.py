@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moevement_core.errors import ConfigError, DataError
-from moevement_core.words import counted
+from moevement_core.util.words import counted
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
 

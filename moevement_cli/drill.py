@@ -26,11 +26,11 @@ from rich.table import Table
 
 from moevement_cli.examples import EXAMPLES
 from moevement_core import log
-from moevement_core.damage import Damage
 from moevement_core.errors import ConfigError
-from moevement_core.injection import FlipKind
-from moevement_core.run_record import RunRecord
-from moevement_core.session.flips import PREFIX
+from moevement_core.recovery.flips import PREFIX
+from moevement_core.restart.faults import FlipKind
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.damage import Damage
 
 ALL = "all"
 AFTER = 6
@@ -55,7 +55,7 @@ class Found:
 
     kind: str
     flipped: dict[str, Any] | None
-    """Flipped bit: a :class:`~moevement_core.session.flips.Place` with a time. None: no such data was in use."""
+    """Flipped bit: a :class:`~moevement_core.recovery.flips.Place` with a time. None: no such data was in use."""
     damage: Damage | None
     """Detected damage. None: no rank detected it."""
     rank: int | None

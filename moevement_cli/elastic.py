@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import POSITIVE, SHARE, Range
 from moevement_core.simulator.availability import changes, nodes_over_time, segment
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
+from moevement_core.util.numbers import POSITIVE, SHARE, Range
 
 SEGMENT_S = 4800.0
 MOST_SEGMENTS = 100_000

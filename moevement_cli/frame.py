@@ -17,7 +17,7 @@ from moevement_cli.saving_costs import interval, parts_text, percent
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.overhead.estimate import CONFIDENCE
 from moevement_core.overhead.fields import recorded_overhead
-from moevement_core.words import counted, spares_words
+from moevement_core.util.words import counted, spares_words
 
 MOST_RECOVERIES = 5
 """Maximum number of recoveries shown, the newest first."""

@@ -18,8 +18,8 @@ from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline
 from moevement_cli.run_plot import who
 from moevement_cli.saving_costs import view
 from moevement_core.errors import ConfigError
-from moevement_core.monitoring.figures import WARNING_EVENTS
 from moevement_core.overhead.estimate import CONFIDENCE
+from moevement_core.run.figures import WARNING_EVENTS
 
 MOST_RECOVERIES = 100
 """Maximum number of recoveries drawn per run, the newest."""

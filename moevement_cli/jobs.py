@@ -12,13 +12,13 @@ from moevement_cli.examples import EXAMPLES
 from moevement_cli.machines import overridden, preset
 from moevement_cli.plan import config_path, input_of
 from moevement_core import precision
-from moevement_core.description.cluster import ASSUMED_SHARE
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE, POSITIVE
+from moevement_core.planning.cluster import ASSUMED_SHARE
 from moevement_core.replication.protection import protection_of
 from moevement_core.simulator import scenario
 from moevement_core.simulator.failure_rate import mean_time_between_failures_s
 from moevement_core.simulator.scenario import Scenario
+from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE
 
 SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_cli.bench_run import failed
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.failures import Failure
 
 LOOK_S = 0.1

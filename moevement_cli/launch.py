@@ -8,8 +8,8 @@ from pathlib import Path
 
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.launching import config_file
-from moevement_core.output import never_fails
-from moevement_core.variables import check_variables
+from moevement_core.util.output import never_fails
+from moevement_core.util.variables import check_variables
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron.moevement.worker import MEGATRON
     from moevement_core.launching import launch, slurm
     from moevement_core.launching.worker import TORCH, end_groups
-    from moevement_core.persistence.lock import acquire
-    from moevement_core.restart.environment import STORE_ENV
+    from moevement_core.util.environment import STORE_ENV
+    from moevement_core.util.lock import acquire
 
     trainer = TORCH if arguments.trainer == "torch" else MEGATRON
     if arguments.megatron is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from moevement_core.description.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
 from moevement_core.errors import ConfigError
+from moevement_core.planning.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import PRESETS, Scaling
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
-from moevement_core.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
-from moevement_core.interrupts import interruptible
-from moevement_core.versions import version_line
+from moevement_core.util.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
+from moevement_core.util.interrupts import interruptible
+from moevement_core.util.versions import version_line
 
 GROUPS = {
     "run": {

@@ -19,15 +19,15 @@ from moevement_cli.machines import add_machines, cluster_of, copies_get
 from moevement_cli.units import METAVAR, seconds
 from moevement_cli.waiting import waiting
 from moevement_core import precision
-from moevement_core.checkpoint_plan import CheckpointPlan, DensePlan, PlanInput, StagePlan
-from moevement_core.description.cluster import GB
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, DensePlan, PlanInput, StagePlan
+from moevement_core.planning.cluster import GB
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
 from moevement_core.replication.protection import protection_of
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 
 PRESETS = EXAMPLES / "pretrain_moe" / "configs"
 CHECK_FAILED = 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.checkpoint_plan import INTERRUPTED
+from moevement_core.planning.checkpoint_plan import INTERRUPTED
 
 Record = Sequence[Mapping[str, Any]]
 

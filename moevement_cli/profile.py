@@ -18,12 +18,12 @@ from rich.table import Table
 
 from moevement_cli.bench_run import failed
 from moevement_cli.outputs import check_output
-from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE
 from moevement_core.overhead.fields import recorded_overhead
-from moevement_core.run_record import RunRecord
+from moevement_core.planning.profile import Affine, Profile, SizeProfile, StageProfile
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.util.numbers import AT_LEAST_ONE
 
 FEWEST = 8
 SAVING = 48

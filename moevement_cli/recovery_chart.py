@@ -7,8 +7,8 @@ from typing import Any
 
 from moevement_cli.elements import Element, element
 from moevement_cli.part_bar import Part, part_bar
-from moevement_core.recovery.account import PARTS
-from moevement_core.words import spares_words
+from moevement_core.run.account import PARTS
+from moevement_core.util.words import spares_words
 
 COLORS = dict(
     zip(PARTS, ("#8c8c8c", "#e69f00", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#009e73"), strict=True)

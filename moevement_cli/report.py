@@ -21,8 +21,8 @@ from moevement_cli.run_folders import expanded
 from moevement_cli.run_plot import draw
 from moevement_cli.saving_costs import NAMES, SavingCosts, parts_text
 from moevement_core.errors import ConfigError
-from moevement_core.recovery.account import Account, trace_events
-from moevement_core.run_record import RunRecord
+from moevement_core.run.account import Account, trace_events
+from moevement_core.run.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
 

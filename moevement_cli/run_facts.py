@@ -12,11 +12,11 @@ from typing import Any
 from moevement_cli.run_folders import which_run
 from moevement_cli.saving_costs import SavingCosts
 from moevement_core.errors import RunRecordError
-from moevement_core.events import Resized
-from moevement_core.monitoring.figures import RunFigures
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
-from moevement_core.words import counted
+from moevement_core.run.events import Resized
+from moevement_core.run.figures import RunFigures
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
+from moevement_core.util.words import counted
 
 UNKNOWN = "\N{EN DASH}"
 DIGEST_LENGTH = 16

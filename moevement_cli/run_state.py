@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.words import counted
+from moevement_core.util.words import counted
 
 SILENT_S = 30.0
 """Least seconds without a new line after which a run is reported as silent."""

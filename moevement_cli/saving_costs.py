@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from moevement_core.overhead.fields import FIRST_MEASURED, PARTS, RecordedOverhead, recorded_overhead
-from moevement_core.words import counted
+from moevement_core.util.words import counted
 
 NAMES = dict(zip(PARTS, ("copies", "digests", "sends", "policy", "stalls"), strict=True))
 """Names of the parts of overhead in reports."""

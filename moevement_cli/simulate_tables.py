@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from moevement_cli.machines import copies_get
 from moevement_cli.units import span
-from moevement_core.description.cluster import GB
+from moevement_core.planning.cluster import GB
 from moevement_core.simulator.advice import MONTH_S, Advice, Choice, family, fits, node_bytes
 from moevement_core.simulator.experiment import Cell
 from moevement_core.simulator.scenario import Scenario

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from moevement_core.errors import RunRecordError
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
-from moevement_core.words import counted
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
+from moevement_core.util.words import counted
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ made, and how an iteration is run again. From then on:
    (``recovery/replay.py``), while their neighbours feed them from logs. Everything is verified (``recovery/check.py``).
 
 :func:`train` and :func:`iterations` do it for a loop of one's own: read ``examples/plain_torch/train.py`` first, then
-``session/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and ``strategies/``.
+``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and ``strategies/``.
 ``simulator/`` costs the same strategies at any scale, without running anything.
 
 Names are imported when they are first used: planning and simulation work without loading torch.distributed.
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
     from moevement_core.policy.schedule import Saved as Saved
     from moevement_core.recovery.feed import Alone as Alone
     from moevement_core.recovery.replay import Trainer as Trainer
-    from moevement_core.session.binding import Binding as Binding
-    from moevement_core.session.binding import Counts as Counts
-    from moevement_core.session.binding import Place as Place
-    from moevement_core.session.commit import Commit as Commit
-    from moevement_core.session.commit import Mark as Mark
-    from moevement_core.session.commit import UpdateCommit as UpdateCommit
-    from moevement_core.session.commit import Vote as Vote
-    from moevement_core.session.config import SessionConfig as SessionConfig
-    from moevement_core.session.config import add_session_flags as add_session_flags
     from moevement_core.session.loop import iterations as iterations
     from moevement_core.session.loop import train as train
     from moevement_core.session.session import Session as Session
     from moevement_core.snapshot.snapshot import Snapshot as Snapshot
     from moevement_core.snapshot.snapshot import StateTensor as StateTensor
     from moevement_core.strategies import Strategy as Strategy
+    from moevement_core.trainer.binding import Binding as Binding
+    from moevement_core.trainer.binding import Counts as Counts
+    from moevement_core.trainer.binding import Place as Place
+    from moevement_core.trainer.commit import Commit as Commit
+    from moevement_core.trainer.commit import Mark as Mark
+    from moevement_core.trainer.commit import UpdateCommit as UpdateCommit
+    from moevement_core.trainer.commit import Vote as Vote
+    from moevement_core.trainer.config import SessionConfig as SessionConfig
+    from moevement_core.trainer.config import add_session_flags as add_session_flags
 
 _HOMES = {
     "engine.layout": ("OperatorState",),
@@ -72,9 +72,9 @@ _HOMES = {
     "policy.schedule": ("Saved",),
     "recovery.feed": ("Alone",),
     "recovery.replay": ("Trainer",),
-    "session.binding": ("Binding", "Counts", "Place"),
-    "session.commit": ("Commit", "Mark", "UpdateCommit", "Vote"),
-    "session.config": ("SessionConfig", "add_session_flags"),
+    "trainer.binding": ("Binding", "Counts", "Place"),
+    "trainer.commit": ("Commit", "Mark", "UpdateCommit", "Vote"),
+    "trainer.config": ("SessionConfig", "add_session_flags"),
     "session.loop": ("iterations", "train"),
     "session.session": ("Session",),
     "snapshot.snapshot": ("Snapshot", "StateTensor"),

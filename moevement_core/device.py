@@ -1,8 +1,8 @@
-"""Stream, event, pinned host memory and memory figures behind one small interface.
+"""Interface to streams, events, pinned host memory and memory figures of the device of a process.
 
-The engine and the Megatron binding use this instead of ``torch.cuda``, so one code path serves an NVIDIA GPU and a
-machine without one. On the CPU a stream is the calling thread: work is done when the call that issued it returns,
-so waiting is free and an event is a clock reading.
+The engine and the Megatron binding use it instead of ``torch.cuda``, so one code path serves an NVIDIA GPU and a
+machine without one. On the CPU a stream is the calling thread. Work is done when the call that issued it returns, so
+waiting is free and an event is a clock reading.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ import psutil
 import torch
 
 MOST_AT_ONCE = 2 << 30
-"""Bytes of host memory that are allocated in one call, by those who can use several pieces. Page-locking goes at some
-GB/s for all ranks of a node together, and a thread that is in one call for a minute is taken to hang."""
+"""Most bytes of host memory that one call should allocate, if the caller can use several pieces. Page-locking runs at
+some GB/s for all ranks of a node together. The guard takes a thread for hung that stays in one call for a minute."""
 
 
 class Event(ABC):
-    """A point in the work of a stream."""
+    """Mark in the work of a stream."""
 
     @abstractmethod
     def record(self, stream: Any = None) -> None:
-        """Mark the present end of ``stream`` (default: the current stream)."""
+        """Place the mark at the present end of ``stream`` (default: the current stream)."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the calling thread until everything before the mark is done."""
+        """Block the calling thread until all work before the mark is done."""
 
     @abstractmethod
     def hold_back(self, stream: Any = None) -> None:
-        """Let later work of ``stream`` (default: the current stream) wait for the mark; blocks no thread."""
+        """Order later work of ``stream`` (default: the current stream) after the mark, without blocking a thread."""
 
     @abstractmethod
     def query(self) -> bool:
-        """Return whether everything before the mark is done; never blocks."""
+        """Return True if all work before the mark is done; never blocks."""
 
     @abstractmethod
     def elapsed_ms(self, end: Event) -> float:
-        """Milliseconds from this mark to ``end``; both must have been recorded with ``timing=True``."""
+        """Return the milliseconds from this mark to ``end``; both need ``timing=True`` and a call of :meth:`record`."""
 
 
 class Device(ABC):
-    """Accelerator as the copy engine, the boundary log and the benchmarks see it."""
+    """Device of this process, as the copy engine, the boundary log and the benchmarks use it."""
 
     kind: str
     torch_device: torch.device
 
     @property
     def pci_address(self) -> str | None:
-        """Address on the PCI bus, as ``0000:1b:00.0``; None if the device is on none."""
+        """Address on the PCI bus, as ``0000:1b:00.0``; None for a device without one."""
         return None
 
     @abstractmethod
     def stream(self) -> Any:
-        """A new side stream."""
+        """Return a new side stream."""
 
     @abstractmethod
     def current_stream(self) -> Any:
-        """The stream on which the calling thread issues its work."""
+        """Return the stream on which the calling thread issues its work."""
 
     @abstractmethod
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Issue the work of a ``with`` block on ``stream``."""
+        """Return a context manager that issues the work of its ``with`` block on ``stream``."""
 
     @abstractmethod
     def event(self, timing: bool = False, *, sleeps: bool = False) -> Event:
         """Return a new event.
 
         Args:
-            timing: whether it is used for :meth:`Event.elapsed_ms`.
-            sleeps: whether a thread that waits for it sleeps, as a background thread should. Else it spins, which takes
-                a processor from whoever needs it, and notices the mark some 50 microseconds sooner.
+            timing: True if :meth:`Event.elapsed_ms` will use the event.
+            sleeps: True if a thread that waits for the event sleeps, as a background thread should. Otherwise it spins:
+                it occupies a processor, and notices the mark about 50 microseconds sooner.
         """
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between device and host memory of equal length on the current stream; may return before it is done."""
+        """Copy between device and host memory of equal length on the current stream, possibly asynchronously."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -95,43 +95,44 @@ class Device(ABC):
 
     @abstractmethod
     def use_in_this_thread(self) -> None:
-        """Make it the current device of the calling thread: a new thread begins with the first one of the host."""
+        """Make this the current device of the calling thread; a new thread begins with the first device of the host."""
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of host memory as uint8, page-locked where the device can copy into it faster.
+        """Return ``nbytes`` of host memory as uint8, page-locked if that makes copies of the device faster.
 
-        It is shared with processes that are forked later, and begins at a page: see :func:`shared_memory`.
+        Processes that are forked later share the memory, and it begins at a page boundary: see :func:`shared_memory`.
 
         Raises:
-            RuntimeError: there is not so much memory, or it cannot be page-locked.
+            RuntimeError: the host has too little memory, or cannot page-lock it.
         """
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes of device memory in use by this process (on the CPU: its resident set)."""
+        """Return the bytes of device memory that this process uses (on the CPU: its resident set)."""
 
     @abstractmethod
     def release_cached(self) -> int:
-        """Give back device memory that torch keeps and nobody uses; returns the bytes that are free then.
+        """Free device memory that torch caches without using it, and return the bytes that are free then.
 
-        (On the CPU there is none to give back, and free is what the host can still give.)
+        On the CPU nothing is freed, and the result is the memory that the host has available.
         """
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:
-        """The largest :meth:`memory_bytes` of this process so far."""
+        """Return the largest :meth:`memory_bytes` of this process so far."""
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a mapping of its own.
 
-    A fork copies private pages that are locked for a device, or marks them to be copied at the next store: data workers
-    would each get a copy of all snapshots, at the speed of a memory copy, or the pages that the device writes to would
-    be other ones than this process reads. Pages of a shared mapping stay the same in both.
+    A fork handles private pages that are locked for a device in one of two ways. It copies them, so that each data
+    worker spends time and memory on a copy of all snapshots. Or it marks them to be copied at the next store, so that
+    the device writes to other pages than this process reads. Parent and child keep using the same pages of a shared
+    mapping.
 
     Raises:
-        RuntimeError: there is not so much memory.
+        RuntimeError: the host has too little memory.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -143,19 +144,19 @@ def shared_memory(nbytes: int) -> torch.Tensor:
 
 
 class _CpuStream:
-    """The calling thread; present so that callers need no special case."""
+    """Stream of the CPU: the calling thread, whose issued work is always done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for: issued work is already done."""
+        """Return at once, because issued work is already done."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for: issued work is already done."""
+        """Return at once, because issued work is already done."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for: issued work is already done."""
+        """Return at once, because issued work is already done."""
 
     def query(self) -> bool:
-        """Return True: issued work is already done."""
+        """Return True, because issued work is already done."""
         return True
 
 
@@ -183,7 +184,7 @@ class _CpuEvent(Event):
 
 
 class CpuDevice(Device):
-    """A machine without an accelerator."""
+    """Device of a machine without an accelerator."""
 
     kind = "cpu"
     torch_device = torch.device("cpu")
@@ -247,7 +248,7 @@ class _CudaEvent(Event):
 
 
 class CudaDevice(Device):
-    """The CUDA device that is current when this object is made."""
+    """CUDA device that was the current one when this object was created."""
 
     kind = "cuda"
 
@@ -281,8 +282,8 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        # Not torch's pinned memory: its allocator rounds up to a power of two, and never gives back.
-        self.use_in_this_thread()  # else a thread that serves peers would make a context on the host's first device
+        # Torch's allocator of pinned memory rounds up to a power of two, and never frees memory.
+        self.use_in_this_thread()  # A peer-serving thread would otherwise use the host's first device.
         memory = shared_memory(nbytes)
         if nbytes:
             runtime: Any = torch.cuda.cudart()
@@ -291,14 +292,14 @@ class CudaDevice(Device):
             if (error := int(runtime.cudaHostRegister(address, nbytes, 0))) != 0:
                 clear_last_error()
                 raise RuntimeError(f"{nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
-            weakref.finalize(memory, runtime.cudaHostUnregister, address)  # so whoever has views of it keeps it too
+            weakref.finalize(memory, runtime.cudaHostUnregister, address)  # Views of the memory keep it locked.
         return memory
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def release_cached(self) -> int:
-        gc.collect()  # what an interrupted step has left refers to itself in circles
+        gc.collect()  # Objects that an interrupted step leaves form reference cycles.
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
@@ -307,13 +308,16 @@ class CudaDevice(Device):
 
 
 def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
-    """Take back the last error of this thread from CUDA's runtime; return whether there is a runtime.
+    """Clear the last error of this thread in the CUDA runtime.
 
-    The runtime keeps an error until somebody asks for it. Torch asks after its next kernel and raises it as that
-    kernel's; its own binding of the runtime has no function that only asks.
+    The runtime keeps an error until a call reads it. Torch reads it after its next kernel, and would raise it as an
+    error of that kernel. Torch's own binding of the runtime has no function that only reads the error.
 
     Args:
-        loaded: where the system lists the libraries of this process.
+        loaded: file in which the system lists the libraries of this process.
+
+    Returns:
+        True if this process has loaded a CUDA runtime.
     """
     names = {line.split()[-1] for line in loaded.read_text().splitlines() if "libcudart.so" in line}
     for name in names:
@@ -322,32 +326,33 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 
 
 def release_cached_memory() -> int | None:
-    """Give back device memory that nobody uses, for communicators, which do not allocate through torch.
+    """Free device memory that torch caches, for communicators, which do not allocate through torch.
 
     Returns:
-        Bytes of device memory that are free then; None if this process has used no device yet.
+        Bytes of device memory that are free then; None if this process has not used a device yet.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        return None  # a device would be taken that may be another rank's
+        return None  # The call would occupy a device that may belong to another rank.
     return current_device().release_cached()
 
 
 def current_device() -> Device:
-    """The device of this process: CUDA where there is one, else the CPU."""
+    """Return the device of this process: the current CUDA device, or the CPU if torch sees no CUDA."""
     return CudaDevice() if torch.cuda.is_available() else CpuDevice()
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the identities of the accelerators that this process sees, in the order of the numbers that it gives them.
+    """Return the identities of the accelerators that this process sees, in the order of their numbers in this process.
 
-    A device has one identity, whatever number a process gives it. No context is made on any device. Not run on a GPU.
+    A device has the same identity in every process, whatever its number there. The function creates no context on a
+    device. It has not run on a GPU yet.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(_identity(number) for number in range(count))
 
 
 def _identity(number: int) -> str:
-    """Return a device's UUID as NVML writes it; a name on this host where torch does not know it."""
+    """Return a device's UUID in the form of NVML, or a name of this host if torch does not know the UUID."""
     if (uuid := getattr(torch.cuda.get_device_properties(number), "uuid", None)) is not None:
         return f"GPU-{uuid}"
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

@@ -1,7 +1,7 @@
-"""The errors a caller may want to tell apart.
+"""Errors of this project, one class for each kind that a caller may handle differently.
 
-Every message says the value found, the value needed and what to do about it. Libraries raise these; only the
-command line turns one into a line on stderr and an exit code.
+Every message has the value found, the value needed and the remedy. Libraries raise these errors. Only the command line
+converts them to a line on stderr and an exit code.
 """
 
 from __future__ import annotations
@@ -10,80 +10,80 @@ from collections.abc import Sequence
 
 
 class MoEvementError(Exception):
-    """Base of all errors that this project raises on purpose."""
+    """Base class of all errors that this project raises on purpose."""
 
 
 class ConfigError(MoEvementError):
-    """A flag, a configuration file or a combination of them cannot work; nothing was started."""
+    """Error in a flag, a configuration file or a combination of them, raised before anything starts."""
 
 
 class VariableError(ConfigError):
-    """An environment variable of this process, maybe of no other one, cannot be."""
+    """Error in an environment variable of this process; other processes may have a valid one."""
 
 
 class CodeDiffers(ConfigError):
-    """A process that was to join a job would run other code, flags or packages than the job; it did not join."""
+    """Error of a process that must not join a job because its code, flags or packages differ from the job's."""
 
 
 class FolderInUse(ConfigError):
-    """Another job writes to a folder that this one was to write to; nothing was overwritten."""
+    """Error of a job whose folder another job writes to; the folder is unchanged."""
 
 
 class OperatorError(ConfigError):
-    """Operators that cannot be: a negative size, a name twice, a name that nobody has."""
+    """Error in operators: a negative size, a duplicate name or an unknown name."""
 
 
 class PopularityError(ConfigError):
-    """Activation counts that cannot be: NaN, negative, missing or of an unknown operator."""
+    """Error in activation counts: NaN, negative, missing, or of an unknown operator."""
 
 
 class WindowError(ConfigError):
-    """Error: no window follows from the given numbers, for lack of a bandwidth, an iteration time or an operator."""
+    """Error in the inputs of a window: no bandwidth, no iteration time or no operator."""
 
 
 class ScheduleError(MoEvementError):
-    """A question that a schedule has no answer to: an iteration before it begins, snapshots that recover nothing."""
+    """Error in a query to a schedule: an iteration before its start, or snapshots that cannot be recovered from."""
 
 
 class ExchangeError(MoEvementError):
-    """Error: another process sent something unexpected."""
+    """Error in a message from another process, which has an unexpected form or content."""
 
 
 class SnapshotError(MoEvementError):
-    """A snapshot that cannot be used: damaged, torn, stale, of another schedule or of another version."""
+    """Error in a snapshot that is damaged, torn, stale, of another schedule or of another version."""
 
 
 class ReplicationError(MoEvementError):
-    """A copy on a peer cannot be made: the peer is gone, or refuses it."""
+    """Error in sending a copy to a peer that is gone or that refuses it."""
 
 
 class RecoveryError(MoEvementError):
-    """State cannot be brought back, or what was brought back is not what was lost."""
+    """Error of a recovery that cannot restore the state, or that restores a state other than the lost one."""
 
 
 class DataError(MoEvementError):
-    """Text, token files or a tokenizer that cannot be read or do not fit together."""
+    """Error in text, token files or a tokenizer that cannot be read or that do not fit together."""
 
 
 class RunRecordError(MoEvementError):
-    """A run directory is missing, unfinished or damaged."""
+    """Error in a run directory that is missing, unfinished or damaged."""
 
 
 class ProcessGroupError(MoEvementError):
-    """Error: one of the processes that were started together failed or did not end in time."""
+    """Error of a group of processes of which one failed or did not end in time."""
 
 
 class JobStopped(MoEvementError):
-    """The job has ended, or was given up, while this process waited to take part in it."""
+    """Error of a process that waits to join a job, while the job ends or is abandoned."""
 
 
 class ResultError(MoEvementError):
-    """A computed result cannot be right: it is not finite, or it was another one when it was computed again.
+    """Error in a computed result that is not finite, or that differs from an earlier computation of the same step.
 
     Args:
-        message: what was found, where, and in which iteration.
-        suspects: ranks whose processes computed it and may compute it again; one of them is to be replaced. Empty if
-            computing it again may be enough.
+        message: description of the wrong value, with its place and iteration.
+        suspects: ranks whose processes may repeat the wrong result, of which one has to be replaced; empty if computing
+            the iteration once more may be enough.
     """
 
     def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:
@@ -92,4 +92,4 @@ class ResultError(MoEvementError):
 
 
 class InjectedFault(MoEvementError):
-    """Failure that a drill asked for."""
+    """Failure that a drill injects on purpose."""

@@ -1,7 +1,7 @@
-"""The log of a rank: one logger for all that this project says in it, level and rank in every line.
+"""Log of a rank: one logger for all messages of this project, with level and rank in every line.
 
-``MOEVEMENT_LOG=json`` writes JSON lines instead, for collectors of logs. Nothing has to be configured; whoever wants
-something else sets handlers of ``logging.getLogger("moevement")`` before the first line.
+``MOEVEMENT_LOG=json`` makes it write JSON lines, for collectors of logs. The logger needs no configuration. A program
+that wants other handlers sets those of ``logging.getLogger("moevement")`` before the first line.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from typing import override
 
 FORMAT_ENV = "MOEVEMENT_LOG"
-"""``text`` (default) or ``json``."""
+"""Variable that sets the format of the lines: ``text`` (default) or ``json``."""
 NAME = "moevement"
 PREFIXES = (f"{NAME}: ", f'{{"{NAME}": ')
-"""Beginnings of this project's lines among those of Megatron and of libraries, as text and as JSON."""
+"""Beginnings of this project's lines, as text and as JSON; lines of Megatron and of libraries have others."""
 
 
 class _Text(logging.Formatter):
@@ -40,7 +40,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):
-    """Handler that writes to the current ``sys.stdout``: ranks are forked, and their output is redirected then."""
+    """Handler that writes to the current ``sys.stdout``, because forked ranks redirect their output."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
@@ -52,12 +52,12 @@ class _Stdout(logging.StreamHandler):
 
 
 def _rank() -> str:
-    """This process's rank, which may be another one after a failure; ``-`` before it has one."""
+    """Return this process's rank, which may change after a failure; ``-`` until the process has one."""
     return os.environ.get("RANK", "-")
 
 
 def get() -> logging.Logger:
-    """Returns the logger; from any thread."""
+    """Return the logger, and configure it at the first call; any thread may call it."""
     logger = logging.getLogger(NAME)
     if not logger.handlers:
         handler = _Stdout()
@@ -69,17 +69,17 @@ def get() -> logging.Logger:
 
 
 def message_of(line: str) -> str:
-    """Return what a line of this project says, without the name of the project, level and rank."""
+    """Return the message of a line of this project, without the project's name, level and rank."""
     if line.startswith(PREFIXES[1]):
         return str(json.loads(line)[NAME])
     return re.sub(rf"^{NAME}: (?:[A-Z]+ rank \S+: )?", "", line)
 
 
 def info(text: str) -> None:
-    """Log something that an operator may want to know."""
+    """Log information that the operator of the job may want to know."""
     get().info(text)
 
 
 def warning(text: str) -> None:
-    """Log something that an operator should know, and may have to act on."""
+    """Log a warning that the operator of the job should know and may have to act on."""
     get().warning(text)

@@ -10,7 +10,7 @@ import inspect
 import re
 from pathlib import Path
 
-from moevement_core.session import binding
+from moevement_core.trainer import binding
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "binding.md"
 PURPOSE = """\
@@ -18,7 +18,7 @@ PURPOSE = """\
 
 This page is for whoever writes a binding for a trainer of their own; [own_trainer.md](own_trainer.md) comes first.
 It has every method and attribute of `moevement_core.Binding` with its first sentence; arguments and the rest are in
-the docstrings ([binding.py](../moevement_core/session/binding.py)). `python scripts/binding_table.py` writes this page,
+the docstrings ([binding.py](../moevement_core/trainer/binding.py)). `python scripts/binding_table.py` writes this page,
 and a test compares.
 """
 

@@ -7,9 +7,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from moevement_core import events
-from moevement_core.recovery.account import Account
-from moevement_core.recovery.outcome import Recovery
+from moevement_core.run import events
+from moevement_core.run.account import Account
+from moevement_core.run.outcome import Recovery
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "events.md"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moevement_core.guarantees import table
+from moevement_core.run.guarantees import table
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "guarantees.md"
 

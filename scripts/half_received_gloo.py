@@ -3,7 +3,7 @@
 ``python scripts/half_received_gloo.py`` reports within seconds whether the wait ended. It uses torch alone: a process
     is
 stopped while it sends to another one, and the other one shuts its connections down. Because of this fault, copies of
-snapshots travel over sockets (``moevement_core/replication/connections.py``).
+snapshots travel over sockets (``moevement_core/comms/connections.py``).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moevement_core.monitoring import figures
-from moevement_core.monitoring.figures import Figure
+from moevement_core.run import figures
+from moevement_core.run.figures import Figure
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "metrics.md"
 PURPOSE = """\

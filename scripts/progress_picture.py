@@ -17,8 +17,8 @@ import matplotlib
 
 from moevement_cli.recovery_chart import COLORS
 from moevement_core.errors import RunRecordError
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from scripts.diagrams import INK, ROOT, STYLE, WIDTH, in_the_ink_of_the_page
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import worker
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.harness import run_ranks
 from tests.training import SCRIPT, train
 from tests.training import flags as words

@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from moevement_core.comms.token import Token
 from moevement_core.errors import ProcessGroupError
-from moevement_core.rendezvous.token import Token
-from moevement_core.restart.environment import STORE_ENV
+from moevement_core.util.environment import STORE_ENV
 from tests.limits import HANGS_S
 
 KILLED = "the process was killed"

@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.harness import context
 from tests.training import ROOT, SCRIPT, flags
 

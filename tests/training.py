@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import worker
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.harness import Outcome, run_ranks
 from tests.limits import HANGS_S
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu.check import function_of, write_whole
-from moevement_core.launching.children import end_with_parent
-from moevement_core.restart.environment import PARENT_ENV
+from moevement_core.util.environment import PARENT_ENV
+from moevement_core.util.parent import end_with_parent
 
 
 def main(name: str, arguments: str, result: str) -> None:

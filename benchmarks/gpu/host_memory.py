@@ -15,8 +15,8 @@ from benchmarks.gpu.check import Report
 from benchmarks.gpu.copies import copy_s
 from benchmarks.gpu.processes import call
 from moevement_core.device import clear_last_error, current_device
-from moevement_core.host_memory import node_memory
 from moevement_core.snapshot.copies import copy_engine
+from moevement_core.util.host_memory import node_memory
 
 LARGEST_SHARE = 0.4
 """Share of the host's memory that a check may lock."""

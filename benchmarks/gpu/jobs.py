@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.check import NotRun, Report
 from benchmarks.gpu.launched import JobFailed, events, is_equal, pretrain, train_plain
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 ITERATIONS, KILLED_AT = 20, 12
 SPARSE = ("--moevement-sparse-ckpt", "--moevement-replicas-on-same-node", "--moevement-window", "4")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.processes import ROOT, Process
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 
 MEGATRON = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
 PLAIN = ROOT / "examples" / "plain_torch" / "train.py"

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from moevement_core.restart.environment import PARENT_ENV
+from moevement_core.util.environment import PARENT_ENV
 
 ROOT = Path(__file__).parents[2]
 

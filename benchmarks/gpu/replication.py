@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.collectives import device_of, join
 from benchmarks.gpu.processes import call_ranks
-from moevement_core.replication.connections import Address, Connections
+from moevement_core.comms.connections import Address, Connections
 
 STREAMS = (1, 2, 4)
 ROUNDS = 8

@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.processes import Process
 from moevement_core.device import current_device
-from moevement_core.host_memory import node_memory
+from moevement_core.util.host_memory import node_memory
 
 SHARE = 0.6
 """Share of the GPU's memory that each process takes. Two processes cannot have so much at once."""

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.launched import LOCAL, events, is_equal, pretrain
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 ITERATIONS, WIPED_AT = 16, 11
 SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window")

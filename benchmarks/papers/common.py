@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.papers.published import HOURS, MODELS
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.simulator.failures import FailureModel
 from moevement_core.simulator.scenario import Scenario, load
 from moevement_core.simulator.strategies import STRATEGIES, Costs, Gemini, Strategy

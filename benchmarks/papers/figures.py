@@ -31,7 +31,7 @@ from benchmarks.papers.published import (
     SKEWED,
 )
 from moevement_cli.plotting import figure
-from moevement_core.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.simulator.failures import recorded
 from moevement_core.simulator.strategies import CheckFreq, Costs, MoC, MoEvement, Techniques
 from moevement_core.simulator.training import train

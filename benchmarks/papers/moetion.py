@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
 from moevement_cli.plotting import figure
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import CLUSTERS, Cluster
-from moevement_core.description.transformer import Layout, Transformer, describe
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import CLUSTERS, Cluster
+from moevement_core.planning.transformer import Layout, Transformer, describe
 from moevement_core.simulator.iteration import from_machines
 from moevement_core.simulator.strategies import CheckFreq, Costs, Gemini, MoEtion, Strategy
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import scenario, table
 from benchmarks.papers.published import MODELS, Model
-from moevement_core.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies import Gemini, MoEvement
 from moevement_core.strategies.config import Recovery

@@ -14,8 +14,8 @@ from benchmarks.papers import common
 from benchmarks.papers.common import at_bandwidth, formula, scenario, simulated, table
 from benchmarks.papers.common import implied_bandwidth as bandwidth_of
 from benchmarks.papers.published import HOURS, TABLE_7, TABLE_7_ITERATION_S, Precision
-from moevement_core.description.cluster import CLUSTERS
-from moevement_core.description.transformer import Layout, Transformer, describe
+from moevement_core.planning.cluster import CLUSTERS
+from moevement_core.planning.transformer import Layout, Transformer, describe
 from moevement_core.precision import TABLE_7 as REGIMES
 from moevement_core.precision import Regime
 from moevement_core.simulator.scenario import Scenario

@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.environment import measured_on
 from megatron.moevement.describe import describe
 from moevement_cli.plan import PRESETS
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import CLUSTERS, GB
-from moevement_core.description.job import JobShape
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import CLUSTERS, GB
+from moevement_core.planning.job import JobShape
 from moevement_core.precision import MIXED, TABLE_7, Regime
 
 OUTPUT = Path(__file__).with_suffix(".md")

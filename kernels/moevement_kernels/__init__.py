@@ -1,9 +1,9 @@
-"""Kernels for frozen-mode backward: input gradients alone, and what goes with them.
+"""Kernels for the backward pass of frozen and mixed experts, which computes only the gradients that are needed.
 
-Each comes as a slow obvious reference in PyTorch, which is its specification, a Triton kernel, and a launcher that
-checks shapes and picks one of them: the kernel where the tensors are on a GPU, the reference elsewhere. Nothing here
-knows Megatron or the engine.
+Each kernel has a slow and simple reference in PyTorch, which is its specification, a Triton kernel, and a launcher. The
+launcher checks shapes, and runs the kernel on a GPU and the reference elsewhere. The package knows neither Megatron nor
+the engine.
 
-Letters in names of tensors: T tokens (sorted by expert), E experts, H hidden size, F hidden size of an expert, G the
-rows of the first weight: 2F for gated activations, the gate above the linear half, else F.
+Letters in names of tensors: T tokens (sorted by expert), E experts, H hidden size, F hidden size of an expert, G rows
+of the first weight. G is 2F for gated activations, with the gate above the linear half, and F for all others.
 """

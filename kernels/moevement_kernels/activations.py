@@ -1,4 +1,4 @@
-"""Activations of an expert and their derivatives, in FP32: the specification."""
+"""Activations of an expert and their derivatives in FP32; they specify what the kernels compute."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Activation(StrEnum):
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     GELU = "gelu"
-    """GELU with the error function, as torch's."""
+    """GELU with the error function, which is torch's default."""
     RELU = "relu"
     SQUARED_RELU = "squared_relu"
 
     @property
     def is_gated(self) -> bool:
-        """True if the first weight has 2F rows."""
+        """True if the activation is gated, so that the first weight has 2F rows."""
         return self in (Activation.SWIGLU, Activation.GEGLU)
 
 
 def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the activation of FP32 values of any shape; of the gate alone for gated ones."""
+    """Return the activation of FP32 values of any shape; for gated activations these are the gate's values."""
     match kind:
         case Activation.SWIGLU:
             return x * torch.sigmoid(x)
@@ -38,7 +38,7 @@ def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def derivative(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the derivative of :func:`activate`; zero where ReLU has none."""
+    """Return the derivative of :func:`activate`; zero where that of ReLU is undefined."""
     match kind:
         case Activation.SWIGLU:
             sigmoid = torch.sigmoid(x)

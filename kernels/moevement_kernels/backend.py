@@ -15,15 +15,16 @@ class Backend(StrEnum):
     REFERENCE = "reference"
     TRITON = "triton"
     CUDA = "cuda"
-    """Triton, and the grouped input gradient in CUDA C++ for compute capability 9.0."""
+    """Triton, with the grouped input gradient in CUDA C++ for compute capability 9.0."""
 
 
 _selected = Backend.TRITON
 
 
 def select(backend: Backend) -> None:
-    """Select what runs where tensors are on a GPU, from now on in this process; normal training and
-    replay need the same.
+    """Select the backend for tensors on a GPU, in this process from now on.
+
+    Normal training and replay need the same backend.
     """
     global _selected
     _selected = backend
@@ -35,19 +36,19 @@ def selected() -> Backend:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton runs kernels on the CPU, as tests do (``TRITON_INTERPRET=1``)."""
+    """Return True if Triton runs kernels on the CPU, as tests do (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Return whether Triton kernels can work on ``tensor`` where it is."""
+    """Return True if Triton kernels can run on ``tensor`` on its device."""
     if _selected is Backend.REFERENCE or find_spec("triton") is None:
         return False
     return tensor.is_cuda or is_interpreted()
 
 
 def why_reference() -> str | None:
-    """Why the reference runs in this process, in words; None where kernels do."""
+    """Return the reason why this process runs the reference; None if it runs kernels."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not torch.cuda.is_available() and not is_interpreted():

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for an architecture, on any machine, and say what came out.
+"""Compile every Triton kernel for an architecture, on any machine, and report the results.
 
 ``python -m moevement_kernels.compiled --capability 90`` prints a line for each kernel and fails if a matrix product
 does not use the architecture's tensor core instruction. Registers and spills are those that ptxas reports.
@@ -28,13 +28,13 @@ INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with its constants."""
+    """Kernel with the constants for one compilation."""
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     pointers: dict[str, str]
-    """Types of tensors; what is neither here nor a constant is int32."""
+    """Types of tensor arguments; arguments that are neither here nor constants are int32."""
     multiplies: bool
     warps: int = 8
 
@@ -46,25 +46,25 @@ class Compiled:
     name: str
     capability: int
     instruction: str | None
-    """Instruction of matrix products, with its shape and dtypes."""
+    """Instruction of matrix products, with its shape and dtypes; None if the kernel has none."""
     narrow_loads: int
-    """Loads of single elements: rows and weights should come in 16 bytes at a time."""
+    """Number of loads of single elements; rows and weights should be loaded in units of 16 bytes."""
     shared_bytes: int
     registers: int
     """Registers of a thread."""
     spill_stores: int
-    """Bytes of registers that a thread puts into memory because it has no more of them."""
+    """Bytes of registers that a thread stores in memory because it has no more registers."""
     spill_loads: int
-    """Bytes of registers that a thread takes back from memory."""
+    """Bytes of registers that a thread loads back from memory."""
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Every kernel; each format that the architecture has, and FP32 on the newest."""
+    """Yield every kernel, in each format that the architecture supports, and in FP32 from capability 9.0 on."""
     yield from _mlp_cases("bf16", 0, capability)
     if capability >= 90:
         yield from _mlp_cases("fp16", 0, capability)
         yield from _mlp_cases("fp32", 0, capability)
-    if capability >= 89:  # before, there are no conversions from FP8
+    if capability >= 89:  # Older architectures have no conversions from FP8.
         yield from _mlp_cases("bf16", 1, capability)
         yield from _mlp_cases("bf16", 2, capability)
     if capability == 90:
@@ -77,7 +77,7 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
     from moevement_kernels import triton_kernels as kernels
 
     held = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype]
-    is_fp32 = dtype == "fp32"  # whose exact products have no tensor core
+    is_fp32 = dtype == "fp32"  # Exact FP32 products do not use tensor cores.
     held_by_torch = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     sizes = _sizes(tiles_of(held_by_torch))
     weights = {"DTYPE": held, "W_DTYPE": tl.uint8 if form else held, "FORMAT": form, **sizes, "GROUP": 8}
@@ -89,7 +89,7 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
         **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
     }
     label = f"{dtype}{('', ', FP8 weights', ', FP8 weights by block')[form]}"
-    # FP8 weights are not trained, and 9.0 is what training is tuned for: elsewhere an activation of each kind will do.
+    # FP8 weights are not trained, and training is tuned for 9.0. In other cases, one activation of each kind is enough.
     for kind in Activation if capability == 90 and not form else (Activation.SWIGLU, Activation.GELU):
         constants = {**activation_constants(kind), **weights}
         own = _sizes(tiles_of(held_by_torch, two_products=kind.is_gated))
@@ -109,7 +109,7 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
 
 
 def _fp8_cases() -> Iterator[Case]:
-    """Products in FP8, of both gradient formats."""
+    """Yield the products in FP8, for both gradient formats."""
     from triton import language as tl
 
     from moevement_kernels.experimental import triton_fp8 as kernels
@@ -140,7 +140,7 @@ def _sizes(tiles: Tiles) -> dict[str, int]:
 
 
 def compile_case(case: Case, capability: int) -> Compiled:
-    """Down to the machine's code.
+    """Compile a kernel down to machine code.
 
     Raises:
         RuntimeError: matrix products do not use the architecture's instruction.
@@ -151,7 +151,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
 
     names = list(case.kernel.arg_names)
     signature = {name: "constexpr" if name in case.constants else case.pointers.get(name, "i32") for name in names}
-    # As at run time: torch's memory begins at multiples of 16 bytes, and sizes of layers are multiples of 16.
+    # As at run time: torch's tensors begin at multiples of 16 bytes, and sizes of layers are multiples of 16.
     is_even = set(case.pointers) | {"H", "F", "K", "N", "M", "stride"}
     even = [
         param.name
@@ -164,46 +164,46 @@ def compile_case(case: Case, capability: int) -> Compiled:
     options = {"num_warps": case.warps, "num_stages": 3}
     log = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.compilation.always_compile = True  # what is found in Triton's cache has no figures
+        triton.knobs.compilation.always_compile = True  # A result from Triton's cache would have no figures.
         triton.knobs.nvidia.dump_ptxas_log = True
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = made.asm["ptx"]
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx = binary.asm["ptx"]
     wanted = INSTRUCTION[capability]
-    found = re.search(re.escape(wanted) + r"[\w.:]*", ptx)
-    if case.multiplies and not found:
+    instruction = re.search(re.escape(wanted) + r"[\w.:]*", ptx)
+    if case.multiplies and not instruction:
         raise RuntimeError(f"{case.name} for {capability}: no {wanted} in its PTX")
     narrow = len(re.findall(r"ld\.global[\w.:]*\.b(?:8|16)\b", ptx))
     return Compiled(
-        case.name, capability, found[0] if found else None, narrow, made.metadata.shared,
+        case.name, capability, instruction[0] if instruction else None, narrow, binary.metadata.shared,
         _largest(r"Used (\d+) registers", log.getvalue()), _largest(r"(\d+) bytes spill stores", log.getvalue()),
         _largest(r"(\d+) bytes spill loads", log.getvalue()),
     )  # fmt: skip
 
 
 def _largest(pattern: str, log: str) -> int:
-    """Return the largest number of the kernel and the functions that it calls."""
+    """Return the largest number in the log, over the kernel and the functions that it calls."""
     return max(int(number) for number in re.findall(pattern, log))
 
 
 def main() -> int:
-    """Compile all; returns the exit code."""
+    """Compile all selected kernels and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moevement_kernels.compiled", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[90], choices=sorted(INSTRUCTION))
     parser.add_argument("--match", nargs="+", default=[""], metavar="TEXT", help="only kernels whose name has one")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    given = parser.parse_args()
-    made = []
-    for capability in given.capability:
+    arguments = parser.parse_args()
+    results = []
+    for capability in arguments.capability:
         for case in cases(capability):
-            if not any(text in case.name for text in given.match):
+            if not any(text in case.name for text in arguments.match):
                 continue
-            made.append(compile_case(case, capability))
-            one = made[-1]
-            figures = f"{one.shared_bytes:7} B shared {one.registers:4} registers"
-            spilled = f"{one.spill_stores + one.spill_loads:5} B spilled"
-            print(f"{capability}  {one.name:52} {figures} {spilled}  {one.instruction or ''}", flush=True)
-    if given.json:
-        print(json.dumps([asdict(one) for one in made]))
+            results.append(compile_case(case, capability))
+            result = results[-1]
+            figures = f"{result.shared_bytes:7} B shared {result.registers:4} registers"
+            spilled = f"{result.spill_stores + result.spill_loads:5} B spilled"
+            print(f"{capability}  {result.name:52} {figures} {spilled}  {result.instruction or ''}", flush=True)
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results]))
     return 0
 
 

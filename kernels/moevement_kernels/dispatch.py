@@ -1,8 +1,8 @@
-"""Which replica of an expert computes which of a rank's tokens (Lazarus, algorithm 1), where tokens are.
+"""Assignment of a rank's tokens to the replicas of their experts (Lazarus, algorithm 1), on the device of the tokens.
 
-Replicas of an expert stand in *slots*, the same number on every rank. Every replica of an expert gets as many of its
-tokens, to a few; a rank's own replicas come first. All of it runs on the device of the routing map, and waits for
-nothing.
+Replicas of an expert are in *slots*, equally many on every rank. All replicas of an expert get equally many of its
+tokens, up to a few; replicas on a token's own rank come first. All functions run on the device of the routing map, and
+do not wait for it.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from moevement_kernels.backend import has_kernels
 
 
 class SlotTable(NamedTuple):
-    """Slots of a layer; int64, S slots on N ranks, rank by rank."""
+    """Slots of a layer, rank by rank; int64, S slots on N ranks."""
 
     expert: torch.Tensor
     """Expert in each slot, ``[S]``."""
     rank: torch.Tensor
     """Rank of each slot, ``[S]``."""
     ordinal: torch.Tensor
-    """Number of each slot among those of its rank that have its expert, ``[S]``."""
+    """Number of each slot among the slots of its rank with its expert, ``[S]``."""
     replicas: torch.Tensor
     """Replicas of each expert on each rank, ``[E, N]``."""
 
     @staticmethod
     def of(slots: list[list[int]], experts: int, device: torch.device | str = "cpu") -> SlotTable:
-        """Make a table from the experts in the slots of each rank.
+        """Build a table from the experts in the slots of each rank.
 
         Args:
-            slots: by rank.
-            experts: E.
-            device: where the tokens are.
+            slots: expert in each slot, by rank.
+            experts: number of experts, E.
+            device: device of the tokens.
         """
         replicas = torch.zeros(experts, len(slots), dtype=torch.int64)
         ordinal = []
-        for rank, its in enumerate(slots):
-            for expert in its:
+        for rank, row in enumerate(slots):
+            for expert in row:
                 ordinal.append(int(replicas[expert, rank]))
                 replicas[expert, rank] += 1
         tensors = (
-            torch.tensor([expert for its in slots for expert in its]),
+            torch.tensor([expert for row in slots for expert in row]),
             torch.arange(len(slots)).repeat_interleave(len(slots[0])),
             torch.tensor(ordinal),
             replicas,
@@ -51,7 +51,7 @@ class SlotTable(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Which of a rank's tokens of an expert a slot gets, counted in the order of tokens; int64 ``[S]`` each."""
+    """Range of a rank's tokens of an expert that a slot gets, counted in the order of tokens; int64 ``[S]`` each."""
 
     begin: torch.Tensor
     end: torch.Tensor
@@ -61,9 +61,9 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
     """Return the tokens that each slot gets from one rank; all ranks compute theirs from the same numbers.
 
     Args:
-        tokens: routed to each expert on each rank, int64 ``[N, E]``.
-        table: of the layer.
-        rank: whose tokens they are.
+        tokens: tokens routed to each expert on each rank, int64 ``[N, E]``.
+        table: slots of the layer.
+        rank: rank that sends the tokens.
     """
     routed = tokens.T
     room = _capacities(routed.sum(1), table.replicas)
@@ -80,7 +80,7 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
 
 
 def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-    """Tokens that each rank computes of each expert, ``[E, N]``: the first replicas have one more where they differ."""
+    """Return the tokens of each expert that each rank computes, ``[E, N]``; the first replicas get the remainder."""
     ends = replicas.cumsum(1)
     every = ends[:, -1:].clamp_min(1)
     each, more = routed[:, None] // every, routed[:, None] % every
@@ -88,12 +88,12 @@ def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
 
 
 def to_slots(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
-    """Which slot gets which token: bool ``[T, S]``; a token that is routed to an expert is in one slot of it.
+    """Return the map of tokens to slots, bool ``[T, S]``; each token is in one slot of each expert it is routed to.
 
     Args:
         routing_map: bool ``[T, E]``.
-        table: of the layer.
-        its: of this rank.
+        table: slots of the layer.
+        its: shares of this rank.
     """
     if has_kernels(routing_map):
         from moevement_kernels.triton_dispatch import to_slots_kernel

@@ -1,4 +1,4 @@
-"""The grouped expert MLP as callers have it: shapes are checked, memory is found, kernel or reference runs."""
+"""Launcher of the grouped expert MLP: it checks shapes, allocates memory, and runs the kernel or the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 8
-"""Row tiles whose programs run one after the other on the same columns."""
+"""Number of row tiles whose programs run one after the other on the same columns."""
 
 
 def forward(
@@ -29,7 +29,7 @@ def forward(
     kind: Activation,
     tiles: Tiles | None = None,
 ) -> Forward:
-    """Compute :func:`reference.forward` with the chosen backend."""
+    """Compute :func:`reference.forward` with the selected backend."""
     _check(x, p, counts, w1, w2, kind)
     if not has_kernels(x):
         return reference.forward(x, p, counts, w1, w2, kind)
@@ -59,7 +59,7 @@ def input_gradient(
     active: Sequence[bool] | None = None,
     tiles: Tiles | None = None,
 ) -> InputGradient:
-    """Compute :func:`reference.input_gradient` with the chosen backend."""
+    """Compute :func:`reference.input_gradient` with the selected backend."""
     data = dy.data if isinstance(dy, E5M2) else dy
     _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
     if not has_kernels(h):
@@ -95,17 +95,17 @@ def weight_gradient(
     accumulate: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Write the gradients of W1 and W2 into FP32 tensors, or add to what is there.
+    """Write the gradients of W1 and W2 into FP32 tensors, or add them to the tensors.
 
     Args:
-        dy: ``[T, H]``.
-        dh: ``[T, G]``.
-        x: ``[tokens of active experts, H]``.
-        a: ``[tokens of active experts, F]``, of :func:`input_gradient`.
+        dy: gradient of the outputs, ``[T, H]``.
+        dh: gradient of h, ``[T, G]``.
+        x: tokens of active experts, ``[tokens of active experts, H]``.
+        a: scaled activations, ``[tokens of active experts, F]``, from :func:`input_gradient`.
         counts: tokens of each expert.
-        into: for W1 ``[G, H]`` and W2 ``[H, F]`` of each expert; None for a frozen one.
-        accumulate: whether to add.
-        tiles: for tests.
+        into: tensors for W1 ``[G, H]`` and W2 ``[H, F]`` of each expert; None for a frozen expert.
+        accumulate: True to add to the tensors, False to overwrite them.
+        tiles: sizes of a program's work, for tests.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -115,8 +115,8 @@ def weight_gradient(
     if not any(active):
         return
     if not has_kernels(x):
-        made = reference.weight_gradient(dy, dh, x, a, counts, active)
-        for targets, gradients in zip(into, made, strict=True):
+        gradients_by_weight = reference.weight_gradient(dy, dh, x, a, counts, active)
+        for targets, gradients in zip(into, gradients_by_weight, strict=True):
             for target, gradient in zip(targets, gradients, strict=True):
                 if target is not None and gradient is not None:
                     target.copy_(target + gradient if accumulate else gradient)
@@ -124,11 +124,11 @@ def weight_gradient(
     from moevement_kernels import triton_kernels as kernels
 
     size = tiles or tiles_of(x.dtype)
-    everyones, own = offsets(counts, x.device), offsets(counts_of_active(counts, active), x.device)
+    all_offsets, own = offsets(counts, x.device), offsets(counts_of_active(counts, active), x.device)
     for left, right, targets in ((dh, x, into[0]), (dy, a, into[1])):
         rows, columns = left.shape[1], right.shape[1]
         kernels.weight_gradient_kernel[_cdiv(rows, size.rows) * _cdiv(columns, size.columns), len(counts)](
-            left.contiguous(), right.contiguous(), addresses("gradient", targets, x.device), everyones, own, rows,
+            left.contiguous(), right.contiguous(), addresses("gradient", targets, x.device), all_offsets, own, rows,
             columns, ACCUMULATE=accumulate, BM=size.rows, BN=size.columns, BK=size.inner, **run_options(size),
         )  # fmt: skip
 
@@ -199,10 +199,10 @@ def _check(
             "[T] and T"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
-        one = weights.data[0]
-        is_foreign = weights.format is Format.PLAIN and one.dtype != x.dtype and not is_dy
-        if is_foreign or one.device != x.device:
-            raise ValueError(f"{name} is {one.dtype} on {one.device}; needs {x.dtype} on {x.device} as the tokens")
+        first = weights.data[0]
+        is_foreign = weights.format is Format.PLAIN and first.dtype != x.dtype and not is_dy
+        if is_foreign or first.device != x.device:
+            raise ValueError(f"{name} is {first.dtype} on {first.device}; needs {x.dtype} on {x.device} as the tokens")
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
         raise ValueError(
@@ -220,7 +220,7 @@ def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:
-    """Return the constants that kernels are specialised by."""
+    """Return the constants of an activation with which kernels are specialised."""
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
@@ -240,7 +240,7 @@ def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
 
 
 def run_options(size: Tiles) -> dict[str, int]:
-    """Return the layout of a program on a multiprocessor."""
+    """Return Triton's options for a program: warps and pipeline stages."""
     return {"num_warps": size.warps, "num_stages": size.stages}
 
 

@@ -1,12 +1,12 @@
-"""The grouped expert MLP as a torch operator, with the gradients that its mode needs and no others.
+"""Grouped expert MLP as a torch operator, with only the gradients that its mode needs.
 
-An expert is active where its weights require gradients when the forward pass runs. Forward and input gradient are the
-same kernels on the same tiles for frozen and active experts, so a mixed backward pass gives the bits of an all-active
-one. What is saved for it:
+An expert is active if its weights require gradients when the forward pass runs. Frozen and active experts use the same
+kernels on the same tiles for the forward pass and the input gradient. So a mixed backward pass gives the bits of an
+all-active one. The operator saves for the backward pass:
 
     h, p            always
-    x               the rows of active experts alone
-    a               never: the backward pass makes it once, from h, for active experts
+    x               only the rows of active experts
+    a               never: the backward pass computes it once, from h, for active experts
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moevement_kernels.weights import Weights
 def _forward(
     x: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
 ) -> tuple[Tensor, Tensor]:
-    made = launch.forward(x.contiguous(), p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind))
-    return made.y, made.h
+    result = launch.forward(x.contiguous(), p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind))
+    return result.y, result.h
 
 
 @_forward.register_fake
@@ -48,12 +48,12 @@ def _input_gradient(
     w2: Sequence[Tensor],
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``active`` are the numbers of the experts whose rows of ``a`` are given."""
+    """Compute the input gradient; ``active`` has the numbers of the experts whose rows of ``a`` are returned."""
     are_active = [expert in active for expert in range(len(counts))]
-    made = launch.input_gradient(
+    gradients = launch.input_gradient(
         dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind), are_active
     )  # fmt: skip
-    return made.dx, made.dp, made.dh, made.a
+    return gradients.dx, gradients.dp, gradients.dh, gradients.a
 
 
 @_input_gradient.register_fake
@@ -83,11 +83,11 @@ def _weight_gradient(
     into2: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
-    """``active`` are the numbers of the experts that ``into1`` and ``into2`` are of."""
+    """Compute weight gradients; ``active`` has the numbers of the experts to which ``into1`` and ``into2`` belong."""
     first: list[Tensor | None] = [None] * len(counts)
     second: list[Tensor | None] = [None] * len(counts)
-    for expert, one, two in zip(active, into1, into2, strict=True):
-        first[expert], second[expert] = one, two
+    for expert, target1, target2 in zip(active, into1, into2, strict=True):
+        first[expert], second[expert] = target1, target2
     launch.weight_gradient(dy, dh, x, a, counts, (first, second), accumulate)
 
 
@@ -101,18 +101,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.counts, ctx.kind = list(counts), kind
     ctx.active = [expert for expert, weight in enumerate(w1) if weight.requires_grad]
     torn = [
-        expert for expert, (one, two) in enumerate(zip(w1, w2, strict=True)) if one.requires_grad != two.requires_grad
+        expert
+        for expert, (weight1, weight2) in enumerate(zip(w1, w2, strict=True))
+        if weight1.requires_grad != weight2.requires_grad
     ]
     if torn:
         raise ValueError(f"one weight of experts {torn} requires a gradient and the other does not; needs both or none")
-    kept = x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[one] for one in ctx.active)])
+    kept = (
+        x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[expert] for expert in ctx.active)])
+    )
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # a gradient of h would be zeros of its size
+    ctx.set_materialize_grads(False)  # otherwise the gradient of h would be a tensor of zeros
     ctx.save_for_backward(kept, p, output[1], *w1, *w2)
 
 
 def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    if dy is None:  # nobody has used y
+    if dy is None:  # no result of the call was used
         return None, None, None, [None] * len(ctx.counts), [None] * len(ctx.counts), None
     x, p, h, *weights = ctx.saved_tensors
     w1, w2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
@@ -122,28 +126,36 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
 
 
 def _weight_gradients(
-    ctx: Any, given: tuple[Tensor, ...], w1: list[Tensor], w2: list[Tensor]
+    ctx: Any, tensors: tuple[Tensor, ...], w1: list[Tensor], w2: list[Tensor]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Into ``main_grad`` where weights have one and say so (``fuse_weight_gradient``), as Megatron's linear layers."""
+    """Compute the gradients of active weights, as for Megatron's linear layers.
+
+    If all weights set ``fuse_weight_gradient``, the gradients are added to their FP32 ``main_grad``.
+    """
     gradients: tuple[list[Tensor | None], list[Tensor | None]] = ([None] * len(w1), [None] * len(w2))
     if not ctx.active:
         return gradients
-    wanted = [[one[expert] for expert in ctx.active] for one in (w1, w2)]
-    fuses = all(_fuses(weight) for one in wanted for weight in one)
-    into = [[weight.main_grad if fuses else _fp32(weight) for weight in one] for one in wanted]
-    _weight_gradient(*given, ctx.counts, ctx.active, *into, fuses)
-    for targets, weights, made in zip(gradients, wanted, into, strict=True):
-        for expert, weight, gradient in zip(ctx.active, weights, made, strict=True):
+    wanted = [[group[expert] for expert in ctx.active] for group in (w1, w2)]
+    fuses = all(_fuses(weight) for group in wanted for weight in group)
+    into = [[weight.main_grad if fuses else _fp32(weight) for weight in group] for group in wanted]
+    _weight_gradient(*tensors, ctx.counts, ctx.active, *into, fuses)
+    for targets, weights, computed in zip(gradients, wanted, into, strict=True):
+        for expert, weight, gradient in zip(ctx.active, weights, computed, strict=True):
             if fuses:
                 weight.grad_added_to_main_grad = True
-                targets[expert] = torch.empty_like(weight)  # Megatron's hooks want one; nobody reads it
+                targets[expert] = torch.empty_like(
+                    weight
+                )  # Megatron's hooks need a gradient, but nothing reads its values.
             else:
                 targets[expert] = gradient.to(weight.dtype)
     return gradients
 
 
 def _fuses(weight: Any) -> bool:
-    """Megatron has a 16-bit ``main_grad`` where gradients are reduced in 16 bits; kernels add to FP32 ones alone."""
+    """Return True if the kernels can add to the weight's ``main_grad``, which has to be FP32.
+
+    Megatron's ``main_grad`` has 16 bits if gradients are reduced in 16 bits.
+    """
     return bool(getattr(weight, "fuse_weight_gradient", False)) and weight.main_grad.dtype == torch.float32
 
 
@@ -157,18 +169,18 @@ _forward.register_autograd(_backward, setup_context=_save)
 def grouped_mlp(
     x: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: Activation
 ) -> Tensor:
-    """Experts on tokens that are sorted by expert; ``[T, H]``, of ``x``'s dtype.
+    """Return the experts' outputs for tokens that are sorted by expert, ``[T, H]`` in the dtype of ``x``.
 
-    Weights that require no gradient are of frozen experts. With ``fuse_weight_gradient`` set on all weights that do,
+    Weights that require no gradient belong to frozen experts. If all other weights set ``fuse_weight_gradient``, their
     gradients are added to their FP32 ``main_grad``.
 
     Args:
-        x: ``[T, H]``, BF16, FP16 or FP32.
-        p: ``[T]``, the router's probabilities of the tokens here.
+        x: tokens ``[T, H]``, BF16, FP16 or FP32.
+        p: ``[T]``, the probabilities with which the router sent the tokens to their experts.
         counts: tokens of each expert.
         w1: ``[G, H]`` of each expert.
         w2: ``[H, F]`` of each expert.
-        kind: of the activation.
+        kind: activation.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -177,14 +189,14 @@ def grouped_mlp(
 
 
 def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: Activation, element: int) -> int:
-    """Return the bytes of activations that one call keeps for its backward pass, beside the probabilities.
+    """Return the bytes of activations that one call keeps for its backward pass, without the probabilities.
 
     Args:
-        tokens: T.
-        active_tokens: those of active experts.
+        tokens: number of tokens, T.
+        active_tokens: number of tokens of active experts.
         hidden: H.
         inner: F.
-        kind: of the activation.
-        element: bytes of one.
+        kind: activation.
+        element: bytes of an element.
     """
     return element * (tokens * inner * (2 if kind.is_gated else 1) + active_tokens * hidden)

@@ -1,7 +1,7 @@
-"""The grouped expert MLP, obvious and slow: the specification of the kernels.
+"""Grouped expert MLP, simple and slow; it specifies what the kernels compute.
 
     h = x W1^T                      kept in the tokens' dtype
-    a = act(h) p                    p: the probability with which the router sent the token here
+    a = act(h) p                    p: the probability with which the router sent the token to the expert
     y = a W2^T
 
 and backward, dy given:
@@ -10,7 +10,7 @@ and backward, dy given:
     dp = sum over F of da * act(h)
     dh = da * p * act'(h)           kept in the tokens' dtype
     dx = dh W1
-    dW2 = dy^T a,  dW1 = dh^T x     of active experts alone
+    dW2 = dy^T a,  dW1 = dh^T x     only for active experts
 
 Sums are in FP32.
 """
@@ -30,22 +30,23 @@ class Forward(NamedTuple):
     """Results of the forward pass."""
 
     y: torch.Tensor
-    """``[T, H]``."""
+    """Outputs, ``[T, H]``."""
     h: torch.Tensor
-    """``[T, G]``, for the backward pass."""
+    """Values before the activation, ``[T, G]``, which the backward pass needs."""
 
 
 class InputGradient(NamedTuple):
-    """Gradients that flow back through frozen and active experts alike."""
+    """Gradients that frozen and active experts compute."""
 
     dx: torch.Tensor
-    """``[T, H]``."""
+    """Gradient of the tokens, ``[T, H]``."""
     dp: torch.Tensor
-    """FP32, ``[T]``."""
+    """Gradient of the probabilities, FP32 ``[T]``."""
     dh: torch.Tensor
-    """``[T, G]``: weight gradients are made of it."""
+    """Gradient of h, ``[T, G]``, from which the gradient of W1 follows."""
     a: torch.Tensor
-    """``[tokens of active experts, F]``, as the forward pass had it: W2's gradient is made of it."""
+    """Scaled activations of the forward pass, ``[tokens of active experts, F]``, from which the gradient of W2 follows.
+    """
 
 
 def forward(
@@ -54,12 +55,12 @@ def forward(
     """Return the results for tokens sorted by expert.
 
     Args:
-        x: ``[T, H]``.
-        p: ``[T]``.
+        x: tokens ``[T, H]``.
+        p: probabilities ``[T]``.
         counts: tokens of each expert.
-        w1: ``[G, H]`` each.
-        w2: ``[H, F]`` each.
-        kind: of the activation.
+        w1: ``[G, H]`` of each expert.
+        w2: ``[H, F]`` of each expert.
+        kind: activation.
     """
     ys, hs = [], []
     for expert, (x_, p_) in enumerate(zip(x.split(list(counts)), p.split(list(counts)), strict=True)):
@@ -80,17 +81,17 @@ def input_gradient(
     kind: Activation,
     active: Sequence[bool] | None = None,
 ) -> InputGradient:
-    """The backward pass of a frozen expert, which an active one needs too.
+    """Return the gradients of a frozen expert's backward pass, which an active expert needs too.
 
     Args:
-        dy: ``[T, H]``.
-        h: ``[T, G]``.
-        p: ``[T]``.
+        dy: gradient of the outputs, ``[T, H]``.
+        h: ``[T, G]`` from the forward pass.
+        p: probabilities ``[T]``.
         counts: tokens of each expert.
-        w1: ``[G, H]`` each.
-        w2: ``[H, F]`` each.
-        kind: of the activation.
-        active: of each expert; None: all are frozen.
+        w1: ``[G, H]`` of each expert.
+        w2: ``[H, F]`` of each expert.
+        kind: activation.
+        active: True for each active expert; None if all are frozen.
     """
     splits = list(counts)
     dense = dy.dense() if isinstance(dy, E5M2) else dy.float()
@@ -100,13 +101,13 @@ def input_gradient(
         is_active = active is not None and active[expert]
         kept = _scaled(h_, p_, kind) if is_active else h_.new_empty(0, w2.columns)
         parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh, kept))
-    return InputGradient(*(torch.cat(one) for one in zip(*parts, strict=True)))
+    return InputGradient(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def through_activation(
     da: torch.Tensor, h: torch.Tensor, p: torch.Tensor, kind: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dp``, FP32, and ``dh``, in the dtype of ``h``, from FP32 ``da``."""
+    """Return ``dp``, FP32, and ``dh``, in the dtype of ``h``, from FP32 ``da``."""
     gate, linear = _halves(h.float(), kind)
     activated, slope = activate(kind, gate), derivative(kind, gate)
     scaled = da * p.float()[:, None]
@@ -126,15 +127,15 @@ def weight_gradient(
     counts: Sequence[int],
     active: Sequence[bool],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """FP32 gradients of W1 and W2 of each active expert; None for a frozen one.
+    """Return FP32 gradients of W1 and W2 of each active expert; None for a frozen one.
 
     Args:
-        dy: ``[T, H]``.
-        dh: ``[T, G]``.
+        dy: gradient of the outputs, ``[T, H]``.
+        dh: gradient of h, ``[T, G]``.
         x: ``[tokens of active experts, H]``.
         a: ``[tokens of active experts, F]``.
         counts: tokens of each expert.
-        active: of each expert.
+        active: True for each active expert.
     """
     splits = list(counts)
     kept = [count for count, is_active in zip(counts, active, strict=True) if is_active]

@@ -1,8 +1,8 @@
-"""Which rows each program of a grouped kernel works on.
+"""Rows that each program of a grouped kernel works on.
 
-Tokens of an expert stand together. Its rows are cut into tiles of BM from its first row on, so that a tile has rows of
-one expert only, and its results do not depend on what other experts do: that is what makes mixed frozen and active
-experts equal to all-active ones, bit for bit.
+The tokens of an expert are contiguous. Their rows are cut into tiles of BM from the expert's first row on, so a tile
+has rows of only one expert. Its results do not depend on other experts. So a pass with frozen and active experts has
+the bits of an all-active one.
 
 With 5 and 3 tokens and BM = 4 the tiles begin at rows 0, 4 and 5 and end before rows 5, 5 and 8.
 """
@@ -20,13 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 TABLES = 2048
-"""Tables of a kind that are kept on a device, a few KB each: addresses of weights for a whole training, token counts
-from a micro-batch's forward pass to its backward pass."""
+"""Tables of a kind that are kept on a device, a few KB each.
+
+Addresses of weights are kept for a whole training run, token counts from a micro-batch's forward pass to its backward
+pass.
+"""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a program's work: rows, columns, and how much of the inner dimension at a time."""
+    """Sizes of a program's work: rows, columns, and elements of the inner dimension per step."""
 
     rows: int = 128
     columns: int = 128
@@ -36,11 +39,13 @@ class Tiles:
 
 
 def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
-    """Sizes that fit into shared memory and registers. They depend on nothing else, so every run has the same sums.
+    """Return sizes that fit into shared memory and registers.
+
+    The sizes depend only on the arguments, so every run has the same sums.
 
     Args:
-        dtype: of the tokens.
-        two_products: whether a program has the same columns of two weights.
+        dtype: dtype of the tokens.
+        two_products: True if a program multiplies the same columns of two weights.
     """
     if dtype == torch.float32:
         return Tiles(columns=32 if two_products else 64, inner=32)
@@ -49,16 +54,16 @@ def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Tiles of all experts, on the device: int32 ``[tiles]`` each."""
+    """Tiles of all experts on the device, int32 ``[tiles]`` each."""
 
     expert: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
-    """Past the last row of the expert, not of the tile."""
+    """End of the expert's rows, exclusive; a tile may end before it."""
 
     @property
     def count(self) -> int:
-        """Number of tiles in all."""
+        """Number of tiles of all experts."""
         return self.expert.numel()
 
 
@@ -93,7 +98,7 @@ def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def counts_of_active(counts: Sequence[int], active: Sequence[bool] | None) -> list[int]:
-    """Return the tokens of each expert that has a weight gradient, and 0 for a frozen one; None: all are frozen."""
+    """Return the tokens of each active expert, and 0 for a frozen one; None means that all are frozen."""
     if active is None:
         return [0] * len(counts)
     return [count if is_active else 0 for count, is_active in zip(counts, active, strict=True)]
@@ -106,12 +111,12 @@ def addresses(
 
     Args:
         what: the tensors' name in an error.
-        tensors: one of each expert.
-        device: where kernels read the table.
-        multiple: bytes. Kernels load as if tensors began at multiples of it.
+        tensors: one tensor of each expert.
+        device: device on which kernels read the table.
+        multiple: alignment in bytes, which the kernels' loads assume.
 
     Raises:
-        ValueError: a tensor begins elsewhere.
+        ValueError: a tensor is not aligned.
     """
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     for expert, pointer in enumerate(pointers):
@@ -131,5 +136,5 @@ def to_device(table: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _stream(device: torch.device) -> int:
-    """Return the stream that a table belongs to: it is written, read and freed in the order of one stream."""
+    """Return the stream of a table, which is written, read and freed in the order of that stream."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""Which slot gets which token, as a Triton kernel: a program walks over the tokens of a slot's expert and counts."""
+"""Triton kernel for the map of tokens to slots; each program counts the tokens of one slot's expert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Tokens that a program counts at a time."""
+"""Number of tokens that a program counts in a step."""
 
 
 @triton.jit(do_not_specialize=("tokens",))

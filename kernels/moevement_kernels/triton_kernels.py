@@ -1,7 +1,7 @@
-"""The bodies of the grouped expert MLP, in Triton. ``reference.py`` says what they compute.
+"""Triton kernels of the grouped expert MLP; ``reference.py`` specifies what they compute.
 
-Weights of experts lie anywhere in memory (each is a parameter of its own), so kernels are given their addresses. Rows
-are indexed in 64 bits. Sums over the inner dimension run in the same order whatever other experts do.
+Each weight of an expert is a parameter of its own at any address, so kernels take the addresses. Row indices have 64
+bits. The order of sums over the inner dimension does not depend on other experts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FP8_PER_BLOCK = tl.constexpr(2)
 BLOCK = tl.constexpr(128)
 
 UNALIGNED = ("p", "tile_expert", "tile_begin", "tile_end", "offsets", "active_offsets")
-"""Arguments that may begin anywhere. Kernels read single numbers there, and gain nothing from an alignment."""
+"""Arguments without an alignment. Kernels read single numbers from them, and would gain nothing from one."""
 
 
 @triton.jit
 def _dot(left, right, total):
-    if INTERPRETED:  # it multiplies the bits of BF16 as if they were integers
+    if INTERPRETED:  # The interpreter multiplies the bits of BF16 as if they were integers.
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
@@ -62,19 +62,19 @@ def _derivative(x, KIND: tl.constexpr):
 
 @triton.jit
 def _at(addresses, expert, DTYPE: tl.constexpr):
-    """The weight, gradient or scale of an expert. Tensors begin at multiples of 16 bytes, which loads make use of."""
+    """Return the address of an expert's weight or gradient, which is a multiple of 16 bytes, as loads assume."""
     return tl.multiple_of(tl.load(addresses + expert).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def _scale_at(addresses, expert):
-    """Scales may lie at any multiple of their size."""
+    """Return the address of an expert's scales, which may be any multiple of their size."""
     return tl.load(addresses + expert).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The row tile and the column tile of this program; neighbours share weights and rows in the cache."""
+    """Return the row tile and the column tile of this program; neighbours share weights and rows in the cache."""
     program = tl.program_id(0)
     across = tl.cdiv(columns, BN)
     group = program // (GROUP * across)
@@ -86,7 +86,7 @@ def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN: tl.constexpr):
-    """The expert of a row tile, its rows and whether they are the expert's, and the columns of a column tile."""
+    """Return the expert of a row tile, its rows, a mask of the expert's own rows, and the columns of a column tile."""
     rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
     here = rows < tl.load(tile_end + tile)
     return tl.load(tile_expert + tile), rows.to(tl.int64), here, column * BN + tl.arange(0, BN)
@@ -96,8 +96,9 @@ def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN:
 def _weight_tile(
     w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """A tile of a ``[rows, columns]`` weight and what its product is to be multiplied with; ``row`` and ``column`` are
-    its indices, shaped to broadcast. FP8 values are exact in the tokens' dtype.
+    """Return a tile of a ``[rows, columns]`` weight, and the factor of its product.
+
+    ``row`` and ``column`` are its indices, shaped to broadcast. FP8 values are exact in the tokens' dtype.
     """
     inside = (row < rows) & (column < columns)
     tile = tl.load(w + row.to(tl.int64) * STRIDE + column, mask=inside, other=0)
@@ -108,7 +109,7 @@ def _weight_tile(
         if FORMAT == FP8_PER_TENSOR:
             return values, 1.0
         else:
-            # The tile is inside of one block: tile sizes divide it.
+            # Tile sizes divide the block size, so the tile is inside one block.
             block = (tl.min(tl.min(row, 0), 0) // BLOCK) * scale_stride + tl.min(tl.min(column, 0), 0) // BLOCK
             return values, tl.load(scales + block)
 
@@ -119,7 +120,7 @@ def up_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``h = x W1^T`` and ``a = act(h) p``; a program has the same columns of both halves of h."""
+    """Compute ``h = x W1^T`` and ``a = act(h) p``; a program computes the same columns of both halves of h."""
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w1 = _at(w1_at, expert, W_DTYPE)
@@ -168,7 +169,7 @@ def product_kernel(
     TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``left W`` of ``[K, N]`` weights, or ``left W^T`` of ``[N, K]`` ones; ``stride`` is that of a weight's rows."""
+    """Compute ``left W`` of ``[K, N]`` weights, or ``left W^T`` of ``[N, K]`` ones, with rows ``stride`` apart."""
     tile, column = _place(tiles, N, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w = _at(w_at, expert, W_DTYPE)
@@ -197,7 +198,7 @@ def product_kernel(
 
 @triton.jit
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns."""
+    """Return the left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -206,7 +207,7 @@ def _through_activation(
     da, h, p_rows, dh, a, rows, a_rows, here, is_active, columns, F,
     KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dh`` and ``a`` of some columns; their part of ``dp``."""
+    """Store ``dh`` and ``a`` of some columns, and return their part of ``dp``."""
     G = 2 * F if GATED else F
     inside = here[:, None] & (columns < F)[None, :]
     place = rows[:, None] * G + columns[None, :]
@@ -234,11 +235,11 @@ def hidden_gradient_kernel(
     FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``da = dy W2``, which stays in registers, and from it ``dh``, this tile's part of ``dp``, and ``a``.
+    """Compute ``da = dy W2``, which stays in registers, and from it ``dh``, this tile's part of ``dp``, and ``a``.
 
-    ``dp_parts`` is ``[column tiles, T]``: summed afterwards, in one order, instead of by atomics in any. ``a`` has the
-    rows of active experts alone. Whether a tile's expert is active is a mask and no constant, so that frozen and active
-    experts run the same machine code.
+    ``dp_parts`` is ``[column tiles, T]``. It is summed afterwards, in a fixed order, because atomics would add in any
+    order. ``a`` has only the rows of active experts. A mask, and not a constant, says whether a tile's expert is
+    active, so frozen and active experts run the same machine code.
     """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
@@ -265,7 +266,7 @@ def hidden_gradient_kernel(
     a_begin = tl.load(active_offsets + expert)
     is_active = tl.load(active_offsets + expert + 1) > a_begin
     a_rows = rows - tl.load(offsets + expert) + a_begin
-    # Half of the columns at a time: with h, its activation and its slope, all of them do not fit into registers.
+    # This handles half of the columns at a time. With h, its activation and its slope, all do not fit into registers.
     left, right = _halves(da, BM, BN)
     first = column * BN + tl.arange(0, BN // 2)
     dp = _through_activation(
@@ -282,7 +283,7 @@ def weight_gradient_kernel(
     left, right, out_at, left_offsets, right_offsets, M, N,
     ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; nothing for experts whose address is 0."""
+    """Compute ``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; skip experts whose address is 0."""
     expert = tl.program_id(1)
     address = tl.load(out_at + expert)
     if address == 0:

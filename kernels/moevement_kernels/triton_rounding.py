@@ -12,7 +12,10 @@ INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """``x.to(DTYPE)``; the interpreter cuts off what BF16 does not hold, so there it is rounded before."""
+    """Return ``x.to(DTYPE)`` with correct rounding.
+
+    The interpreter truncates to BF16, so the value is rounded before.
+    """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """Storage of the weights of experts: in the dtype of the tokens, or as FP8 bytes with inverse scales.
 
-FP8 is taken as Transformer Engine stores it: bytes of e4m3 values, and FP32 numbers to multiply them with; one for a
-tensor, or one for each block of 128 x 128, whose rows of scales may be padded.
+FP8 has the layout of Transformer Engine: bytes of e4m3 values, and FP32 factors. A tensor has one factor, or one for
+each block of 128 x 128, whose rows of scales may be padded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 class Format(IntEnum):
-    """Formats of a weight; the numbers are what kernels are specialised by."""
+    """Formats of a weight; kernels are specialised by the numbers."""
 
     PLAIN = 0
     FP8_PER_TENSOR = 1
@@ -28,8 +28,8 @@ class Weights:
     """Weight matrices of all experts for one layer.
 
     Args:
-        data: ``[rows, columns]`` each, contiguous; of the tokens' dtype, or uint8 that holds e4m3.
-        inverse_scales: FP32, one for each of ``data``: ``[1]``, or ``[rows / 128, columns / 128]`` rounded up, or
+        data: ``[rows, columns]`` of each expert, contiguous; in the tokens' dtype, or uint8 that holds e4m3.
+        inverse_scales: FP32 factors for each of ``data``: ``[1]``, or ``[rows / 128, columns / 128]`` rounded up, or
             with more columns than that. None for plain weights.
     """
 
@@ -40,13 +40,13 @@ class Weights:
         if not self.data:
             raise ValueError("no experts: needs the weight of one at least")
         shape, dtype = self.data[0].shape, self.data[0].dtype
-        for index, one in enumerate(self.data):
-            if one.dim() != 2 or one.shape != shape or one.dtype != dtype:
+        for index, weight in enumerate(self.data):
+            if weight.dim() != 2 or weight.shape != shape or weight.dtype != dtype:
                 raise ValueError(
-                    f"the weight of expert {index} is {tuple(one.shape)} {one.dtype}; needs {tuple(shape)} {dtype} as "
-                    "that of expert 0"
+                    f"the weight of expert {index} is {tuple(weight.shape)} {weight.dtype}; needs {tuple(shape)} "
+                    f"{dtype} as that of expert 0"
                 )
-            if not one.is_contiguous():
+            if not weight.is_contiguous():
                 raise ValueError(f"the weight of expert {index} is not contiguous; give weight.contiguous()")
         if (dtype == torch.uint8) != (self.inverse_scales is not None):
             raise ValueError(
@@ -59,12 +59,12 @@ class Weights:
         if len(scales) != len(self.data):
             raise ValueError(f"{len(scales)} inverse scales for {len(self.data)} experts; needs as many")
         rows, columns = (-(-size // BLOCK) for size in self.data[0].shape)
-        for index, one in enumerate(scales):
-            fits = one.numel() == 1 or (one.dim() == 2 and one.shape[0] >= rows and one.shape[1] >= columns)
-            if one.dtype != torch.float32 or not fits or not one.is_contiguous():
+        for index, scale in enumerate(scales):
+            fits = scale.numel() == 1 or (scale.dim() == 2 and scale.shape[0] >= rows and scale.shape[1] >= columns)
+            if scale.dtype != torch.float32 or not fits or not scale.is_contiguous():
                 raise ValueError(
-                    f"inverse scales of expert {index} are {tuple(one.shape)} {one.dtype}; needs float32, one number "
-                    f"or [{rows}, {columns}] for blocks of {BLOCK}"
+                    f"inverse scales of expert {index} are {tuple(scale.shape)} {scale.dtype}; needs float32, one "
+                    f"number or [{rows}, {columns}] for blocks of {BLOCK}"
                 )
 
     @property
@@ -79,14 +79,14 @@ class Weights:
 
     @property
     def format(self) -> Format:
-        """Format in which the weight is stored."""
+        """Format in which the weights are stored."""
         if self.inverse_scales is None:
             return Format.PLAIN
         return Format.FP8_PER_TENSOR if self.inverse_scales[0].numel() == 1 else Format.FP8_PER_BLOCK
 
     @property
     def scale_stride(self) -> int:
-        """Scales in a row of blocks."""
+        """Number of scales in a row of blocks; 0 for other formats."""
         return int(self.inverse_scales[0].shape[1]) if self.format is Format.FP8_PER_BLOCK else 0  # type: ignore[index]
 
     def dense(self, expert: int) -> torch.Tensor:
@@ -103,11 +103,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class E5M2:
-    """A gradient as FP8.
+    """Gradient in FP8 (E5M2).
 
     Args:
         data: uint8 that holds e5m2, any shape.
-        inverse_scale: FP32, ``[1]``.
+        inverse_scale: FP32 ``[1]``.
     """
 
     data: torch.Tensor

@@ -1,5 +1,5 @@
-"""MoEvement inside Megatron: the parts of this project that know the trainer.
+"""Parts of MoEvement that know Megatron's trainer.
 
-``megatron`` is a namespace package; this folder lives beside the unmodified ``megatron.core`` and
-``megatron.training`` of the installed wheel. Importing it changes nothing: :mod:`megatron.moevement.activate` does.
+``megatron`` is a namespace package; this folder is beside the unmodified ``megatron.core`` and ``megatron.training`` of
+the installed wheel. Its import changes nothing; a call of :func:`megatron.moevement.activate.activate` does.
 """

@@ -66,7 +66,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.restart import entry, in_process, launcher_store, places
     from megatron.moevement.runtime import checkpoint_rng, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, capacity, elastic_moe, experts, frozen, norm
-    from moevement_core.injection import Phase
+    from moevement_core.restart.faults import Phase
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (

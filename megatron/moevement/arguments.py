@@ -21,21 +21,21 @@ from megatron.moevement.rank_order import arithmetic_of
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
-from moevement_core.file_modes import use_file_mode
-from moevement_core.flags import add_flags
-from moevement_core.guarantees import Restored, of_job
 from moevement_core.rendezvous.config import LEASES_TO_HANG
-from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.session.config import SessionConfig, add_session_flags
+from moevement_core.run.guarantees import Restored, of_job
 from moevement_core.strategies.config import NO_STRATEGY, Recovery
 from moevement_core.strategies.moevement import MoEvement
+from moevement_core.trainer.config import SessionConfig, add_session_flags
+from moevement_core.util.environment import MEMBER_ENV
+from moevement_core.util.file_modes import use_file_mode
+from moevement_core.util.flags import add_flags
 
 Parser = argparse.ArgumentParser
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration from this project's flags."""
+    """Configuration of a run from this project's flags."""
 
     run_dir: Path | None = None
     """Folder for the run's metrics, events and summary; None if the run writes none."""
@@ -179,9 +179,8 @@ def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
     """Return how lost state is restored on GPUs if no flag says so: by redo if possible, because it is exact.
 
     Updates of a redo are elementwise, and so exact on any device; the sums of a replay are not
-    (:mod:`moevement_core.guarantees`). A redo cannot repeat Muon's updates, which need the gradients of whole matrices
-    that
-    no rank has.
+    (:mod:`moevement_core.run.guarantees`). A redo cannot repeat Muon's updates, which need the gradients of whole
+    matrices that no rank has.
     """
     can_redo = args.moevement_strategy == MoEvement.name and args.optimizer == "adam"
     return Recovery.AUTO if can_redo else Recovery.REPLAY
@@ -191,8 +190,7 @@ def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callab
     """Return a ``_get_field_docstrings`` that parses each configuration class once in a process and its forks.
 
     Megatron takes the help text of a flag from the source of the class that declares it, and parses that source
-    whenever a
-    parser is built. That takes 0.4 s of processor time in each rank. Ranks and spares that are forked after
+    whenever a parser is built. That takes 0.4 s of processor time in each rank. Ranks and spares that are forked after
     :func:`read_field_docstrings` save it.
     """
     known: dict[type, dict[str, str]] = {}

@@ -35,15 +35,15 @@ from megatron.moevement.runtime.settings import settings_of
 from megatron.moevement.runtime.wipe import wipe
 from megatron.moevement.transformer.capacity import RouterRoom
 from megatron.moevement.transformer.popularity import RouterCounts
-from moevement_core.boundary_log import BoundaryLog
 from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
+from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.replay import Trainer
-from moevement_core.run_record import RunRecord
-from moevement_core.session.binding import Binding, Counts, ExpertRoom, Place, Replicas
-from moevement_core.session.commit import Vote
+from moevement_core.run.run_record import RunRecord
+from moevement_core.trainer.binding import Binding, Counts, ExpertRoom, Place, Replicas
+from moevement_core.trainer.commit import Vote
 
 
 class MegatronBinding(Binding):

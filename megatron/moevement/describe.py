@@ -1,8 +1,7 @@
 """Description of a job's shape from Megatron's flags, without running the job.
 
-Megatron builds the model once for each pipeline stage, in this one process, over process groups that do not communicate
-(torch's ``fake`` backend) and on the meta device, without memory. So the description covers whatever Megatron can
-build.
+Megatron builds the model once for each pipeline stage, in this one process and on the meta device, without memory. The
+process groups do not communicate (torch's ``fake`` backend). So the description covers whatever Megatron can build.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import torch
 
 from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.ownership import owned_by_ranks, steps_are_tensors, weights_in_fp8
-from moevement_core.description.job import JobShape, OperatorShape, Part, StageShape
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
+from moevement_core.planning.job import JobShape, OperatorShape, Part, StageShape
 from moevement_core.precision import Regime, Scaling, TensorShape
 
 # Flags that would need Transformer Engine, CUDA or DeepEP, and make no difference to shapes.

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from moevement_core.errors import ConfigError
-from moevement_core.undo import UndoStack
+from moevement_core.util.undo import UndoStack
 
 
 class PatchError(ConfigError):

@@ -13,8 +13,7 @@ def quiet_imports() -> Iterator[None]:
     """Suppress warnings of imports in a ``with`` block.
 
     Each module of Megatron warns that Apex and Transformer Engine are missing. On a CPU they always are, and token
-    files
-    need neither. The block also silences torch's warning about a CUDA toolkit without a GPU, from then on.
+    files need neither. The block also silences torch's warning about a CUDA toolkit without a GPU, from then on.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():

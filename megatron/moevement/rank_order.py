@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.moevement import platform
-from moevement_core.guarantees import MOST_GATHERED_BYTES, SAFE_SUM, Arithmetic
+from moevement_core.run.guarantees import MOST_GATHERED_BYTES, SAFE_SUM, Arithmetic
 
 _SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
 

@@ -17,8 +17,8 @@ from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.optimizer.scales import fp8_scales
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.runtime.live import Live
-from moevement_core.digest import digest
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.util.digest import digest
 
 PARTS = (
     "weights", "master_weights", "optimizer_state", "router_buffers", "other_buffers", "loss_scalers", "scheduler",

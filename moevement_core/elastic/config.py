@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import at_least, flag
+from moevement_core.util.flags import at_least, flag
 
 JOIN_WAIT_S = 30.0
 MIN_REPLICAS = 2

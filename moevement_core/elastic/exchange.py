@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.transport import Transport
 from moevement_core.elastic import digest
 from moevement_core.elastic.ranges import Move, Range, reshard
 from moevement_core.errors import RecoveryError
-from moevement_core.replication.transport import Transport
-from moevement_core.session.exchange import all_gather_objects
 
 ROUND_BYTES = 512 << 20
 """Bytes that a rank packs into buffers and sends to all others in a round; it receives as many."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moevement_core.comms import plain
 from moevement_core.device import Device, Event
 from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
 from moevement_core.engine.memory import SnapshotMemory
@@ -15,7 +16,6 @@ from moevement_core.engine.own import Held, OwnSnapshots
 from moevement_core.errors import SnapshotError
 from moevement_core.overhead.pause import Pause
 from moevement_core.policy.schedule import Saved, Schedule
-from moevement_core.snapshot import plain
 from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.buffer import Buffer, spread
 from moevement_core.snapshot.copies import Capture, copy_engine

@@ -1,7 +1,7 @@
 """Sparse checkpointing of one rank: a snapshot every iteration, from its capture until its memory is freed.
 
 The parts are nearly independent: ``capture.py`` copies state, ``own.py`` counts the users of buffers, ``lifetime.py``
-decides what is kept, ``replicator.py`` sends copies, and ``persistence/writer.py`` writes windows to disk.
+decides what is kept, ``replicator.py`` sends copies, and ``storage/writer.py`` writes windows to disk.
 :class:`Checkpointer` calls them once an iteration, in the order that makes them safe.
 """
 
@@ -21,7 +21,6 @@ from moevement_core.engine.own import Copies, Held, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
 from moevement_core.overhead.pause import Pause
-from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory, is_other_window
@@ -32,6 +31,7 @@ from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.storage.writer import WindowWriter
 from moevement_core.strategies.strategy import Strategy
 
 Report = Callable[[str], None]

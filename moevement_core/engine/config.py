@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from moevement_core.flags import AUTO, bandwidth, flag, gigabytes
+from moevement_core.util.flags import AUTO, bandwidth, flag, gigabytes
 
 
 class Verify(StrEnum):

@@ -25,9 +25,10 @@ from typing import Any, TextIO
 import psutil
 
 from moevement_core import log
-from moevement_core.exit_codes import BROKEN_DEVICE
-from moevement_core.file_modes import make_folder, opener
-from moevement_core.restart.environment import PARENT_ENV
+from moevement_core.util.environment import PARENT_ENV
+from moevement_core.util.exit_codes import BROKEN_DEVICE
+from moevement_core.util.file_modes import make_folder, opener
+from moevement_core.util.parent import end_with_parent
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a launcher, a task or a coordinator to end its job.
@@ -38,7 +39,7 @@ WINDING_DOWN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals, out of :data:`ASKING`, that batch systems send before they take a machine away."""
 END_S = 10.0
 """Seconds that a process with its own SIGTERM handler has to end before :func:`end_all` kills it."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,6 @@ class Program:
     function: Any = None
     arguments: tuple[Any, ...] = ()
     command: Sequence[str] = ()
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the process that started it ends, for whatever reason.
-
-    A new process calls this first. Otherwise a rank whose launcher has ended would train on, unseen, beside the next
-    job.
-    """
-    parent = os.environ.get(PARENT_ENV)
-    if parent is None:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # The parent ended before prctl was called.
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Child:

@@ -17,10 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from moevement_core.comms.token import HOW, Token, given_token
 from moevement_core.errors import ConfigError
-from moevement_core.exit_codes import USAGE_ERROR
-from moevement_core.file_modes import file_mode, make_folder
-from moevement_core.job_entry import JobEntry
 from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
@@ -29,10 +27,12 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
 from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.token import HOW, Token, given_token
-from moevement_core.restart.environment import STORE_ENV
-from moevement_core.run_record import RunRecord
-from moevement_core.words import spares_words
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.environment import STORE_ENV
+from moevement_core.util.exit_codes import USAGE_ERROR
+from moevement_core.util.file_modes import file_mode, make_folder
+from moevement_core.util.words import spares_words
 
 POLL_S = 0.05
 MOST_PORT = 65535
@@ -111,7 +111,7 @@ class _Coordination:
     def __init__(self, options: Coordination, signals: Signals, entry: JobFile) -> None:
         import torch
 
-        from moevement_core.restart.store import interrupt_in
+        from moevement_core.rendezvous.store import interrupt_in
 
         signals.check()  # The import took seconds, and no signal is raised within it.
         self._what, self._entry = options, entry

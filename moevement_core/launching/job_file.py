@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from moevement_core.errors import MoEvementError, RunRecordError
-from moevement_core.exit_codes import USAGE_ERROR
-from moevement_core.file_modes import make_folder
-from moevement_core.job_entry import JobEntry
 from moevement_core.launching.signals import Stopped
-from moevement_core.run_record import RunRecord
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.exit_codes import USAGE_ERROR
+from moevement_core.util.file_modes import make_folder
 
 MOST_LINES = 3
 """Number of lines of a reason that ``job.json`` keeps."""

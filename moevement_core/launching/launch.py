@@ -18,10 +18,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moevement_core.comms.token import Token, given_token
 from moevement_core.errors import ConfigError, ProcessGroupError
-from moevement_core.exit_codes import REPLACES_ENV
-from moevement_core.file_modes import FLAG, make_folder, use_file_mode
-from moevement_core.job_entry import JobEntry
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
 from moevement_core.launching.job_file import JobFile, stopped_by
@@ -32,16 +30,18 @@ from moevement_core.launching.store_process import StoreProcess
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import Endpoint, served_by
-from moevement_core.progress import Progress
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
-from moevement_core.rendezvous.token import Token, given_token
-from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
-from moevement_core.run_record import RunRecord
-from moevement_core.words import counted
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.progress import Progress
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
+from moevement_core.util.exit_codes import REPLACES_ENV
+from moevement_core.util.file_modes import FLAG, make_folder, use_file_mode
+from moevement_core.util.words import counted
 
 POLL_S = 0.02
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from moevement_core.file_modes import opener
+from moevement_core.util.file_modes import opener
 
 MOST_BYTES = 64 << 20
 """Bytes of a log file at which it is rotated; the rotated file ``NAME.1`` has about as many."""

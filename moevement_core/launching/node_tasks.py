@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from moevement_core.errors import ConfigError
-from moevement_core.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
+from moevement_core.util.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 
 HOST = "{host}"
 """Placeholder in a command for the name of the node; ranks replace the placeholder {node} in a path."""

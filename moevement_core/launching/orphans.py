@@ -15,7 +15,7 @@ from glob import glob
 
 import psutil
 
-from moevement_core.restart.environment import MEMBER_ENV, PARENT_ENV
+from moevement_core.util.environment import MEMBER_ENV, PARENT_ENV
 
 LOOK_S = 1.0
 """Seconds between two looks for orphans."""

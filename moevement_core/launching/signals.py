@@ -7,8 +7,8 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
-from moevement_core.interrupts import is_importing
 from moevement_core.launching.children import ASKING, WINDING_DOWN
+from moevement_core.util.interrupts import is_importing
 
 REPEAT_S = 1.0
 """Seconds after the first signal for an orderly end in which further ones count as duplicates of it.

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 
 from moevement_core.launching.children import Child
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 LOOK_S = 1.0
 """Seconds between two looks at the processes and the record."""

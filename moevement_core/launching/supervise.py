@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from moevement_core.comms.token import HOW, own_token
 from moevement_core.errors import ConfigError
-from moevement_core.exit_codes import USAGE_ERROR
-from moevement_core.file_modes import FLAG, use_file_mode
 from moevement_core.launching import launch
 from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
@@ -33,8 +32,9 @@ from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.roster import LATE_TASK, RANKS, TASK
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.rendezvous.token import HOW, own_token
-from moevement_core.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
+from moevement_core.util.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
+from moevement_core.util.exit_codes import USAGE_ERROR
+from moevement_core.util.file_modes import FLAG, use_file_mode
 
 POLL_S = 0.05
 GRACE_S = 30.0
@@ -249,7 +249,7 @@ def _store() -> SignedStore:
     Raises:
         ConfigError: the environment has no address of a store, or the store belongs to a job with another token.
     """
-    from moevement_core.restart.store import connect, store_address
+    from moevement_core.rendezvous.store import connect, store_address
 
     if (address := store_address()) is None:
         raise ConfigError(

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from moevement_core import log
-from moevement_core.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.orphans import Orphans
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
+from moevement_core.util.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ERROR
 
 FIRST_BACK_OFF_S = 1.0
 """Seconds before the next start after a failed start; the backoff doubles for each further failure in a row."""

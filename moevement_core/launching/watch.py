@@ -11,19 +11,19 @@ from itertools import count
 from typing import Any
 
 from moevement_core import log
-from moevement_core.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.job_file import Outcome
 from moevement_core.launching.silence import Silence
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
-from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import StatusPage
-from moevement_core.run_record import RunRecord
-from moevement_core.words import spares_words
+from moevement_core.run.progress import Progress
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
+from moevement_core.util.words import spares_words
 
 SAY_S = 5.0
 """Seconds that ranks have to end by themselves after one of them has found a mistake in the flags."""
@@ -163,7 +163,7 @@ class ReplaceWhoDies(Watch):
         children: list[Child],
         respawn_after_s: float = 0.0,
     ) -> None:
-        from moevement_core.restart.store import interrupt_in
+        from moevement_core.rendezvous.store import interrupt_in
 
         self._store, self._record, self._progress = store, record, progress
         self._coordinator = Coordinator(

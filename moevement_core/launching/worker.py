@@ -19,14 +19,14 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
 from moevement_core.errors import ConfigError
-from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent, end_workers, ignore_asking
-from moevement_core.output import never_fails
 from moevement_core.rendezvous.job_code import SCRIPT_ENV, packages, script_text
 from moevement_core.rendezvous.status_page import own_page
-from moevement_core.restart.environment import PARENT_ENV
-from moevement_core.variables import check_variables
+from moevement_core.util.environment import PARENT_ENV
+from moevement_core.util.exit_codes import exit_cleanly
+from moevement_core.util.output import never_fails
+from moevement_core.util.variables import check_variables
 
 SETTLE_S = 5.0
 """Seconds for which a process idles at most when its supervisor lets it wait."""

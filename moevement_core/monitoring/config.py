@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import flag
-from moevement_core.restart.environment import STORE_ENV
+from moevement_core.util.environment import STORE_ENV
+from moevement_core.util.flags import flag
 
 PORT_FLAG, ADDRESS_FLAG = "--moevement-metrics-port", "--moevement-metrics-address"
 LOOPBACK = "127.0.0.1"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from moevement_core.errors import ConfigError
 from moevement_core.monitoring.config import ADDRESS_FLAG, LOOPBACK, PORT_FLAG, port_number
-from moevement_core.restart.environment import PARENT_ENV
+from moevement_core.util.environment import PARENT_ENV
 
 AGAIN_S = 5.0
 """Seconds between two starts of the answering process at least, if it ends."""

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moevement_core.launching.children import end_with_parent
-from moevement_core.monitoring.figures import Figure, Kind, Sample
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.run.figures import Figure, Kind, Sample
+from moevement_core.util.parent import end_with_parent
 
 REQUEST_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request, during which a thread waits for it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moevement_core.errors import RunRecordError
-from moevement_core.regular_files import open_regular
+from moevement_core.util.regular_files import open_regular
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import RunRecordError
-from moevement_core.job_entry import JobEntry
-from moevement_core.monitoring.figures import REJECTED, RunFigures, Sample, samples_of_processes
 from moevement_core.monitoring.tail import Tail
-from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint, strangers_complaint
-from moevement_core.regular_files import read_regular
-from moevement_core.run_record import RunRecord
+from moevement_core.run.figures import REJECTED, RunFigures, Sample, samples_of_processes
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.record_shape import event_complaint, line_complaint, processes_complaint, strangers_complaint
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.regular_files import read_regular
 
 
 class WatchedRun:

@@ -16,7 +16,7 @@ class Pause:
     """Pause that the training thread begins and ends, and background threads keep to.
 
     It is a plain attribute that threads poll: a lock could stay taken where a restart's exception reaches the training
-    thread (:mod:`moevement_core.gate`).
+    thread (:mod:`moevement_core.util.gate`).
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,8 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
 
 
 def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts: int) -> Chosen:
-    """Likewise, as many of each layer (MoC-System, section 3.2, load-aware selection).
+    """Return a mask of as many experts of each layer, those with the most tokens at risk (MoC-System, section 3.2,
+    load-aware selection).
 
     Args:
         table: as in :func:`most_at_risk`.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from moevement_core import damage
-from moevement_core.boundary_log import BoundaryLog, Direction
+from moevement_core.comms.transport import Transport
 from moevement_core.errors import RecoveryError, SnapshotError
-from moevement_core.replication.transport import Transport
+from moevement_core.recovery.boundary_log import BoundaryLog, Direction
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Kind, Message, checksum
 from moevement_core.snapshot.snapshot import as_bytes, digest_of
+from moevement_core.util import damage
 
 
 def feed(

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from moevement_core import damage
+from moevement_core.comms.transport import Transport
 from moevement_core.errors import SnapshotError
 from moevement_core.recovery.places import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.take_part import OpenSum, take_part
-from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Header, Snapshot
+from moevement_core.util import damage
 
 Open = Callable[[Source, int, int], Snapshot | None]
 """Function that returns a snapshot that this rank reported, by source, owner and iteration; None if it was freed."""

@@ -42,7 +42,7 @@ class Report:
     stands_for: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose state is live on this rank, too, with the number of operators of their stage."""
     arithmetic: str = ""
-    """Text on everything in this process that bits of results depend on (:mod:`moevement_core.arithmetic`)."""
+    """Text on everything in this process that bits of results depend on (:mod:`moevement_core.util.arithmetic`)."""
     is_repeatable: bool = True
     """True if this process computes the same bits when it repeats a computation."""
     placed_since: int | None = None

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.parity.code import recover
 from moevement_core.recovery.places import Holding, Place, Source, Sum, Term
+from moevement_core.replication.parity.code import recover
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Summed:
     members: tuple[int, ...]
     """Ranks of the group."""
     size: tuple[int, int]
-    """Members and blocks of parity of the code; see :attr:`~moevement_core.parity.groups.Group.size`."""
+    """Members and blocks of parity of the code; see :attr:`~moevement_core.replication.parity.groups.Group.size`."""
     number: int
     parts: tuple[Part, ...]
     """Snapshots of the members that are in the block."""

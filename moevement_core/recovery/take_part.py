@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from moevement_core.parity.field import add_product
-from moevement_core.parity.store import GroupStore, Stripe, tensors_between
+from moevement_core.comms.transport import Transport
 from moevement_core.recovery.places import Source, Sum, Term
 from moevement_core.recovery.sums import Part, Summed
-from moevement_core.replication.transport import Transport
+from moevement_core.replication.parity.field import add_product
+from moevement_core.replication.parity.store import GroupStore, Stripe, tensors_between
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot

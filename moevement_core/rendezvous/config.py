@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import flag, positive
 from moevement_core.rendezvous.coordinator import LEASE_S
+from moevement_core.util.flags import flag, positive
 
 SHORTEST_LEASE_S = 1.0
 """Seconds of the shortest lease time that is accepted."""

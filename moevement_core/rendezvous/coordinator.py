@@ -17,11 +17,11 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
+from moevement_core.rendezvous.backoff import Now
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
-from moevement_core.rendezvous.now_and_then import Now
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (

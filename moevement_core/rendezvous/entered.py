@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from moevement_core.rendezvous.now_and_then import Now
+from moevement_core.rendezvous.backoff import Now
 from moevement_core.rendezvous.roster import FINISHED, LEAVING, LEFT
 from moevement_core.rendezvous.signed_store import SignedStore
 

@@ -20,8 +20,8 @@ import msgspec
 import xxhash
 
 from moevement_core.errors import CodeDiffers, ExchangeError
-from moevement_core.memory_file import MemoryFile
 from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.util.memory_file import MemoryFile
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Environment variable: absolute path of the script that this process, and the processes that it spawns, run."""

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moevement_core.rendezvous.signed_lines import Side, SignedLines
+from moevement_core.comms.signed_lines import Side, SignedLines
+from moevement_core.comms.token import Token
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.rendezvous.token import Token
 
 BEATS = 10
 """Number of renewals in a lease time."""

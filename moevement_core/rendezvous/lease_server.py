@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moevement_core.rendezvous.signed_lines import Side, SignedLines
-from moevement_core.rendezvous.token import Token
+from moevement_core.comms.signed_lines import Side, SignedLines
+from moevement_core.comms.token import Token
 
 ADDRESS = "leases/address"
 """Key in the job's store for ``host:port`` of the lease server."""

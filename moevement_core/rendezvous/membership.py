@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from moevement_core.rendezvous.now_and_then import Now
+from moevement_core.rendezvous.backoff import Now
 from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, NoticedBy
 from moevement_core.rendezvous.signed_store import SignedStore
 

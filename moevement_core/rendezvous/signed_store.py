@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moevement_core import log
-from moevement_core.rendezvous.token import Token
+from moevement_core.comms.token import Token
 
 _ABSENT = "-"
 """Placeholder that the store returns for an absent key; it is shorter than any signed value."""

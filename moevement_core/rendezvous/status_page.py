@@ -1,6 +1,6 @@
 """Status page: memory that a process shares with its supervisor, with its lease, its progress and requests to it.
 
-The supervisor makes the page (:class:`~moevement_core.memory_file.MemoryFile`), and both processes map it. Neither
+The supervisor makes the page (:class:`~moevement_core.util.memory_file.MemoryFile`), and both processes map it. Neither
 waits for the other, and the page needs no disk.
 """
 
@@ -12,7 +12,7 @@ import struct
 import time
 from pathlib import Path
 
-from moevement_core.memory_file import MemoryFile
+from moevement_core.util.memory_file import MemoryFile
 
 PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
 """Environment variable: path of the page. It is unset in a process without a supervisor, whose lease never ends."""

@@ -7,10 +7,10 @@ import socket
 from dataclasses import dataclass
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import at_least, flag
 from moevement_core.replication.placement import PlacementKind
 from moevement_core.replication.protection import Protection, protection_of
-from moevement_core.restart.environment import NODE_ENV
+from moevement_core.util.environment import NODE_ENV
+from moevement_core.util.flags import at_least, flag
 
 MOST_STREAMS = 16
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.errors import ConfigError
-from moevement_core.words import counted
+from moevement_core.util.words import counted
 
 Placement = list[tuple[int, ...]]
 """Peers of each rank, the nearest first."""

@@ -10,16 +10,16 @@ from typing import override
 
 import torch
 
-from moevement_core import damage
+from moevement_core.comms.transport import Transport
 from moevement_core.errors import SnapshotError
-from moevement_core.priority import let_training_go_first
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.replica_store import ReplicaStore
-from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
+from moevement_core.util import damage
+from moevement_core.util.priority import let_training_go_first
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2

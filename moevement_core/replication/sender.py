@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from moevement_core.comms.transport import Transport
 from moevement_core.errors import ReplicationError
 from moevement_core.overhead.pause import Pause
-from moevement_core.priority import let_training_go_first
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.spread import Spread
-from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.snapshot import Header, Snapshot
+from moevement_core.util.priority import let_training_go_first
 
 Report = Callable[[str], None]
 ATTEMPTS = 3

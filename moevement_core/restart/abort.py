@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
-from moevement_core.replication import transport
+from moevement_core.comms import transport
 from moevement_core.restart.connections import shut_down, shut_down_listeners
 from moevement_core.restart.leaving import Leaving, LeavingPhase
-from moevement_core.tcp import Endpoint, Ends
+from moevement_core.util.tcp import Endpoint, Ends
 
 DRAIN_S = 5.0
 """Seconds that sends and receives of background threads have to notice that their connections are shut down."""

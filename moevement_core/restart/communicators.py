@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from moevement_core.device import current_device
-from moevement_core.injection import Phase
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import connecting, generation
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from moevement_core.tcp import Ends, connections, duplicate, is_tcp, moved
+from moevement_core.util.tcp import Ends, connections, duplicate, is_tcp, moved
 
 LOOK_S = 0.005
 """Seconds between two looks at the bytes that have moved on connections."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moevement_core.persistence.bounded import within
+from moevement_core.util.bounded import within
 
 LIMIT_S = 20.0
 """Seconds that a device has to answer; its first answer includes the creation of a CUDA context."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from moevement_core.flags import at_least, each, flag, positive
-from moevement_core.injection import Fault, Flip, FlipKind, Phase
+from moevement_core.restart.faults import Fault, Flip, FlipKind, Phase
+from moevement_core.util.flags import at_least, each, flag, positive
 
 
 @dataclass(frozen=True)

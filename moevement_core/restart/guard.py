@@ -78,7 +78,7 @@ class Guard:
         """True if the guarded call has ended.
 
         This is not a ``threading.Event``, because an interruption could leave its lock held
-        (:mod:`moevement_core.gate`).
+        (:mod:`moevement_core.util.gate`).
         """
         self._atomic = threading.RLock()
         """Lock that the main thread holds in sections without interruptions."""

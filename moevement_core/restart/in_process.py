@@ -28,18 +28,17 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
-from moevement_core.exit_codes import BROKEN_DEVICE
-from moevement_core.injection import Fault, Phase
 from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GivenBack, MemberInfo, Roster
+from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.connections import listening
 from moevement_core.restart.device_health import DeviceFault, DeviceHealth, fault_of
-from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
+from moevement_core.restart.faults import Fault, Phase
 from moevement_core.restart.generation import (
     Generation,
     GenerationInterrupted,
@@ -52,7 +51,8 @@ from moevement_core.restart.gloo import make_gloo_interruptible
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import PATIENCE, Guard, Outcome
 from moevement_core.restart.leaving import Leaving, LeavingPhase
-from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
+from moevement_core.util.environment import MEMBER_ENV, NODE_ENV
+from moevement_core.util.exit_codes import BROKEN_DEVICE
 
 DUMP_AFTER = 1 / 3
 """Share of the limit on hangs after which a rank that still leaves its generation prints the stacks of its threads.

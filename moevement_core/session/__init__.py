@@ -1,1 +1,1 @@
-"""Fault tolerance of one rank, for a trainer that a :class:`~moevement_core.session.binding.Binding` describes."""
+"""Fault tolerance of one rank, for a trainer that a :class:`~moevement_core.trainer.binding.Binding` describes."""

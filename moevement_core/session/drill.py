@@ -1,24 +1,28 @@
-"""The drill in which ranks lose all their state: what is recovered is compared with what was there."""
+"""Drill that overwrites the state of ranks, recovers it, and compares the result with digests taken before."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from moevement_core import log
-from moevement_core.digest import digest
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import ConfigError, RecoveryError
-from moevement_core.recovery.outcome import Recovery
-from moevement_core.session.binding import Binding
-from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.parts import Parts
+from moevement_core.run.outcome import Recovery
 from moevement_core.session.recoverer import Recoverer
+from moevement_core.topology.parts import Parts
+from moevement_core.trainer.binding import Binding
+from moevement_core.util.digest import digest
 
 
 def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
-    """Refuse the drill for a trainer that does not define it; before training begins, on every rank alike.
+    """Refuse the drill if the trainer cannot wipe its state. Every rank calls it before training begins.
+
+    Args:
+        binding: binding of the trainer.
+        wipe_at: iterations after which the drill was requested; empty without a drill.
 
     Raises:
-        ConfigError: the drill is asked for, and there is no ``Binding.wipe``.
+        ConfigError: the drill was requested, and the binding does not define ``Binding.wipe``.
     """
     if wipe_at and type(binding).wipe is Binding.wipe:
         raise ConfigError(
@@ -29,18 +33,19 @@ def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
 def wipe_and_recover(
     parts: Parts, recoverer: Recoverer, committed: int, stages: frozenset[int] | None
 ) -> Recovery:  # fmt: skip
-    """Overwrite the state of some ranks and bring it back; every rank calls it between two iterations.
+    """Overwrite the state of some ranks, and recover it. Every rank calls it between two iterations.
 
-    What comes back is compared with what was there, unless the recovery lost updates, and says so.
+    Digests from before and after prove the recovery. A recovery that lost updates is not compared; rank 0 logs its
+    losses.
 
     Args:
-        parts: of this rank.
-        recoverer: this rank's.
-        committed: the iteration whose state is live.
-        stages: those whose ranks forget; None for all.
+        parts: parts of this rank.
+        recoverer: recoverer of this rank.
+        committed: iteration whose state is live.
+        stages: pipeline stages whose ranks lose their state; None for all stages.
 
     Raises:
-        RecoveryError: it was not recovered.
+        RecoveryError: the state is unrecoverable, or differs from the state before the drill.
     """
     before = _digests(parts)
     if parts.topology.rank == 0:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from moevement_core.events import GroupsSplit
-from moevement_core.recovery.account import Account
-from moevement_core.recovery.outcome import Recovery
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.rebuild.survivors import Kept
 from moevement_core.rendezvous.roster import Death, NoticedBy
 from moevement_core.restart.generation import generation
 from moevement_core.restart.leaving import LeavingPhase
-from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.kept import Kept
+from moevement_core.run.account import Account
+from moevement_core.run.events import GroupsSplit
+from moevement_core.run.outcome import Recovery
 from moevement_core.session.session import Session
-from moevement_core.session.topology import Topology
-from moevement_core.words import counted
+from moevement_core.topology.topology import Topology
+from moevement_core.util.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,13 @@ class Times:
     """Ends of the parts of a recovery on one rank, in seconds since the epoch."""
 
     usable_at: float
-    """Process groups were usable again."""
+    """Time at which process groups were usable again."""
     prepared_at: float
+    """Time at which the rank had its plan and snapshots."""
     replay_at: float
-    """The replay began."""
+    """Time at which the replay began."""
     resumed_at: float
+    """Time at which all state was restored and compared."""
 
 
 _Told = tuple[float, float, float, float, float, float, int, dict[str, float], int | None]
@@ -38,15 +40,15 @@ _Told = tuple[float, float, float, float, float, float, int, dict[str, float], i
 def report_failure(
     session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: Kept, times: Times
 ) -> None:
-    """Print and record the account of a failure; every rank calls it.
+    """Log and record the account of a recovery. Every rank calls it.
 
     Args:
-        session: of this rank.
-        until: the iteration that training goes on from.
+        session: session of this rank.
+        until: iteration whose state training resumes from.
         lost: pipeline stages that lost their state.
-        recovery: what was replayed; None if nothing was.
-        kept: what was compared of ranks that kept their state.
-        times: of this rank.
+        recovery: summary of the recovery; None if no stage lost its state.
+        kept: result of comparing the state that survivors kept.
+        times: times of this rank.
     """
     now = generation()
     assert now is not None
@@ -94,12 +96,14 @@ def report_failure(
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The longest of each phase of leaving, over all ranks that were in the generation."""
+    """Return the seconds that the slowest rank took for each phase of leaving its generation."""
     return {phase: max(of_rank.get(phase, 0.0) for of_rank in seconds) for phase in map(str, LeavingPhase)}
 
 
 def _lost_at(death: Death) -> float:
-    """Return when a member failed, as far as is known: when it was seen to end, or last heard."""
+    """Return the time of a failure in seconds since the epoch: the observed end of the member, or its last sign of
+    life.
+    """
     return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
 
 
@@ -114,7 +118,7 @@ _NOTICED = {
 
 
 def _noticed_by(deaths: Sequence[Death]) -> str:
-    """Return the detector of the failure, and the seconds since the failed ranks were last heard, in words."""
+    """Return in words what detected the failures, with the longest delay of each detector in seconds."""
     if not deaths:
         return "by a rank that lives: an error there, or no progress for the hang timeout"
     slowest: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""The shortest way to a fault-tolerant training loop for a trainer of one's own; ``examples/plain_torch`` uses it.
+"""Fault-tolerant training loop for scripts that write their own loop; ``examples/plain_torch`` uses it.
 
-A script describes its trainer in a :class:`~moevement_core.session.binding.Binding`, and calls :func:`train` with a
+A script describes its trainer in a :class:`~moevement_core.trainer.binding.Binding`, and calls :func:`train` with a
 loop::
 
     def loop(session):
@@ -8,7 +8,7 @@ loop::
             session.binding.forward_backward(iteration)
             session.step()
 
-Trainers whose loop is not the user's, like Megatron's, do the same things where that loop calls them.
+A trainer whose loop belongs to a framework, like Megatron's, makes the same calls from hooks of that loop.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.device import visible_devices
-from moevement_core.events import Ended, Restarted
-from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
+from moevement_core.rendezvous.store import connect_plain, store_address
 from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
-from moevement_core.restart.store import connect_plain, store_address
-from moevement_core.session.binding import Binding
-from moevement_core.session.config import SessionConfig
-from moevement_core.session.identity import agree_on_names, job_name
+from moevement_core.run.events import Ended, Restarted
+from moevement_core.saving.identity import agree_on_names, job_name
+from moevement_core.saving.window_start import load_window
 from moevement_core.session.rejoin import NoWayBack, Rejoined, rejoin
 from moevement_core.session.run_directory import (
     Lines,
@@ -47,7 +46,8 @@ from moevement_core.session.run_directory import (
     state_digest,
 )
 from moevement_core.session.session import Session
-from moevement_core.session.window_start import load_window
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.config import SessionConfig
 
 TIMEOUT = timedelta(minutes=10)
 """Timeout of collectives; a failure interrupts them much sooner."""
@@ -61,24 +61,25 @@ def train(
     run_dir: Path | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run ``loop`` to its end, through as many failures as come; called once in each process of the job.
+    """Run ``loop`` to its end through any number of failures. Each process of the job calls it once.
 
     Args:
-        make: makes the trainer, with its model and optimizer as they are when the job begins. It is called when process
-            groups are usable, again if all state was lost; and on a replacement, where other ranks do not call it, so
-            that it must not communicate.
-        config: the flags.
-        loop: trains; called in every generation, with :attr:`Session.binding` at the iteration to go on from.
-        backend: of the default process group.
-        run_dir: keep metrics, events and a summary in this folder.
-        flags: of the script, for the run's ``config.yaml``.
+        make: function that makes the trainer, with model and optimizer in the state in which the job begins. It is
+            called when process groups are usable, and once more if the job lost all state. A replacement calls it
+            while other ranks do not, so it must not communicate.
+        config: flags of the job.
+        loop: function that trains. It is called in every generation, with :attr:`Session.binding` at the iteration to
+            resume from.
+        backend: backend of the default process group.
+        run_dir: folder for metrics, events and a summary; None to record nothing.
+        flags: flags of the script, to be recorded in the run's ``config.yaml``.
 
     Returns:
-        What ``loop`` returned.
+        Result of ``loop``.
 
     Raises:
-        ConfigError: the job cannot begin as its flags say. On every rank.
-        SystemExit: the job ended without it, on a rank that was not needed, for example.
+        ConfigError: the job cannot begin with these flags. On every rank.
+        SystemExit: the job ended without a result of ``loop`` here, for example on a rank that was not needed.
     """
     training = _Loop(make, config, loop, backend, run_dir, plain_config(flags or {}))
     if is_restarted_in_process():
@@ -88,15 +89,23 @@ def train(
 
 
 def iterations(session: Session, until: int) -> Iterator[int]:
-    """The iterations that are still to come, each between its beginning and its end; the body calls ``session.step``.
+    """Yield the number of each remaining iteration, and make the session's calls before and after it.
 
-    They end early, on all ranks alike, where the job is asked to end (SIGTERM to the launcher).
+    The body of the ``for`` loop calls ``session.step`` once. The iterations end early, on all ranks alike, if the
+    launcher receives SIGTERM.
 
-    Losses that the body, or a replay, puts into :attr:`Binding.losses` are compared after a replay, and recorded.
+    The body and replays put losses into :attr:`Binding.losses`. Those losses are compared after a replay, and
+    recorded.
 
     Args:
-        session: of this generation.
-        until: the last iteration.
+        session: session of this generation.
+        until: number of the last iteration.
+
+    Yields:
+        Number of the iteration to execute.
+
+    Raises:
+        RuntimeError: the body did not call ``session.step``, or called it more than once.
     """
     binding = session.binding
     while binding.iteration < until:
@@ -116,7 +125,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
 
 
 class _Loop(Training):
-    """A loop, entered again and again."""
+    """Training loop of a script, which the restart enters once in each generation."""
 
     def __init__(
         self,
@@ -171,7 +180,7 @@ class _Loop(Training):
         try:
             result = self._loop(session)
         except SystemExit as exit_:
-            if exit_.code in (0, None):  # a planned exit, to which all ranks come
+            if exit_.code in (0, None):  # a planned exit, which all ranks reach
                 self._finish(session)
             raise
         self._finish(session)
@@ -180,7 +189,7 @@ class _Loop(Training):
         return result
 
     def _begin(self) -> None:
-        """Start the job, from a window on disk or from its beginning; every rank calls it."""
+        """Start the job from a window on disk, or from its beginning. Every rank calls it."""
         self._binding = binding = self._make()
         binding.regroup()
         names = agree_on_names()
@@ -200,7 +209,7 @@ class _Loop(Training):
             binding.record.event(Restarted(binding.iteration, text))
 
     def _take_up(self) -> bool:
-        """Go on after a failure; whether there is anything to go on from. Every rank calls it."""
+        """Prepare the recovery after a failure. Return False if the job has to restart. Every rank calls it."""
         if self._binding is None:
             self._binding = self._make()
             self._binding.regroup()
@@ -212,7 +221,7 @@ class _Loop(Training):
                 log.warning(f"every rank restarts, because {why}")
             self._forget()
             return False
-        except NoWayBack:  # ranks meet once more, and then nobody has begun
+        except NoWayBack:  # in the next generation no rank has state, so the job restarts
             self._has_begun = False
             raise
         return True
@@ -223,7 +232,7 @@ class _Loop(Training):
             binding.record = go_on_with_record(self._run_dir, job_name() or "", self._flags, until)
 
     def _finish(self, session: Session) -> None:
-        """The summary, when the loop has come to its end; every rank calls it."""
+        """Write the summary after the end of the loop. Every rank calls it."""
         checkpointing, digests, record = session.finish(), state_digest(session.saving.parts), session.binding.record
         if record is None:
             return
@@ -248,7 +257,7 @@ class _Loop(Training):
         if self._session is not None:
             self._session.disconnect()
             self._session.interrupted()
-        if not self._has_begun:  # nothing that could be kept
+        if not self._has_begun:  # this rank has no state to keep
             self._forget()
 
     @property

@@ -1,4 +1,4 @@
-"""This rank's part of bringing a state back, whatever is in live memory."""
+"""Recovery of a lost state, as one rank plans, fetches and executes it with the others."""
 
 from __future__ import annotations
 
@@ -6,86 +6,87 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
-from moevement_core import damage
-from moevement_core.arithmetic import arithmetic, is_repeatable
 from moevement_core.errors import RecoveryError
-from moevement_core.events import RecoveredFromDisk
 from moevement_core.policy.partial_experts import LostTokens
-from moevement_core.recovery.outcome import Recovery
+from moevement_core.rebuild.execute import carry_out
+from moevement_core.rebuild.live_replicas import Twins
+from moevement_core.rebuild.prepare import Prepared, Scope, prepare
+from moevement_core.rebuild.survivors import Kept, check_kept
+from moevement_core.recovery import flips
 from moevement_core.recovery.places import Source
 from moevement_core.recovery.plan import Report
-from moevement_core.session import flips
-from moevement_core.session.carry_out import carry_out
-from moevement_core.session.commit import Mark
-from moevement_core.session.equal_bits import PlacementHistory, placement
-from moevement_core.session.kept import Kept, check_kept
-from moevement_core.session.parts import Parts
-from moevement_core.session.prepare import Prepared, Scope, prepare
-from moevement_core.session.saving import Saving
-from moevement_core.session.sources import MemorySource, SnapshotSource
-from moevement_core.session.step_records import StepRecords
-from moevement_core.session.topology import Topology
-from moevement_core.session.twins import Twins
+from moevement_core.recovery.sources import MemorySource, SnapshotSource
+from moevement_core.run.events import RecoveredFromDisk
+from moevement_core.run.outcome import Recovery
+from moevement_core.saving.saving import Saving
+from moevement_core.saving.step_records import StepRecords
 from moevement_core.snapshot.agreement import NONE
+from moevement_core.topology.parts import Parts
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.equal_bits import PlacementHistory, placement
+from moevement_core.util import damage
+from moevement_core.util.arithmetic import arithmetic, is_repeatable
 
 
 class Recoverer:
-    """Runs this rank's part of a recovery. Collective: all ranks call each method in the same order.
+    """Recoverer of one rank. Collective: all ranks call each method in the same order.
 
     Args:
-        saving: what is saved of this rank; its strategy says how far the job rolls back, and counts what it runs.
-        records: what came of recent steps.
+        saving: saving of this rank; its strategy decides how far the job rolls back.
+        records: outcomes of recent steps of this rank.
     """
 
     def __init__(self, saving: Saving, records: StepRecords) -> None:
         self.done: list[Recovery] = []
-        """Every recovery of this process."""
+        """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """First iteration that survivors computed under the current placement, as of the newest recovery."""
+        """Iteration after which survivors computed under the current placement, as of the newest recovery."""
         self._memory: MemorySource | None = None
-        """Snapshots in memory of the recovery that is under way."""
+        """Source of the snapshots in memory that the recovery under way has opened."""
         self._saving, self._records = saving, records
         self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
     def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
-        """Bring ``state@until`` back.
+        """Recover ``state@until``: prepare the recovery, and execute it.
 
         Args:
-            until: the iteration.
-            lost: the pipeline stages whose state is gone; the others keep theirs, feed them, and wait. None: all.
+            until: iteration whose state is recovered.
+            lost: pipeline stages without their state; the other stages keep theirs, feed these, and wait. None for all
+                stages.
 
         Raises:
-            RecoveryError: there is no way back, or what was recovered is not what was lost.
+            RecoveryError: the state is unrecoverable, or the recovered state differs from the lost one.
         """
         return self._carry_out(self.prepare(until, lost))
 
     def prepare(
         self, until: int, lost: frozenset[int] | None, lost_ranks: Collection[int] = (), mark: Mark | None = None
     ) -> Prepared:
-        """Plan the way back to ``state@until`` and fetch what it needs.
+        """Plan the recovery of ``state@until``, and fetch the snapshots that it needs.
 
         Args:
-            until: the iteration.
-            lost: the pipeline stages of ranks whose state is gone; None: all.
-            lost_ranks: those ranks, if others have kept theirs.
-            mark: of the iteration whose state is live here.
+            until: iteration whose state is recovered.
+            lost: pipeline stages of the ranks without state; None for all stages.
+            lost_ranks: ranks without state, if other ranks of their stages have kept theirs.
+            mark: mark of the iteration whose state is live on this rank; None if this rank has no state.
 
         Raises:
-            RecoveryError: there is no way back. On every rank alike.
+            RecoveryError: the state is unrecoverable. On every rank alike.
         """
         parts = self._saving.parts
-        self._release()  # what a recovery had opened that was interrupted
+        self._release()  # an interrupted recovery may have left snapshots open
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         self._memory = memory
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
-        twins = Twins(parts.binding, topology, mark)
-        sources[Source.REPLICA] = twins
+        live_replicas = Twins(parts.binding, topology, mark)
+        sources[Source.REPLICA] = live_replicas
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=self._records.known(until), replica=topology.replica,
-            stands_for=twins.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
+            stands_for=live_replicas.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
             arithmetic=arithmetic(), is_repeatable=is_repeatable(),
             placed_since=self.placements.unchanged_since(placement()),
         )  # fmt: skip
@@ -96,11 +97,11 @@ class Recoverer:
             may_redo = self._saving.may_redo
             transport = topology.channels.fetches
             return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
-        except RecoveryError as gone:  # on every rank alike
-            return self._prepare_from_disk(parts, report, sources, until, gone)
+        except RecoveryError as cause:  # on every rank alike
+            return self._prepare_from_disk(parts, report, sources, until, cause)
 
     def note_placement(self, iteration: int) -> None:
-        """Note that iterations after ``iteration`` are computed where the ranks are now."""
+        """Record that the current placement of ranks computes all iterations after ``iteration``."""
         self.placements.note(iteration, placement(), self._placed_since)
 
     def _release(self) -> None:
@@ -109,29 +110,32 @@ class Recoverer:
             self._memory = None
 
     def _may_take_over(self, topology: Topology) -> bool:
-        """Return whether failed ranks take state from live ones. False where the strategy rolls all ranks back, and
-        with parity, because others' snapshots follow from those that the failed rank would then lack.
+        """Return True if failed ranks may take state from live replicas.
+
+        Return False if the strategy rolls all ranks back or loses updates. Return False with parity, too: snapshots of
+        other ranks follow from snapshots that the failed rank would then lack.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
 
     def carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
-        """Replay what :meth:`prepare` has prepared; called inside the training loop.
+        """Execute a prepared recovery, and return its summary. Called inside the training loop.
 
         Args:
-            prepared: by every rank.
-            is_reported: whether a line of the log says what came of it.
+            prepared: result of :meth:`prepare` on this rank.
+            is_reported: True to log a line with the summary; False if the caller reports the recovery.
         """
         records = (snapshot.record()["iteration"] for snapshot in prepared.snapshots.values())
         self._records.take({record["iteration"]: record for record in records if record} | dict(prepared.outcomes))
         return self._carry_out(prepared, is_reported=is_reported)
 
     def check_kept(self, until: int, prepared: Prepared | None) -> Kept:
-        """Compare what ranks kept with what is known of it. See :func:`moevement_core.session.kept.check_kept`.
+        """Compare the state that survivors kept with digests of it. See
+        :func:`moevement_core.rebuild.survivors.check_kept`.
 
         Args:
-            until: the iteration whose state is live on every rank.
-            prepared: what was replayed; None if no rank lost its state.
+            until: iteration whose state is live on every rank.
+            prepared: recovery that was executed; None if no rank lost its state.
         """
         return check_kept(
             self._saving.parts, until, is_kept=prepared is None or prepared.mine is None,
@@ -139,7 +143,7 @@ class Recoverer:
         )  # fmt: skip
 
     def replaying(self) -> AbstractContextManager[None]:
-        """A context in which iterations are no progress: they are neither captured nor counted."""
+        """Return a context in which iterations are no progress: they are neither captured nor counted."""
         return self._replaying()
 
     @contextmanager
@@ -151,20 +155,20 @@ class Recoverer:
             self.interrupted()
 
     def interrupted(self) -> None:
-        """Iterations are progress again."""
+        """Count iterations as progress again after a replay, or after an exception interrupted one."""
         self._windows.pause(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         lost, self._placed_since = self._go_back(prepared), prepared.placed_since
         with self.replaying():
-            done, came_of = carry_out(
+            done, last_record = carry_out(
                 self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.take_again
             )
         if lost is not None:
-            self._records.ran_again(came_of)
+            self._records.ran_again(last_record)
         self._release()
         self.done.append(done)
-        if is_reported:  # else it is reported with everything around it
+        if is_reported:  # otherwise the account of the whole failure contains it
             self._reports.say_once(done.sentence())
         self._reports.event(done)
         return done
@@ -180,7 +184,7 @@ class Recoverer:
         learned = {
             at: record["learned"] if record.get("strategy") == strategy.name else None for at, record in records.items()
         }
-        if learned[run.last] is None:  # windows on disk that another strategy wrote
+        if learned[run.last] is None:  # another strategy wrote these windows on disk
             if not run.is_stale:
                 return None
             raise RecoveryError(
@@ -197,54 +201,54 @@ class Recoverer:
         report: Report,
         memory: Mapping[Source, SnapshotSource],
         until: int,
-        gone: RecoveryError | None,
+        cause: RecoveryError | None,
     ) -> Prepared:
-        """Roll all stages back to a window on disk, from which they replay.
+        """Plan to roll all stages back to a window on disk, and fetch its snapshots.
 
-        What single ranks remember of steps is left out: with all stages replaying every step is worked out again, by
-        all ranks or by none.
+        Recorded outcomes of steps are dropped, because all stages replay: either all ranks compute the outcome of a
+        step, or none does.
 
         Args:
-            parts: of this rank.
-            report: what it has.
-            memory: where snapshots are that may be used beside files.
-            until: the iteration to reach.
-            gone: why memory and peers were not enough; None: they are not asked.
+            parts: parts of this rank.
+            report: report of this rank.
+            memory: sources of snapshots that may be used beside files.
+            until: iteration whose state is recovered.
+            cause: error of the plan from memory and peers; None if the strategy uses the disk alone.
 
         Raises:
-            RecoveryError: there is no way back from disk either.
+            RecoveryError: the state is unrecoverable from disk, too.
         """
         on_disk = self._disk.that_lead_to(until)
         if not on_disk.windows:
-            raise gone or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
+            raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
         prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)
         assert prepared.mine is not None
         first, counts = prepared.mine.first, prepared.mine.sources()
         name = next((window.name for window in on_disk.windows if window.first <= first <= window.last), "a window")
         text = f"{name} on disk and replay iterations {prepared.mine.begins + 1} to {until}"
-        if gone is None:
+        if cause is None:
             text = f"all ranks go back to {text}"
             self._reports.say_once(text)
             self._reports.event(RecoveredFromDisk(text, name, until))
         else:
             text = (
-                f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back to {text}; "
+                f"memory and peers cannot bring iteration {until} back ({cause}). All ranks fall back to {text}; "
                 f"{counts[Source.FILE]} snapshots come from files"
             )
             self._reports.warn(text, RecoveredFromDisk(text, name, until))
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Return what is prepared, without recorded outcomes if updates may be lost: iterations then differ."""
+        """Return ``prepared``, without recorded outcomes if re-executed iterations may have other outcomes."""
         return replace(prepared, outcomes={}) if self.may_differ else prepared
 
     @property
     def may_differ(self) -> bool:
-        """True if executing iterations again may have another outcome."""
+        """True if re-executed iterations may have another outcome, because the strategy loses updates."""
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Iterations whose log is whole; if this stage is to feed others, every byte of it is checked."""
+        """Return the iterations with a complete boundary log. Every byte is checked if this stage is to feed others."""
         log = parts.binding.boundary_log
         if log is None:
             return ()

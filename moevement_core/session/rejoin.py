@@ -1,9 +1,9 @@
 """Meeting of all ranks after a failure: they exchange what each has, and agree on the resume iteration.
 
-Survivors report which iteration they have committed last (``recovery/agree.py`` decides). Those that had brought
-everything to a step that others made follow them; who lost its state, and the stage around it, is to replay.
-:func:`rejoin` does what comes before data is opened; the replay itself, :meth:`Rejoined.resume`, is called inside the
-training loop.
+Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. A survivor that is one
+update behind had finished the reductions of that update, and applies it. The stages of failed ranks are to replay.
+:func:`rejoin` does the work before the trainer opens its data. The training loop then calls :meth:`Rejoined.resume`,
+which replays.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moevement_core.comms.codec import Plain
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import RecoveryError
-from moevement_core.injection import Phase
+from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.agree import RankStatus, ResumePoint, decide, peer_of_follower
-from moevement_core.recovery.outcome import Recovery
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import refuse_if_interrupted, waiting_for_others
-from moevement_core.session.binding import Binding
-from moevement_core.session.codec import Plain
-from moevement_core.session.commit import Mark
-from moevement_core.session.config import SessionConfig
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.run.outcome import Recovery
+from moevement_core.saving.identity import JobNames, job_name
+from moevement_core.saving.peers import Copies
+from moevement_core.saving.saving import Joining
+from moevement_core.saving.stage_policy import Policy, SentPolicy, agree
 from moevement_core.session.failure_report import Times, report_failure
-from moevement_core.session.identity import JobNames, job_name
-from moevement_core.session.peers import Copies
-from moevement_core.session.policy import Policy, SentPolicy, agree
-from moevement_core.session.prepare import Prepared
-from moevement_core.session.saving import Joining
 from moevement_core.session.session import Session
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.config import SessionConfig
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,28 @@ class RankReport:
     common: Mapping[str, Any] = field(default_factory=dict)
     """Rank-independent boundary state after that iteration, taken before any evaluation or save scheduled there."""
     begun: Mapping[str, Any] | None = None
-    """The same where the next iteration began, if it had begun it: everything that was due had been done."""
+    """Rank-independent boundary state at the beginning of the next iteration, taken after any evaluation or save
+    scheduled there; None if the rank had not begun that iteration.
+    """
     books: Any = None
+    """Totals of the job that replacements continue (``Binding.books``)."""
     shared: Any = None
+    """Data from which a replacement builds its model and optimizer (``Binding.shared``)."""
     keeps: Copies = field(default_factory=dict)
+    """Snapshots that the rank keeps for others."""
     policy: Policy | None = None
+    """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the iteration which this one was rebuilding when a further failure came."""
+    """Report of a rank that had committed the iteration which this rank was recovering when a further failure came."""
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A :class:`RankReport` on its way."""
+    """Encoding of a :class:`RankReport` for the exchange between ranks."""
 
     status: RankStatus
     data: Plain
-    """Outcome, common, begun, books, shared."""
+    """Values of ``outcome``, ``common``, ``begun``, ``books`` and ``shared``, in this order."""
     keeps: dict[int, dict[int, str]]
     policy: SentPolicy | None
     goal: _Sent | None
@@ -88,11 +94,11 @@ def _unpacked(sent: _Sent) -> RankReport:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """Agreement of the ranks, the same on every rank except for what is prepared."""
+    """Agreement of the ranks; the same on every rank, except for the session, prepared snapshots, and times."""
 
     session: Session
     until: int
-    """The iteration that everybody comes to."""
+    """Iteration whose state all ranks have when training resumes."""
     lost: frozenset[int]
     """Pipeline stages that replay."""
     prepared: Prepared | None
@@ -107,12 +113,12 @@ class Rejoined:
     """Time at which everything was prepared on this rank, in seconds since the epoch."""
 
     def resume(self) -> None:
-        """Replay what was lost, put every rank at the boundary that was agreed on, and do what was due there.
+        """Replay lost iterations, restore the agreed boundary state, and do the evaluation and save scheduled there.
 
-        Every rank calls it, inside the training loop, before its first iteration.
+        Every rank calls it inside the training loop, before its first iteration.
 
         Raises:
-            RecoveryError: what was recovered, or what was kept, is not what it should be. On every rank alike.
+            RecoveryError: recovered or kept state differs from the expected state. On every rank alike.
         """
         session, binding = self.session, self.session.binding
         replay_at, recovery = time.time(), None
@@ -131,21 +137,21 @@ class Rejoined:
         session, binding = self.session, self.session.binding
         before, is_restored = session.commit.mark, prepared.mine is not None
         if is_restored:
-            session.commit.mark = None  # until it is back
+            session.commit.mark = None  # this rank has no complete state until the replay ends
         with waiting_for_others():
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
             if session.recoverer.may_differ:
                 outcomes = {}
             recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
-        refuse_if_interrupted()  # not all of what a replay reduced is compared with what was lost
+        refuse_if_interrupted()  # digests do not cover all reductions of a replay, and an aborted one may seem complete
         if is_restored:
-            # A snapshot may be from after what is due between iterations, which then is done again.
+            # The snapshot may follow the scheduled evaluation or save, which is then repeated from the state before it.
             common = dict(self.reached.common if self.is_between else {})
             if session.recoverer.may_differ:
                 common = {name: common[name] for name in ("progress",) if name in common}
             live = binding.boundary_copy() | common
             resumed = None if self.is_between else live
-            # A rank that was torn in this very step has the mark of the one before.
+            # A rank that was interrupted within this very update has the mark of the iteration before.
             is_known = before is not None and before.iteration == self.until
             outcome = before.outcome if before is not None and is_known else self.reached.outcome
             if session.recoverer.may_differ and prepared.mine is not None and self.until in prepared.mine.iterations:
@@ -155,12 +161,12 @@ class Rejoined:
 
 
 def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | None) -> RankReport:
-    """Returns what this rank reports.
+    """Return the report of this rank to all others.
 
     Args:
-        binding: this rank's.
-        session: of a survivor that had begun training; None on a replacement.
-        rejoined: what it was on its way back to when a further failure came.
+        binding: binding of this rank.
+        session: session of a survivor that had begun training; None on a replacement.
+        rejoined: agreement of a recovery that a further failure interrupted; None without one.
     """
     place = binding.place()
     status = RankStatus(stage=place.stage, replica=place.replica)
@@ -188,7 +194,7 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
 
 
 class NoWayBack(RecoveryError):
-    """Nobody has what is needed. On every rank alike; what was connected for the way back is of no use any more."""
+    """Error that the lost state is unrecoverable, raised on every rank. The session is unusable afterwards."""
 
 
 def rejoin(
@@ -198,20 +204,20 @@ def rejoin(
     before: Rejoined | None,
     joined: Callable[[Session, int], None],
 ) -> Rejoined:
-    """Meet the others after a failure and find the way back. Every rank calls it, when process groups are usable.
+    """Meet the other ranks after a failure, and prepare the recovery. Every rank calls it, with usable process groups.
 
     Args:
-        binding: this rank's.
-        config: the flags.
-        session: of a survivor that had begun training; None on a replacement.
-        before: what a survivor was on its way back to when a further failure came.
-        joined: called with the session of this generation, as soon as there is one, and the iteration that all go to.
-            A further failure may come at any moment after it, and whoever is interrupted has to disconnect it.
+        binding: binding of this rank.
+        config: flags of the job.
+        session: session of a survivor that had begun training; None on a replacement.
+        before: agreement of a recovery that a further failure interrupted; None without one.
+        joined: function that gets the session of this generation, as soon as it exists, and the resume iteration. A
+            further failure may come at any moment afterwards; the interrupted rank has to disconnect that session.
 
     Raises:
-        NothingToResume: the job starts over, from disk or from its beginning. On every rank alike.
-        NoWayBack: nobody has what is needed; this rank's session is of no use any more.
-        RecoveryError: this rank's objects cannot use the process groups of now.
+        NothingToResume: the job restarts, from disk or from its beginning. On every rank alike.
+        NoWayBack: the lost state is unrecoverable, and this rank's session is unusable. On every rank alike.
+        RecoveryError: objects of this rank cannot use the new process groups.
     """
     usable_at = time.time()
     sent = all_gather_objects(_packed(report_of(binding, session, before)), _Sent)
@@ -234,7 +240,7 @@ def rejoin(
     is_survivor = session is not None
     session = _go_on_or_join(binding, config, session, reports)
     joined(session, point.iteration)
-    if is_survivor:  # by the schedules that all have agreed on
+    if is_survivor:  # the schedules that all ranks have agreed on decide what is logged
         _log_gradients(session)
     binding.clear_gradients()
     if is_as_at_start:
@@ -259,19 +265,19 @@ def rejoin(
 
 
 def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport], reached: RankReport) -> None:
-    """Make the update that others have made."""
+    """Apply the update of the resume iteration on a rank that is one update behind."""
     statuses = [report.status for report in reports]
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
     mark = session.commit.mark
-    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # there was no step
+    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # it has no update
         session.commit.mark = Mark(point.iteration, {**mark.boundary, **reached.common}, {})
         return
     session.commit.follow(point.iteration, outcome, reached.common)
 
 
 def _log_gradients(session: Session) -> None:
-    """Log the gradients of the last update, which are still there if no iteration has begun after it."""
+    """Log the gradients of the last update, which are still in memory if no later iteration has begun."""
     mark = session.commit.mark
     if mark is None or session.commit.torn:
         return
@@ -283,7 +289,7 @@ def _log_gradients(session: Session) -> None:
 def _go_on_or_join(
     binding: Binding, config: SessionConfig, session: Session | None, reports: Sequence[RankReport]
 ) -> Session:
-    """The session of this generation: a survivor's own, rewired, or a new one."""
+    """Return the session of this generation: the rewired session of a survivor, or a new one."""
     policies = [(report.status.stage, report.policy) for report in reports if report.policy is not None]
     policy, is_of_same_stage = agree(reports[dist.get_rank()].status.stage, policies)
     kept = [report.keeps for report in reports]

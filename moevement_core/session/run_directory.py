@@ -14,27 +14,30 @@ import torch
 import torch.distributed as dist
 
 from moevement_core import log
-from moevement_core.digest import digest
+from moevement_core.comms.exchange import all_gather_objects, broadcast_object
 from moevement_core.errors import FolderInUse, RunRecordError
-from moevement_core.events import Started
-from moevement_core.persistence.lock import FolderLock, acquire
 from moevement_core.rendezvous.status_page import wait_until_held
-from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.run_record import RunRecord
-from moevement_core.session.binding import Binding
-from moevement_core.session.exchange import all_gather_objects, broadcast_object
-from moevement_core.session.parts import Parts
+from moevement_core.run.events import Started
+from moevement_core.run.run_record import RunRecord
+from moevement_core.topology.parts import Parts
+from moevement_core.trainer.binding import Binding
+from moevement_core.util.digest import digest
+from moevement_core.util.environment import MEMBER_ENV
+from moevement_core.util.lock import FolderLock, acquire
 
 
 def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
-    """Every rank calls it; the last one, which writes the record, gets the lock.
+    """Lock the run directory on the last rank, which writes the record. Every rank calls it.
 
     Args:
-        folder: what ``--run-dir`` says.
-        name: of the job.
+        folder: run directory, as ``--run-dir`` gives it.
+        name: name of the job.
+
+    Returns:
+        Lock of the folder on the last rank; None on all other ranks.
 
     Raises:
-        FolderInUse: another job has it, or it cannot be written. On every rank.
+        FolderInUse: another job uses the folder, or it cannot be written. On every rank.
     """
     lock, complaint, last = None, "", dist.get_world_size() - 1
     if dist.get_rank() == last:
@@ -50,16 +53,19 @@ def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
 
 
 def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
-    """Begin a record; every rank calls it, and the last one, which has the lock, gets it.
+    """Begin the record of the run on the last rank. Every rank calls it.
 
     Args:
-        folder: the run directory.
-        lock: of it, on the last rank.
-        config: every resolved flag, as plain values.
-        iteration: the one that the job starts from.
+        folder: run directory.
+        lock: lock of the run directory, on the last rank.
+        config: all resolved flags, as plain values.
+        iteration: iteration that the job starts from.
+
+    Returns:
+        Record on the last rank; None on all other ranks.
 
     Raises:
-        RunRecordError: the folder cannot be written, or what is there is damaged. On every rank.
+        RunRecordError: the folder cannot be written, or its files are damaged. On every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = all_gather_objects(
@@ -75,7 +81,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
     if refused := broadcast_object(refused, str, last):
         raise RunRecordError(refused)
     if record is not None:
-        if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
+        if MEMBER_ENV not in os.environ:  # otherwise the launcher writes them, because it also knows the spares
             record.write_ranks(ranks)
         record.event(Started(iteration, world_size))
     dist.barrier()
@@ -83,16 +89,16 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
 
 
 def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
-    """Continue the record after a failure, on the last rank, where another process was the last rank before.
+    """Continue the record after a failure, in a process that was not the last rank before. Only the last rank calls it.
 
     Args:
-        folder: the run directory.
-        name: of the job.
-        config: every resolved flag, as plain values.
-        iteration: the one that the job goes on from.
+        folder: run directory.
+        name: name of the job.
+        config: all resolved flags, as plain values.
+        iteration: iteration that the job resumes from.
 
     Returns:
-        None, with the reason logged, if the directory cannot be written.
+        Record; None, with the reason logged, if another job uses the folder or it cannot be written.
     """
     try:
         lock = acquire(folder, name, "--run-dir", may_wait=False, report=log.info)
@@ -109,7 +115,7 @@ def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iterat
 
 
 def state_digest(parts: Parts) -> dict[str, Any]:
-    """The digest of the job's state: one string, one per part, and one per part and rank; every rank calls it."""
+    """Return digests of the job's state: of all of it, of each part, and of each part and rank. Every rank calls it."""
     boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
     local = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
     ranks = all_gather_objects(local, dict[str, str])
@@ -118,22 +124,24 @@ def state_digest(parts: Parts) -> dict[str, Any]:
 
 
 class Lines:
-    """Writes a line for each committed iteration, also for those whose writer died.
+    """Writer of a metrics line for each committed iteration, including iterations whose last rank has failed.
 
     Args:
-        binding: whose iterations and losses they are.
-        began_at: the iteration that the job started from.
+        binding: binding with the record and the losses of the iterations.
+        began_at: iteration that the job started from.
     """
 
     def __init__(self, binding: Binding, began_at: int) -> None:
         self._binding, self._began_at = binding, began_at
 
     def write(self, until: int, **fields: Any) -> None:
-        """Lines up to ``until`` that are not there yet; those of replayed iterations say so.
+        """Write all missing lines up to ``until``, and drop the losses of older iterations.
+
+        Lines of iterations other than ``until``, and lines without ``fields``, are marked as recovered.
 
         Args:
-            until: the last committed iteration.
-            fields: of its own line.
+            until: last committed iteration.
+            fields: further fields of the line of ``until``; empty after a recovery.
         """
         record, losses = self._binding.record, self._binding.losses
         if record is not None:
@@ -152,7 +160,7 @@ def _line(losses: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> Any:
-    """A plain number; a float that JSON has no word for as its name."""
+    """Return a plain number for a tensor of one element; return the name of a float that JSON cannot hold."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -161,7 +169,7 @@ def number(value: Any) -> Any:
 
 
 def plain_config(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all resolved flags in a form that YAML holds: a value that is not plain is written as its name."""
+    """Return all resolved flags in a form that YAML holds; values that are not plain become strings."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):

@@ -1,8 +1,12 @@
 """Fault tolerance of one rank: its calls in every iteration, and after a failure.
 
-Before iteration t+1 the boundary record is made and ``SS_t`` begins; before its optimizer step the copy must be over;
-at a window's beginning order and window may change (``windows.py``). No other collective is made for it than those
-there, and one that nobody waits for each iteration (``GroupAgreement``).
+The session makes the boundary record and begins ``SS_t`` before iteration t+1. It waits for the copy before the
+optimizer step of that iteration. Order and window may change at the beginning of a window (``saving/windows.py``).
+Collectives that it adds to training:
+
+- a reduction in each iteration that no rank waits for (``GroupAgreement``)
+- a barrier before each update, if no reduction of the step spans the job
+- decisions at the beginning of a window (``saving/windows.py``)
 """
 
 from __future__ import annotations
@@ -14,40 +18,41 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
-from moevement_core.injection import Phase
-from moevement_core.numa import bind_to_device
 from moevement_core.overhead.fields import overhead_fields
+from moevement_core.rebuild.prepare import Prepared
+from moevement_core.recovery import flips
+from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation, has_committed, refuse_if_interrupted
-from moevement_core.session import flips, observer
-from moevement_core.session.binding import Binding
-from moevement_core.session.commit import Mark
-from moevement_core.session.config import SessionConfig
+from moevement_core.saving.identity import JobNames
+from moevement_core.saving.peers import Copies
+from moevement_core.saving.saving import Joining, Saving
+from moevement_core.saving.stage_policy import Policy
+from moevement_core.saving.step_records import StepRecords
+from moevement_core.saving.totals import Totals, summary
 from moevement_core.session.drill import refuse_without_wipe, wipe_and_recover
-from moevement_core.session.identity import JobNames
-from moevement_core.session.peers import Copies
-from moevement_core.session.policy import Policy
-from moevement_core.session.prepare import Prepared
 from moevement_core.session.recoverer import Recoverer
-from moevement_core.session.saving import Joining, Saving
-from moevement_core.session.step_records import StepRecords
-from moevement_core.session.totals import Totals, summary
 from moevement_core.snapshot.agreement import NONE
+from moevement_core.trainer import observer
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.commit import Mark
+from moevement_core.trainer.config import SessionConfig
+from moevement_core.util.numa import bind_to_device
 
 
 class Session:
     """Session of one rank. Collective: all ranks make one at the same point and call each method in the same order.
 
     Args:
-        binding: the trainer.
-        config: the flags.
-        names: of the job.
-        prepared: what the job starts from, if that has to be recovered first: a window on disk, for example.
-        joining: what a replacement knows of the running job; None where the job starts.
-        is_resized: whether the job goes on with another number of ranks.
+        binding: binding of the trainer.
+        config: flags of the job.
+        names: names of the job.
+        prepared: recovery that has to be executed before training starts, for example from a window on disk.
+        joining: knowledge of a replacement about the running job; None where the job starts.
+        is_resized: True if the job continues with another number of ranks.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class Session:
         is_resized: bool = False,
     ) -> None:
         refuse_without_wipe(binding, config.drill.wipe_at)
-        bind_to_device(current_device())  # before there are threads and host memory
+        bind_to_device(current_device())  # before threads start and host memory is allocated
         self.binding = binding
         self._drill = config.drill
         flips.begin(config.drill.flips)
@@ -71,7 +76,7 @@ class Session:
         if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes, saving.reports.report)
             saving.share_memory_with(binding.boundary_log)
-        injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
+        injection.begin(config.drill.faults, lambda: binding.iteration)  # faults may come from the next line on
         self.commit = binding.commit_point(self._vote)
         self.commit.updating = saving.checkpointer.mark_gradients
         self.commit.updated = self._log_gradients
@@ -88,7 +93,7 @@ class Session:
         injection.start_clock(drill.mtbf_s, drill.seed, drill.trace, drill.speedup, list(self.saving.topology.nodes))
 
     def _vote(self) -> None:
-        """Return when every rank has come to the commit point; at once where a reduction of the step made sure."""
+        """Wait until every rank has reached the commit point. Return at once if a reduction of the step proves it."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
@@ -100,18 +105,22 @@ class Session:
     # Once an iteration
 
     def begin_training(self) -> None:
-        """Complete the recovery after a failure. Called inside the training loop, before its first iteration."""
+        """Execute the prepared recovery, if there is one, and mark the state that training starts from.
+
+        Called inside the training loop, before its first iteration, unless :meth:`Rejoined.resume` does the recovery.
+        """
         if prepared := self._prepared:
             self.recoverer.carry_out(prepared)
-            self._prepared = None  # its host memory is free again
+            self._prepared = None  # frees its host memory
             self.saving.windows.forget(self.binding.iteration)
-        refuse_if_interrupted()  # ranks have given each other what this state was made from
+        refuse_if_interrupted()  # this state depends on exchanges that an interruption may have cut off
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
         self.recoverer.note_placement(self.binding.iteration)
 
     def begin_iteration(self, committed: int) -> None:
-        """Prepare an iteration. Called while ``state@committed`` is live and nothing of the next iteration has
-        happened.
+        """Begin the snapshot of ``state@committed``, and prepare the next iteration.
+
+        Called while that state is live and nothing of the next iteration has happened.
         """
         saving = self.saving
         observer.observer.before_iteration(self, committed)
@@ -140,7 +149,7 @@ class Session:
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders)
-        gradient_stall_s = saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
+        gradient_stall_s = saving.checkpointer.let_gradients_go(committed)  # the trainer clears gradients next
         self.totals.stall_s += gradient_stall_s
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
         begin_s = time.perf_counter() - began
@@ -149,7 +158,7 @@ class Session:
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
         mark = self.commit.mark
-        if mark is None or mark.iteration != committed:  # the first iteration, or one after some that were left out
+        if mark is None or mark.iteration != committed:  # the first iteration, or the first after left-out ones
             mark = Mark(committed, boundary, {})
         self.commit.mark = replace(mark, resumed=boundary)
 
@@ -160,10 +169,13 @@ class Session:
             self.binding.boundary_log.free_before(iteration)
 
     def step(self) -> Any:
-        """The optimizer step: after the copy, and in an order that a failure leaves whole or undone."""
+        """Wait for the copy, make the optimizer step, and return the result of the trainer's own step.
+
+        A failure leaves the step either complete or not begun.
+        """
         self.totals.stall_s += self.saving.checkpointer.wait()
         if self.binding.boundary_log is not None:
-            self.binding.boundary_log.end()  # here, so that a rank interrupted after its step has the whole of it
+            self.binding.boundary_log.end()  # here, so that a rank interrupted after its step has a complete log
         iteration = self.binding.iteration + 1
         result = self.commit.step(iteration)
         self.records.committed(iteration)
@@ -176,9 +188,9 @@ class Session:
         """Record the results of an iteration.
 
         Args:
-            committed: its number.
-            step_s: seconds that it took.
-            outcome: its record: whether it was skipped, gradient norm, losses.
+            committed: number of the iteration.
+            step_s: seconds that the iteration took.
+            outcome: record of the iteration: whether it was skipped, gradient norm, losses.
         """
         progress = self.saving.checkpointer.progress
         is_saving = self.saving.checkpointer.is_saving
@@ -217,14 +229,14 @@ class Session:
     # After a failure
 
     def disconnect(self) -> None:
-        """Everything that talks to other ranks has been aborted: end what did it. Snapshots and logs stay."""
+        """End senders, receivers and writers after an abort of all communication. Snapshots and logs stay."""
         self.saving.meter.interrupted()
         self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
         self.saving.peers.disconnect(self.saving.checkpointer.replicator.receivers)
         self.saving.disk.interrupted()
 
     def interrupted(self) -> None:
-        """An exception from outside came at any moment; whoever would have restored something may not have."""
+        """Reset all work that was under way, because an interruption may have raised its exception at any moment."""
         self.commit.interrupted()
         self.recoverer.interrupted()
         if self.binding.boundary_log is not None:
@@ -232,7 +244,7 @@ class Session:
         self.saving.interrupted()
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
-        """Go on in a new generation; see :meth:`Saving.rewire`."""
+        """Continue in a new generation, with new channels and peers; see :meth:`Saving.rewire`."""
         self.saving.rewire(policy, kept)
         self._start_clock()
 
@@ -245,11 +257,11 @@ class Session:
     # The end
 
     def let_go(self) -> None:
-        """This rank is done with it, in a process that goes on: end its threads. Waits for nobody else."""
+        """End the threads of this session, in a process that continues without it. Waits for no other rank."""
         self.saving.checkpointer.capturer.close()
 
     def finish(self) -> dict[str, Any]:
-        """Bring what is under way to the peers; returns what checkpointing cost. Every rank calls it."""
+        """Send the last snapshots to the peers, and return what checkpointing cost. Every rank calls it."""
         saving = self.saving
         injection.at(Phase.EXIT, self.binding.iteration)
         if not saving.checkpointer.close(timeout_s=self._peer_timeout_s):

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.errors import WindowError
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.experiment import Cell, Draws, cell_of, half_interval
 from moevement_core.simulator.strategies import CheckFreq, Costs, DenseSynchronous, Gemini, MoEvement, Redo, Techniques

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from moevement_core.errors import ConfigError
-from moevement_core.injection import removals
-from moevement_core.numbers import AT_LEAST_ONE, POSITIVE, Range
+from moevement_core.restart.faults import removals
+from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE, Range
 
 MOST_FAILURES = 1_000_000
 """Most failures in all trainings at one failure rate; simulating these takes some minutes."""

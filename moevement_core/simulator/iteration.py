@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from moevement_core.description.cluster import Cluster
-from moevement_core.description.job import JobShape, StageShape
-from moevement_core.description.profile import Profile, SizeProfile
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorKind
+from moevement_core.planning.cluster import Cluster
+from moevement_core.planning.job import JobShape, StageShape
+from moevement_core.planning.profile import Profile, SizeProfile
 from moevement_core.simulator.pipeline import Pipeline
 
 BACKWARD_OVER_FORWARD = 2.0

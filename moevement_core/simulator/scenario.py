@@ -14,13 +14,12 @@ from typing import Any
 import yaml
 
 from moevement_core import precision
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
-from moevement_core.description.job import JobShape
-from moevement_core.description.profile import Profile
-from moevement_core.description.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
+from moevement_core.planning.job import JobShape
+from moevement_core.planning.profile import Profile
+from moevement_core.planning.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Scaling
 from moevement_core.simulator.experiment import Draws
@@ -28,6 +27,7 @@ from moevement_core.simulator.failures import FailureModel, check_count, mean_ti
 from moevement_core.simulator.iteration import IterationTime, from_machines, from_profile, from_total
 from moevement_core.simulator.strategies import STRATEGIES, Costs
 from moevement_core.simulator.training import Spares
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 
 MTBFS_S = (7200.0, 3600.0, 1800.0, 1200.0, 600.0)
 """Default mean seconds between failures: those of table 3 of MoEvement."""

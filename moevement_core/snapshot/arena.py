@@ -52,7 +52,7 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock that is always entered directly and never through the condition: see :mod:`moevement_core.gate`."""
+        """Lock that is always entered directly and never through the condition: see :mod:`moevement_core.util.gate`."""
         self._given_back = threading.Condition(self._lock)
         self._resizing = threading.Lock()
         self._slabs: list[torch.Tensor] = []

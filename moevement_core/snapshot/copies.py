@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from moevement_core.device import Device, Event
-from moevement_core.gate import Gate
 from moevement_core.overhead.pause import Pause
 from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
+from moevement_core.util.gate import Gate
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """Live tensor and the host pieces that it is copied to: flat uint8, with as many bytes in all pieces together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moevement_core.words import counted
+from moevement_core.util.words import counted
 
 
 def cost_line(checkpointing: dict[str, Any]) -> str:

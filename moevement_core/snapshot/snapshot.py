@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from moevement_core.comms import plain
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Contents, Saved
-from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 
 VERSION = 3

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import AUTO, flag, within
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.dynamic_k import PLT_LIMIT
@@ -24,6 +23,7 @@ from moevement_core.strategies.moetion import MoEtion
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import Strategy
+from moevement_core.util.flags import AUTO, flag, within
 
 
 class Recovery(StrEnum):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.util.exit_codes import USAGE_ERROR
 
 MOST_LINES = 3
 LIMIT_S = 60

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from moevement_core.errors import RunRecordError
-from moevement_core.events import Started
-from moevement_core.run_record import RunRecord
+from moevement_core.run.events import Started
+from moevement_core.run.run_record import RunRecord
 from tests.bad_input.command import Reason, unnamed
 from tests.unit.monitoring.runs import line
 
@@ -97,7 +97,7 @@ def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, caplog: pytest.L
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.unit.monitoring.runs import line
 run = RunRecord(Path(sys.argv[1]))
 run.begin({"seed": 1}, first_iteration=1)
@@ -122,7 +122,7 @@ def test_a_limit_on_the_size_of_files_is_said_once(tmp_path: Path) -> None:
 PRINTING = """
 import sys
 from moevement_core import log
-from moevement_core.output import never_fails
+from moevement_core.util.output import never_fails
 never_fails()
 for number in range(2000):
     print("line", number, flush=True)

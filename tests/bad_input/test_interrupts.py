@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moevement_core.rendezvous.token import TOKEN_ENV, Token
+from moevement_core.comms.token import TOKEN_ENV, Token
 from tests.training import ROOT
 
 pytestmark = pytest.mark.builds  # each from a fresh interpreter

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from moevement_core.errors import ConfigError
-from moevement_core.persistence.manifest import Manifest
-from moevement_core.session.folder import find_place
-from moevement_core.session.window_files import windows_of_all
+from moevement_core.saving.folder import find_place
+from moevement_core.saving.window_files import windows_of_all
+from moevement_core.storage.manifest import Manifest
 from tests.bad_input.command import Need, Reason, unnamed
 
 PATIENCE_S = 20.0

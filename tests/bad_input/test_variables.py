@@ -1,6 +1,6 @@
 """Environment variables that cannot be: Slurm's, torch's and our own.
 
-One row for each kind of value. Every variable is tried in tests/unit/test_variables.py.
+One row for each kind of value. Every variable is tried in tests/unit/util/test_variables.py.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ import pytest
 import xxhash
 
 from moevement_core.errors import SnapshotError
-from moevement_core.persistence import files
-from moevement_core.persistence.lock import LOCK, acquire
-from moevement_core.persistence.manifest import Manifest, manifests, manifests_and_refused, read_manifest
 from moevement_core.policy.window import WindowKind
+from moevement_core.storage import files
+from moevement_core.storage.manifest import Manifest, manifests, manifests_and_refused, read_manifest
+from moevement_core.util.lock import LOCK, acquire
 from tests.bad_input.command import within
 from tests.unit.recovery.toy import Toy
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.persistence.manifest import manifests
+from moevement_core.storage.manifest import manifests
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.training import PP4, Training, assert_undisturbed, train

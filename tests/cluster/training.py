@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moevement_core.rendezvous.token import Token
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.comms.token import Token
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job

@@ -51,7 +51,7 @@ ELSEWHERE = {
         "tests/functional/test_elastic.py::test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would",
     r"moevement launch --trainer torch .*":
         "tests/functional/test_plain_torch.py::test_ranks_are_killed_and_nothing_is_different",
-    r"moevement verify \S+ \S+": "tests/unit/test_run_record.py",
+    r"moevement verify \S+ \S+": "tests/unit/run/test_run_record.py",
     r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
     r"moevement top \S+.*": "tests/unit/monitoring/test_top.py",
     r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",

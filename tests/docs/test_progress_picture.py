@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from scripts import progress_picture
 from scripts.diagrams import ROOT
 from tests.unit.monitoring.runs import failure, line, recovered_run

@@ -277,7 +277,7 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
 
 def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
     """Train; before ranks plan a recovery, a bit of what ``victim`` sent has flipped in its host memory."""
-    from moevement_core.boundary_log import Direction
+    from moevement_core.recovery.boundary_log import Direction
     from moevement_core.session.recoverer import Recoverer
 
     original = Recoverer.prepare

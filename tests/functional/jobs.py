@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.launching import Survived, finished, launch, logs
 
 SPARSE: dict[str, Any] = {

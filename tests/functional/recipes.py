@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.moevement import worker
 from moevement_core.launching import config_file
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.harness import run_ranks
 from tests.launching import finished, launch, logs
 from tests.training import SCRIPT

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.failure_free import failure_free
 from tests.launching import finished, launch, logs
 from tests.training import SCRIPT, flags, outcomes

@@ -10,7 +10,7 @@ import torch
 from megatron.moevement.activate import process
 from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.worker import run_rank
-from moevement_core.digest import digest
+from moevement_core.util.digest import digest
 from tests.harness import run_ranks
 from tests.training import SCRIPT, flags
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.launching import finished, launch
 from tests.training import ROOT
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.launching import Launcher, finished, launch, logs
 from tests.training import ROOT
 

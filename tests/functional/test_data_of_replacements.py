@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from moevement_core.persistence.manifest import manifests
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
+from moevement_core.storage.manifest import manifests
 from tests.failure_free import digest_of, failure_free
 from tests.functional.jobs import SPARSE
 from tests.launching import Survived, finished, launch, logs, survive

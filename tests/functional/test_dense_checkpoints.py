@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.failure_free import digest_of
 from tests.functional.layouts import EP2, INTERLEAVED, OVERLAP, PP2, TP2, ULPS
 from tests.harness import Outcome

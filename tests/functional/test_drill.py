@@ -9,7 +9,7 @@ import pytest
 
 from moevement_cli import drill
 from moevement_cli.main import main
-from moevement_core.injection import FlipKind
+from moevement_core.restart.faults import FlipKind
 from tests.launching import forks_launchers
 from tests.training import SCRIPT, flags
 

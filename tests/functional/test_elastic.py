@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.persistence.manifest import manifests
+from moevement_core.storage.manifest import manifests
 from tests.functional.elastic import ELASTIC, GONE, assert_same, fresh, resized
 from tests.launching import survive
 from tests.training import SCRIPT, start_from, train

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.functional.jobs import BOTH, SPARSE
 from tests.launching import finished, launch, logs, survive

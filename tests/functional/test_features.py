@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.verify import compare
+from moevement_core.run.verify import compare
 from tests.functional.layouts import ULPS
 from tests.training import losses, start_from, train
 

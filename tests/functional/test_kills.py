@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.persistence.manifest import manifests
-from moevement_core.rendezvous.token import Token
-from moevement_core.run_record import RunRecord
+from moevement_core.comms.token import Token
+from moevement_core.run.run_record import RunRecord
+from moevement_core.storage.manifest import manifests
 from tests.failure_free import digest_of, failure_free, failure_free_digest
 from tests.functional.jobs import (
     BOTH,

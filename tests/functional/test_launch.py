@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.persistence.lock import acquire
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.lock import acquire
 from tests.launching import Launcher, command, finished, launch
 from tests.training import SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.functional.layouts import (
     ALLGATHER,
     DISTRIBUTED_OPTIMIZER,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.functional.bodies import spoiled_and_cleared
 from tests.functional.jobs import SPARSE

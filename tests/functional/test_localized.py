@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.damage import Damage
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.damage import Damage
 from tests.failure_free import failure_free
 from tests.functional.bodies import clipped_as_with_transformer_engine, wiped_with_a_damaged_log, with_shapes_exchanged
 from tests.functional.wiped import (

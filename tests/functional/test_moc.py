@@ -13,9 +13,9 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.operators import expert_name
-from moevement_core.persistence.files import read_header
-from moevement_core.persistence.manifest import manifests
 from moevement_core.policy.schedule import Saved
+from moevement_core.storage.files import read_header
+from moevement_core.storage.manifest import manifests
 from tests.failure_free import failure_free
 from tests.functional.bodies import tokens_by_iteration
 from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SAMPLES, SPARSE

@@ -23,7 +23,8 @@ import sys
 
 import torch
 
-from moevement_core.session import equal_bits, recoverer
+from moevement_core.session import recoverer
+from moevement_core.trainer import equal_bits
 
 sys.argv[0] = {script!r}
 source = open({script!r}).read()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from moevement_core.persistence.lock import acquire
-from moevement_core.persistence.manifest import manifests
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
+from moevement_core.storage.manifest import manifests
+from moevement_core.util.lock import acquire
 from tests.failure_free import failure_free
 from tests.launching import command, logs
 from tests.training import SCRIPT, flags, outcomes, train

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from moevement_cli.main import main
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.launching import finished, launch
 from tests.training import ROOT
 

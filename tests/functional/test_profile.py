@@ -13,7 +13,7 @@ import yaml
 
 from moevement_cli.main import main
 from moevement_cli.profile import FEWEST, FEWEST_SAVING
-from moevement_core.description.profile import Profile
+from moevement_core.planning.profile import Profile
 from tests.training import ROOT, SCRIPT
 
 FLAGS = {

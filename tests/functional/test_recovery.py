@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.failure_free import failure_free
 from tests.functional.bodies import wiped_with_damaged_snapshots
 from tests.functional.jobs import BOTH

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.persistence.manifest import manifests
+from moevement_core.storage.manifest import manifests
 from tests.failure_free import digest_of, failure_free, failure_free_digest
 from tests.functional.jobs import EIGHT_PHASES, LAYOUTS, MICRO_BATCHES, SPARSE, WIDTHS, among, killed_from_outside
 from tests.launching import Survived, launch, logs, survive

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.exit_codes import USAGE_ERROR
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.exit_codes import USAGE_ERROR
 from tests.failure_free import failure_free_digest
 from tests.functional.jobs import SPARSE
 from tests.launching import finished, launch, logs, survive

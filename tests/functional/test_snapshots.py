@@ -11,8 +11,8 @@ import pytest
 
 from moevement_core.overhead.fields import PARTS
 from moevement_core.policy.schedule import Saved
-from moevement_core.run_record import RunRecord
-from moevement_core.verify import compare
+from moevement_core.run.run_record import RunRecord
+from moevement_core.run.verify import compare
 from tests.failure_free import failure_free
 from tests.functional.bodies import live_and_saved, one_killed_while_sending, with_peers_that_keep_nothing
 from tests.harness import run_ranks

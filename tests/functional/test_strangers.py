@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.fuzz.job import KILLS, attack, job_words
 from tests.launching import finished, launch
 

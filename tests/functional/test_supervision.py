@@ -16,7 +16,7 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.launching.children import ASKING, Child, Program, end_all
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.launching import finished, launch, logs, survive
 from tests.training import SCRIPT, flags

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.fuzz.stranger import Stranger
 from tests.training import ROOT
 

@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from moevement_core.comms.token import Token
 from moevement_core.launching.supervise import Task as SupervisorTask
 from moevement_core.launching.supervise import _Task, claim
 from moevement_core.rendezvous.coordinator import Coordinator, State
@@ -15,7 +16,6 @@ from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.roster import STOP
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
-from moevement_core.rendezvous.token import Token
 from tests.simulation.network import COORDINATOR, Listener
 from tests.simulation.rank import NOTICED_S, RankProcess
 from tests.simulation.scenario import Scenario

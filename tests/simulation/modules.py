@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from moevement_core.gate import Gate
+from moevement_core.util.gate import Gate
 from tests.simulation.world import Task, World
 
 _worlds: list[World] = []

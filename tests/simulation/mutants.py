@@ -21,9 +21,10 @@ from moevement_core.rendezvous.membership import Membership
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.replication.replica_store import ReplicaStore
-from moevement_core.session import rejoin, topology
-from moevement_core.session.commit import UpdateCommit
+from moevement_core.session import rejoin
 from moevement_core.snapshot import agreement
+from moevement_core.topology import topology
+from moevement_core.trainer.commit import UpdateCommit
 from tests.simulation.modules import world
 
 Patch = tuple[Any, str, Any]
@@ -178,7 +179,7 @@ def commits_without_all() -> list[Patch]:
         finally:
             world().current().atomic += 1
         self._trainer.iteration = iteration
-        from moevement_core.session.commit import Mark
+        from moevement_core.trainer.commit import Mark
 
         self.mark = Mark(iteration, self._trainer.boundary_copy(), outcome)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moevement_core.replication.connections import Address
+from moevement_core.comms.connections import Address
 from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from moevement_core.session.config import SessionConfig, add_session_flags
+from moevement_core.trainer.config import SessionConfig, add_session_flags
 from tests.simulation.trainer import Pace, Shape
 
 

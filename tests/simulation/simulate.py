@@ -13,14 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moevement_core import boundary_log, log
+from moevement_core import log
+from moevement_core.comms import exchange
 from moevement_core.launching import supervisor
+from moevement_core.recovery import boundary_log
 from moevement_core.rendezvous import lease_client, lease_server, signed_store
 from moevement_core.replication import config as replication_config
 from moevement_core.replication import receiver, sender
-from moevement_core.session import exchange, loop, saving, topology, window_start
-from moevement_core.session.peers import Peers
+from moevement_core.saving import saving, window_start
+from moevement_core.saving.peers import Peers
+from moevement_core.session import loop
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
+from moevement_core.topology import topology
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.collectives import Exchanges, distributed
 from tests.simulation.hosts import Job, NoOrphans, end_all

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import moevement_core as ft
-from moevement_core.boundary_log import Direction
+from moevement_core.recovery.boundary_log import Direction
 from moevement_core.recovery.feed import Alone, Feeds
 from tests.simulation.modules import world
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 
 ROOT = Path(__file__).parents[2]
 LAPTOP = [

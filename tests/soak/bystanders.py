@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.soak.__main__ import ROOT
 
 SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.soak.__main__ import ROOT, digest, kind, run
 from tests.soak.cells import WITH_WINDOWS, Cell, draw_cell
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.soak.__main__ import QUICK, run
 
 BATCH = ["--global-batch-size", "48", "--micro-batch-size", "4", "--expert-model-parallel-size", "1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moevement_core.description.job import JobShape
+from moevement_core.planning.job import JobShape
 from tests.training import ROOT
 
 BASE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moevement_core.numbers import Range
+from moevement_core.util.numbers import Range
 
 BELOW_ONE = Range(0.0, math.nextafter(1.0, 0.0))
 """From 0 on, less than 1."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import moevement_core
-from moevement_core.progress import Progress
-from moevement_core.run_record import RunRecord
+from moevement_core.run.progress import Progress
+from moevement_core.run.run_record import RunRecord
 
 TIMES = {
-    "persistence/lock.py": 1,  # when a folder was taken, for whoever reads it
+    "util/lock.py": 1,  # when a folder was taken, for whoever reads it
     "log.py": 1,
-    "job_entry.py": 1,
+    "run/job_entry.py": 1,
     "launching/job_file.py": 1,
-    "run_record.py": 1,
+    "run/run_record.py": 1,
     "session/run_directory.py": 1,
     # When a failure was noticed, ranks left, groups were usable, and so on: of several hosts, for the report of it.
     "session/rejoin.py": 4,

@@ -20,7 +20,7 @@ import pytest
 from moevement_cli.main import COMMANDS
 from moevement_cli.units import seconds
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from tests.bad_input.command import Needs, filled, named_in_plan, named_in_simulate, unnamed
 from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, Edges, edges
 

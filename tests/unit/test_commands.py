@@ -16,9 +16,9 @@ from moevement_cli.run_facts import UNKNOWN, RunFacts, names
 from moevement_cli.saving_costs import NotMeasured
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.fields import FIELDS
-from moevement_core.process_identity import machine_id
-from moevement_core.versions import versions
-from moevement_core.words import counted
+from moevement_core.util.process_identity import machine_id
+from moevement_core.util.versions import versions
+from moevement_core.util.words import counted
 from tests.unit.monitoring.runs import BEGAN_AT, job, line, recovered_run
 
 LAPTOP = ["pretrain_gpt.py", "--config", str(EXAMPLES / "pretrain_moe" / "configs" / "laptop.yaml")]

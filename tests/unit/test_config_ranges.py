@@ -10,14 +10,14 @@ import pytest
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
-from moevement_core.flags import add_flags, flags_of, from_args
 from moevement_core.monitoring.config import MetricsConfig
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.restart.drills import DrillConfig
-from moevement_core.session.config import add_session_flags
 from moevement_core.strategies.config import StrategyConfig
+from moevement_core.trainer.config import add_session_flags
+from moevement_core.util.flags import add_flags, flags_of, from_args
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from tests.bad_input.command import unnamed
 from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, WITHIN_ONE, edges
 

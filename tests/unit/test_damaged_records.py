@@ -9,7 +9,7 @@ import pytest
 
 from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.run_record import RunRecord
+from moevement_core.run.run_record import RunRecord
 from tests.bad_input.command import unnamed, within
 from tests.bad_input.damages import CONFIG, DAMAGES, EVENTS, JOB, METRICS, RANKS, STRANGERS, SUMMARY, Damage
 from tests.unit.monitoring.runs import recovered_run

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_core.digest import digest
+from moevement_core.util.digest import digest
 
 
 def test_equal_states_have_equal_digests_in_whatever_order_they_were_filled() -> None:

@@ -14,7 +14,7 @@ from megatron.moevement.optimizer.outcome import Reduced, outcome_of, put_step_c
 from megatron.moevement.optimizer.views import OperatorViews, Trained
 from megatron.moevement.transformer.frozen import FrozenMode, gating_without_weight_gradient
 from moevement_core.errors import ConfigError
-from moevement_core.undo import UndoStack
+from moevement_core.util.undo import UndoStack
 
 
 def trained(parameter: Any, master: torch.Tensor | None = None) -> Trained:

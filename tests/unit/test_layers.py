@@ -1,4 +1,4 @@
-"""Which rooms may know which, and that nothing within a room goes round in a circle; told from the sources alone."""
+"""Packages import only packages below them, and no imports form a circle; found from the sources alone."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ MAY_KNOW = {
 }
 """Beside itself, of our rooms and of Megatron."""
 WITHOUT_CYCLES = tuple(ROOMS)
+PACKAGES = (
+    "", "util", "policy", "overhead", "run", "comms", "snapshot", "replication", "strategies", "storage", "engine",
+    "elastic", "rendezvous", "restart", "recovery", "planning", "simulator", "monitoring", "trainer", "topology",
+    "rebuild", "saving", "session", "launching",
+)  # fmt: skip
+"""Packages of the engine, the lowest first; the first entry stands for the modules beside the packages."""
+BESIDE = frozenset({"__init__", "device", "errors", "log", "operators", "precision"})
+"""Modules beside the packages."""
 
 
 @cache
@@ -71,6 +79,32 @@ def test_no_imports_go_round_in_a_circle(room: str) -> None:
     graph = {name: {one for one in imported(path) if one in known} - {name} for name, path in known.items()}
     graph[room] = set()  # a package imports its modules to name them; that is no dependency of theirs on each other
     assert not list(cycles(graph))
+
+
+def package_of(module: str) -> str:
+    """Return the package of a module of the engine; empty for a module beside the packages."""
+    _, package, *rest = module.split(".")
+    return package if rest or package in PACKAGES else ""
+
+
+def test_a_package_of_the_engine_imports_only_packages_below_it() -> None:
+    known = modules("moevement_core")
+    wrong = {
+        f"{module} imports {name}"
+        for module, path in known.items()
+        if module != "moevement_core"
+        for name in imported(path)
+        if name in known and name != "moevement_core"
+        if PACKAGES.index(package_of(name)) > PACKAGES.index(package_of(module))
+    }
+    assert not wrong
+
+
+def test_every_package_of_the_engine_has_its_place() -> None:
+    known = [name for name in modules("moevement_core") if name != "moevement_core"]
+    assert {package_of(name) for name in known} == set(PACKAGES)
+    beside = {path.stem for path in ROOMS["moevement_core"].glob("*.py")}
+    assert beside == BESIDE
 
 
 def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:

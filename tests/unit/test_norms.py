@@ -13,7 +13,7 @@ import torch
 from megatron.moevement.optimizer import committed
 from megatron.moevement.optimizer.modes import Redo
 from megatron.moevement.optimizer.norms import as_clipped_by, as_logged, recorded
-from moevement_core.snapshot import plain
+from moevement_core.comms import plain
 
 
 def coefficient(norm: Any, most: float = 1.0) -> Any:

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from moevement_core.errors import RecoveryError
-from moevement_core.persistence.manifest import Manifest
 from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.rebuild import verdict
+from moevement_core.rebuild.verdict import Part
 from moevement_core.recovery.check import relative_difference
-from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import RecoveryPlan, Report
-from moevement_core.session import equal_bits, verdict
-from moevement_core.session.equal_bits import (
+from moevement_core.run.outcome import Recovery
+from moevement_core.storage.manifest import Manifest
+from moevement_core.trainer import equal_bits
+from moevement_core.trainer.equal_bits import (
     PlacementHistory,
     arithmetic_of_all,
     digest_of,
     why_replay_may_differ,
     why_window_may_differ,
 )
-from moevement_core.session.verdict import Part
 
 DIFFERS = ["state of experts.0 at iteration 5"]
 AT_RANK_1 = rf"\brank 1\b.*{re.escape(DIFFERS[0])}"

@@ -17,11 +17,11 @@ from moevement_cli.main import main
 from moevement_cli.plan import PRESETS, config_path
 from moevement_cli.simulate import SCENARIOS
 from moevement_cli.units import seconds
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import CLUSTERS, Cluster
-from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError, WindowError
 from moevement_core.operators import OperatorKind
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import CLUSTERS, Cluster
+from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, TensorShape, parse
 from moevement_core.simulator.scenario import load

@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.moevement.preflight.ranges import RANGES, ranges
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from tests.bad_input.command import unnamed
 from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, edges
 

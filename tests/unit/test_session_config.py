@@ -17,9 +17,9 @@ from megatron.moevement.runtime.live import Live
 from moevement_core.errors import ConfigError
 from moevement_core.policy.popularity import Ordering
 from moevement_core.replication.config import CopiesConfig
-from moevement_core.session.binding import Binding
-from moevement_core.session.config import add_session_flags
-from moevement_core.session.saving import refuse_what_is_not_defined
+from moevement_core.saving.saving import refuse_what_is_not_defined
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.config import add_session_flags
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {

@@ -7,7 +7,7 @@ import numpy as np
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.window import WindowKind, impose_window
-from moevement_core.session.policy import Policy, agree
+from moevement_core.saving.stage_policy import Policy, agree
 from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts
 

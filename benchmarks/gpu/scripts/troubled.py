@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.device import visible_devices
-from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.restart.in_process import Training, Watching, run_through_failures
+from moevement_core.util.environment import MEMBER_ENV
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}
 CALL_S = 7.0

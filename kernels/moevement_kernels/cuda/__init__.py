@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++, built when they are first used."""
+"""Kernels in CUDA C++, which are built when they are first used."""

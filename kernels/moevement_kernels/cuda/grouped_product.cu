@@ -1,8 +1,8 @@
-// The grouped input gradient dx = dh W1 for compute capability 9.0: rows sorted by expert, a weight for each expert.
+// Grouped input gradient dx = dh W1 for compute capability 9.0; rows are sorted by expert, and each has a weight.
 //
-// One thread of a producer warp brings tiles into shared memory by TMA, in a ring of stages; two warpgroups multiply
-// them, 64 rows each. Rows beyond an expert's last one are brought too (they are the next expert's) and not stored.
-// What it computes is reference.py's; kernels do not know torch.
+// One thread of a producer warp copies tiles into shared memory by TMA, in a ring of stages. Two warpgroups multiply
+// them, 64 rows each. A tile may contain rows of the next expert, which are loaded but not stored. reference.py
+// specifies what the kernel computes; the kernel does not depend on torch.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ constexpr int CONSUMERS = 2;  // warpgroups
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 constexpr int GROUP = 8;      // row tiles that share columns in the cache
 constexpr int LEFT_BYTES = BM * BK * 2, WEIGHT_BYTES = BK * BN * 2, STAGE_BYTES = LEFT_BYTES + WEIGHT_BYTES;
-constexpr int BOX = 64;       // columns of a box: 128 bytes, the width that is swizzled
+constexpr int BOX = 64;       // columns of a box: 128 bytes, the width of the swizzle
 constexpr int BOX_BYTES = BK * BOX * 2;
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + 1024;  // stages begin at multiples of 1024 bytes
 
@@ -59,8 +59,9 @@ __device__ __forceinline__ void load(void* to, const CUtensorMap* map, uint64_t*
         : "memory");
 }
 
-// Of a tile that is swizzled over 128 bytes. `leading` lies between boxes of columns where columns are contiguous, and
-// is not looked at where the inner dimension is; `stride` lies between groups of eight rows.
+// Returns the descriptor of a tile that is swizzled over 128 bytes. `leading` is the number of bytes between boxes of
+// columns if columns are contiguous, and is ignored if the inner dimension is. `stride` is the number of bytes between
+// groups of eight rows.
 __device__ __forceinline__ uint64_t descriptor(const void* tile, int leading, int stride) {
     uint64_t address = shared_address(tile);
     return ((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) {
             const CUtensorMap* weight = weights + tile_expert[tile];
-            // It lies in memory that the host has written: another one may have been there before.
+            // The host has written this memory, which may have held another tensor map before.
             asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(weight) : "memory");
             for (int step = 0; step < steps; ++step) {
                 const int stage = step % STAGES, round = step / STAGES;
@@ -125,15 +126,15 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_m64n256k16(total, a, b);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        // This step's products stay in flight, so that the tensor cores have work while the next stage is waited for.
-        // Those of the step before are done: its stage can be filled again.
+        // The products of this step stay in flight, so that the tensor cores have work during the wait for the next
+        // stage. The products of the previous step are complete, so its stage can be filled again.
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (step > 0 && threadIdx.x % 32 == 0) arrive(&emptied[(step - 1) % STAGES]);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     written(total);
 
-    // A thread has two neighbouring columns of every eight, in two rows.
+    // A thread holds two neighbouring columns of every eight, in two rows.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int row = begin + rows + warp * 16 + lane / 4;
     for (int part = 0; part < BN / 8; ++part) {
@@ -177,18 +178,20 @@ bool describe(CUtensorMap* map, const void* data, int64_t rows, int64_t columns,
 static_assert(BK == BOX, "a row of the left tile is one swizzled row");
 static_assert(sizeof(CUtensorMap) == 128, "as grouped_product.py reserves");
 
-// Descriptions of [inner, columns] weights, for `grouped_product_run`; to be made again when one of them moves.
+// Writes the tensor maps of [inner, columns] weights for `grouped_product_run`; a weight that moves needs a new one.
+// Returns 0, a cudaError_t, or -1 if a tensor map cannot be encoded.
 extern "C" int grouped_product_describe(const void* const* weights, int experts, int64_t inner, int64_t columns,
                                         void* on_device, cudaStream_t stream) {
     std::vector<CUtensorMap> maps(experts);
     for (int expert = 0; expert < experts; ++expert)
         if (!describe(&maps[expert], weights[expert], inner, columns, BK)) return -1;
     cudaError_t error = cudaMemcpyAsync(on_device, maps.data(), experts * sizeof(CUtensorMap), cudaMemcpyHostToDevice, stream);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);  // `maps` ends here
+    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);  // the copy reads `maps`, which ends here
     return error;
 }
 
-// out[rows, columns] = left[rows, inner] W, BF16; 0, a cudaError_t, or -1 where nothing can be described.
+// Computes out[rows, columns] = left[rows, inner] W in BF16. Returns 0, a cudaError_t, or -1 if the tensor map of
+// `left` cannot be encoded.
 extern "C" int grouped_product_run(const void* left, int64_t rows, int inner, int columns, const void* weights,
                                    const int* tile_expert, const int* tile_begin, const int* tile_end, int tiles,
                                    void* out, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-"""The grouped input gradient in CUDA C++ (wgmma and TMA), for compute capability 9.0 and BF16.
+"""Grouped input gradient in CUDA C++ (wgmma and TMA), for compute capability 9.0 and BF16.
 
-Built by :mod:`torch.utils.cpp_extension` at its first use, and then compared with the reference on that device before
-anything else is computed with it.
+:mod:`torch.utils.cpp_extension` builds it at its first use. It is then compared with the reference on that device
+before it computes anything else.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ NAME = "moevement_grouped_product"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
-"""Rows of a tile, as in the source."""
+"""Rows of a tile; the constant in the source must be equal."""
 BUILD_LIMIT_S = 600.0
-"""Seconds that a process waits for another one's build, which takes less than a minute."""
+"""Seconds for which a process waits for another process's build, which takes less than a minute."""
 _DESCRIPTION_BYTES = 128
 _TOLERANCE = 2**-6
-"""Relative to the largest element; BF16 rounds to 2^-9, and sums run in another order."""
+"""Tolerance relative to the largest element; BF16 rounds to 2^-9, and sums have another order."""
 
 
 class CudaKernelError(RuntimeError):
-    """The kernel cannot be built or run, or computes something else on this device."""
+    """Error if the kernel cannot be built or run, or computes wrong results on this device."""
 
 
 def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
-    """Return whether the kernel takes these arguments; it depends on shapes and dtypes alone, never on which experts
-    are frozen.
+    """Return True if the kernel supports these arguments.
+
+    The result depends only on shapes and dtypes, never on which experts are frozen.
     """
     return (
         left.is_cuda
@@ -50,17 +51,17 @@ def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> b
 
 
 def run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
-    """``out = left W``: ``[T, K]``, ``[K, N]`` of each expert, ``[T, N]``.
+    """Compute ``out = left W``, from ``[T, K]`` and ``[K, N]`` of each expert to ``[T, N]``.
 
     Raises:
-        CudaKernelError: it cannot, or its check on this device failed.
+        CudaKernelError: the kernel cannot run, or its check on this device failed.
     """
     _check_on(left.device.index)
     _run(left, weights, rows, out)
 
 
 def prepare() -> None:
-    """Build the kernel and check it on the current device, before training waits for it.
+    """Build the kernel and check it on the current device, so that training does not wait for it later.
 
     Raises:
         CudaKernelError: see :func:`run`.
@@ -70,7 +71,7 @@ def prepare() -> None:
 
 def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
     stream = torch.cuda.current_stream(left.device).cuda_stream
-    pointers = tuple(one.data_ptr() for one in weights.data)
+    pointers = tuple(weight.data_ptr() for weight in weights.data)
     described = _described(left.device.index, pointers, weights.rows, weights.columns)
     code = library().grouped_product_run(
         ctypes.c_void_p(left.data_ptr()), ctypes.c_int64(left.shape[0]), weights.rows, weights.columns,
@@ -83,7 +84,7 @@ def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int) -> torch.Tensor:
-    """Return the positions of weights in the hardware's form; weights of a training stay where they are."""
+    """Return the tensor maps of the weights, which the hardware reads; the weights of a training run do not move."""
     array = (ctypes.c_void_p * len(pointers))(*pointers)
     on_device = torch.empty(len(pointers) * _DESCRIPTION_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -96,9 +97,9 @@ def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int)
 
 
 def build_folder() -> Path:
-    """Return this node's folder below torch's (``TORCH_EXTENSIONS_DIR``), which is made where there is none.
+    """Return this node's folder below torch's (``TORCH_EXTENSIONS_DIR``), and create it if it is missing.
 
-    Nodes may share torch's folder, in a home over NFS, and a lock need not reach from one to the other.
+    Nodes may share torch's folder, in a home over NFS, and a lock may not work between nodes.
     """
     from torch.utils import cpp_extension
 
@@ -109,7 +110,7 @@ def build_folder() -> Path:
 
 @functools.cache
 def library() -> Any:
-    """Build it, or find it built; the first process of a node builds, and the others wait for it.
+    """Return the built library; the first process of a node builds it, and the others wait.
 
     Raises:
         CudaKernelError: it cannot be built, or another process has been building for ``BUILD_LIMIT_S``.
@@ -118,7 +119,7 @@ def library() -> Any:
 
     try:
         folder = build_folder()
-        # Torch's own lock outlives a process that is killed while it builds, and everyone would wait for ever.
+        # Torch's own lock outlives a process that is killed during a build, and all others would wait for it forever.
         with locked(folder.with_name(f"{folder.name}.lock"), BUILD_LIMIT_S):
             (folder / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
@@ -132,9 +133,9 @@ def library() -> Any:
 
 @functools.cache
 def _check_on(device: int) -> None:
-    """An odd problem, against FP32, in which every stage of the ring is used again."""
+    """Check an irregular problem against FP32, in which every stage of the ring is reused."""
     generator = torch.Generator().manual_seed(7)
-    # More steps than two rounds of the ring of stages, and more row tiles than a group.
+    # This needs more steps than two rounds of the ring of stages, and more row tiles than a group has.
     counts, inner, columns = [130, 0, 1, 1300], 840, 328
     place = torch.device("cuda", device)
     left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A lock between the processes of a node that is waited for in short steps."""
+"""Lock between the processes of a node, for which a process waits in short steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STEP_S = 0.1
 
 @contextmanager
 def locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Hold the exclusive lock of ``path``, a file that is created where there is none.
+    """Hold the exclusive lock of ``path``, a file that is created if it is missing.
 
-    A waiting flock is one C call: no exception of a restart and no sign of life gets out of it. Attempts that return at
-    once let both through.
+    A blocking flock is one C call, during which the process can neither handle a restart's exception nor send a
+    heartbeat. Attempts that return at once allow both.
 
     Args:
         path: the lock file; its holder writes its process id into it.
-        limit_s: seconds to wait for it.
+        limit_s: seconds to wait for the lock.
 
     Raises:
         TimeoutError: another process still holds it after ``limit_s`` seconds.

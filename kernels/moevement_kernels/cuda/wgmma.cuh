@@ -1,6 +1,6 @@
-// One asynchronous product of a warpgroup: d[64 x 256] = a[64 x 16] b[16 x 256] + d, BF16 into FP32.
+// Asynchronous product of a warpgroup: d[64 x 256] = a[64 x 16] b[16 x 256] + d, from BF16 into FP32.
 //
-// a and b are described by shared memory descriptors; a has its inner dimension contiguous, b its columns.
+// a and b are shared memory descriptors. The inner dimension of a is contiguous, and the columns of b are.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
         " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
         " %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
         " %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, 1, 1, 1, 0, 1;"  // d += a b; a and b not negated; a as it is, b transposed
+        "%128, %129, 1, 1, 1, 0, 1;"  // d += a b; neither a nor b negated; only b transposed
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -35,8 +35,8 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
         : "l"(a), "l"(b));
 }
 
-// The compiler sees a product's registers as written where it is issued. To be called after the wait for the last one:
-// nothing that reads them is moved before it then.
+// Marks the registers of a product as written. The compiler assumes that they are written where the product is issued.
+// A call after the wait for the last product keeps reads of them behind that wait.
 __device__ __forceinline__ void written(float (&d)[128]) {
 #pragma unroll
     for (int index = 0; index < 128; ++index) asm volatile("" : "+f"(d[index])::"memory");

@@ -1,6 +1,7 @@
-"""The backward pass of frozen experts with FP8 products, as callers have it: shapes are checked, one of two runs.
+"""Launcher of the backward pass of frozen experts with FP8 products: it checks shapes, and runs kernel or reference.
 
-Not chosen by ``--moevement-frozen-kernels``: no GPU has shown it right and faster (``python -m benchmarks.kernels``).
+``--moevement-frozen-kernels`` does not select it, because no GPU has shown that it is right and faster (``python -m
+benchmarks.kernels``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moevement_kernels.tiles import RowTiles, Tiles, addresses, row_tiles
 from moevement_kernels.weights import BLOCK, Format, Weights
 
 TILES = Tiles(inner=128)
-"""Tiles for blocks and for whole tensors alike: 96 KiB of shared memory for three stages."""
+"""Tiles for scales by block and by tensor; three stages take 96 KiB of shared memory."""
 
 
 def input_gradient(
@@ -122,7 +123,7 @@ def _check(
 
 
 def _has_scales(weights: Weights, by_block: bool) -> bool:
-    if weights.format is Format.FP8_PER_TENSOR:  # a single block looks like that, too
+    if weights.format is Format.FP8_PER_TENSOR:  # A single block has the same format.
         return not by_block or max(weights.rows, weights.columns) <= BLOCK
     return by_block and weights.format is Format.FP8_PER_BLOCK
 

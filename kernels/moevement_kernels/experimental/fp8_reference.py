@@ -1,13 +1,13 @@
-"""The backward pass of a frozen expert whose products are in FP8, obvious and slow: the specification of the kernels.
+"""Backward pass of a frozen expert with FP8 products, simple and slow; it specifies what the kernels compute.
 
     da = dy W2                      both in FP8; never rounded
     dp = sum over F of da * act(h)
     dh = da * p * act'(h)           rounded to the dtype of h, then to FP8
     dx = dh W1                      both in FP8
 
-Recipes are Transformer Engine's for Hopper: one scale for the matrix of an expert, from earlier ones (delayed scaling)
-or from itself (current scaling), or a power of two for every 128 elements of a row and every 128 x 128 of a weight
-(blockwise). Sums are in FP32.
+The recipes are Transformer Engine's for Hopper. The matrix of an expert has one scale, from earlier matrices (delayed
+scaling) or from itself (current scaling). Or a power of two scales every 128 elements of a row, and every 128 x 128 of
+a weight (blockwise). Sums are in FP32.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Codes:
 
     Args:
         data: ``[T, N]`` in an FP8 dtype.
-        inverse_scales: FP32, what codes are multiplied with: one for each expert, ``[E]``, or for every 128 elements
-            of a row, ``[T, N / 128]`` rounded up.
+        inverse_scales: FP32 factors of the codes: one for each expert, ``[E]``, or for every 128 elements of a row,
+            ``[T, N / 128]`` rounded up.
     """
 
     data: torch.Tensor
@@ -40,7 +40,7 @@ class Codes:
 
     @property
     def is_by_block(self) -> bool:
-        """True if a row has scales of its own."""
+        """True if each row has its own scales."""
         return self.inverse_scales.dim() == 2
 
     def dense(self, counts: Sequence[int]) -> torch.Tensor:
@@ -53,12 +53,12 @@ class Codes:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """Quantiser that makes ``dh`` FP8.
+    """Quantiser that converts ``dh`` to FP8.
 
     Args:
         dtype: E5M2 or E4M3.
-        scales: FP32, ``[E]``, what to multiply with (delayed scaling); None: from the matrix of each expert itself.
-        is_by_block: a scale for every 128 elements of a row instead.
+        scales: FP32 factors ``[E]`` (delayed scaling); None to derive them from the matrix of each expert.
+        is_by_block: True for a scale for every 128 elements of a row instead.
     """
 
     dtype: torch.dtype
@@ -81,16 +81,16 @@ class Quantiser:
 
 
 class FP8InputGradient(NamedTuple):
-    """Gradients that flow back."""
+    """Gradients of a frozen expert's inputs."""
 
     dx: torch.Tensor
-    """``[T, H]``, in the dtype of h."""
+    """Gradient of the tokens, ``[T, H]``, in the dtype of h."""
     dp: torch.Tensor
-    """FP32, ``[T]``."""
+    """Gradient of the probabilities, FP32 ``[T]``."""
     dh: Codes
-    """``[T, G]``."""
+    """Gradient of h in FP8, ``[T, G]``."""
     amax: torch.Tensor
-    """FP32, ``[E]``: of dh, for scales that come from earlier matrices; 0 where an expert has no tokens."""
+    """Largest magnitude of dh, FP32 ``[E]``, from which later scales follow; 0 for an expert without tokens."""
 
 
 def input_gradient(
@@ -100,34 +100,34 @@ def input_gradient(
     """Return the gradients for tokens sorted by expert.
 
     Args:
-        dy: ``[T, H]``.
-        h: ``[T, G]``, BF16 or FP16, of the forward pass.
-        p: ``[T]``.
+        dy: gradient of the outputs, ``[T, H]``.
+        h: BF16 or FP16 ``[T, G]`` from the forward pass.
+        p: probabilities ``[T]``.
         counts: tokens of each expert.
-        w1: ``[H, G]`` each, in FP8: **transposed**, as Hopper's FP8 products need what is on their right.
-        w2: ``[F, H]`` each, likewise.
-        kind: of the activation.
-        quantiser: of dh.
+        w1: FP8 ``[H, G]`` of each expert: **transposed**, because Hopper's FP8 products need their right operand so.
+        w2: FP8 ``[F, H]`` of each expert, transposed too.
+        kind: activation.
+        quantiser: quantiser of dh.
     """
     splits, parts = list(counts), []
     rows = zip(dy.dense(counts).split(splits), h.split(splits), p.split(splits), strict=True)
     for expert, (dy_, h_, p_) in enumerate(rows):
         parts.append(through_activation(dy_ @ w2.dense(expert).T, h_, p_, kind))
-    dp, dh = (torch.cat(one) for one in zip(*parts, strict=True))
+    dp, dh = (torch.cat(gradients) for gradients in zip(*parts, strict=True))
     codes = quantiser.of(dh, counts)
     dx = [dh_ @ w1.dense(expert).T for expert, dh_ in enumerate(codes.dense(counts).split(splits))]
     return FP8InputGradient(torch.cat(dx).to(h.dtype), dp, codes, amaxes(dh, counts))
 
 
 def amaxes(matrix: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The largest magnitude of each expert's rows, FP32 ``[E]``; infinite where something is no number."""
+    """Return the largest magnitude of each expert's rows, FP32 ``[E]``; infinite if an element is NaN."""
     parts = matrix.nan_to_num(float("inf"), float("inf"), -float("inf")).split(list(counts))
-    return torch.stack([one.abs().max().float() if one.numel() else one.new_zeros((), dtype=torch.float32)
-                        for one in parts])  # fmt: skip
+    return torch.stack([part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
+                        for part in parts])  # fmt: skip
 
 
 def by_rows(matrix: torch.Tensor, dtype: torch.dtype) -> Codes:
-    """A power of two for every 128 elements of a row."""
+    """Quantise with a power of two for every 128 elements of a row."""
     columns = matrix.shape[1]
     across = -(-columns // BLOCK)
     padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * BLOCK - columns))
@@ -137,13 +137,13 @@ def by_rows(matrix: torch.Tensor, dtype: torch.dtype) -> Codes:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to the nearest code, ties to even; values beyond the largest number become it."""
+    """Round to the nearest code, ties to even, and saturate at the largest number."""
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale."""
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if it is 0 or not finite."""
     scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale

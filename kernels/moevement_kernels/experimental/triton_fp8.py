@@ -1,8 +1,7 @@
-"""The backward pass of a frozen expert with FP8 products (compute capability 9.0), in Triton; ``fp8_reference.py`` says
-what it computes.
+"""Backward pass of a frozen expert with FP8 products, in Triton (compute capability 9.0).
 
-Each step of the inner dimension is a product of its own, added to the sum in FP32: Hopper's tensor cores keep fewer
-bits of a sum than FP32 has while they add up FP8 products.
+``fp8_reference.py`` specifies what it computes. Each step of the inner dimension is a separate product, and the kernel
+adds it to the sum in FP32. Hopper's tensor cores sum FP8 products with fewer bits than FP32 has.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _magnitude(x):
-    """Infinite for NaN, which a maximum would drop."""
+    """Return the magnitude; infinite for NaN, which a maximum would drop."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -35,11 +34,14 @@ def _dot(left, right):
 
 @triton.jit
 def _cast(x, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """Round to the nearest FP8 number, ties to even, no larger than the largest; the interpreter gets it rounded."""
+    """Round to the nearest FP8 number, ties to even, and saturate at the largest.
+
+    Under the interpreter, the value is rounded before it is converted.
+    """
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
-        KEPT: tl.constexpr = 21 if tl.float8e5 == DTYPE else 20  # bits of FP32 that go
-        SMALLEST: tl.constexpr = 2.0**-14 if tl.float8e5 == DTYPE else 2.0**-6  # normal number
+        KEPT: tl.constexpr = 21 if tl.float8e5 == DTYPE else 20  # bits of FP32 that are removed
+        SMALLEST: tl.constexpr = 2.0**-14 if tl.float8e5 == DTYPE else 2.0**-6  # smallest normal number
         STEP: tl.constexpr = 2.0**-16 if tl.float8e5 == DTYPE else 2.0**-9
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + (1 << (KEPT - 1)) - 1 + ((bits >> KEPT) & 1)) >> KEPT << KEPT
@@ -54,7 +56,7 @@ def _product(
     left, left_scales, w, scales, rows, here, columns, expert, K, N, scale_stride,
     IS_BY_BLOCK: tl.constexpr, L_DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``left W^T`` of rows ``[T, K]`` and weights ``[N, K]``, FP32 ``[BM, BN]``."""
+    """Return ``left W^T`` of rows ``[T, K]`` and weights ``[N, K]``, FP32 ``[BM, BN]``."""
     total = tl.zeros((BM, BN), dtype=tl.float32)
     across = tl.cdiv(K, BLOCK)
     for k in range(0, K, BK):
@@ -65,7 +67,7 @@ def _product(
             mask=(columns < N)[None, :] & (inner < K)[:, None], other=0,
         )  # fmt: skip
         part = _dot(l_tile.to(L_DTYPE, bitcast=True), w_tile.to(tl.float8e4nv, bitcast=True))
-        if IS_BY_BLOCK:  # tiles divide blocks
+        if IS_BY_BLOCK:  # Tile sizes divide the block size.
             of_rows = tl.load(left_scales + rows * across + k // BLOCK, mask=here, other=0)
             of_weight = tl.load(scales + (tl.min(columns, 0) // BLOCK) * scale_stride + k // BLOCK)
             part *= of_rows[:, None] * of_weight
@@ -80,19 +82,21 @@ def _store_codes(
     value, codes, scales, rows, inside, here, place, block, blocks, scale,
     MODE: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dh, as it is (current scaling, which has to see all of it first) or in FP8."""
+    """Store a tile of dh, in FP8, or unchanged for current scaling, which needs the amax of the whole matrix first."""
     if MODE == CURRENT:
         tl.store(codes + place, value, mask=inside)
     else:
         wide = value.to(tl.float32)
         if MODE == BY_BLOCK:
             amax = tl.max(tl.where(inside, _magnitude(wide), 0.0), 1)
-            known = (amax > 0) & (amax < float("inf"))  # nothing is scaled where something is NaN or infinite
-            found = tl.minimum(tl.div_rn(LARGEST + tl.zeros_like(amax), tl.where(known, amax, 1.0)), FLOAT_MAX)
-            found = (found.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            found = tl.where(known, found, 1.0)
-            tl.store(scales + rows * blocks + block, tl.div_rn(tl.zeros_like(found) + 1.0, found), mask=here)
-            wide *= found[:, None]
+            known = (amax > 0) & (amax < float("inf"))  # Rows with a NaN or an infinite element are not scaled.
+            block_scale = tl.minimum(tl.div_rn(LARGEST + tl.zeros_like(amax), tl.where(known, amax, 1.0)), FLOAT_MAX)
+            block_scale = (block_scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            block_scale = tl.where(known, block_scale, 1.0)
+            tl.store(
+                scales + rows * blocks + block, tl.div_rn(tl.zeros_like(block_scale) + 1.0, block_scale), mask=here
+            )
+            wide *= block_scale[:, None]
         else:
             wide *= scale
         tl.store(codes + place, _cast(wide, LARGEST, DTYPE).to(tl.uint8, bitcast=True), mask=inside)
@@ -105,7 +109,7 @@ def hidden_gradient_kernel(
     DH_DTYPE: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``da = dy W2``, which stays in registers, and from it ``dh``, its amax and this tile's part of ``dp``.
+    """Compute ``da = dy W2``, which stays in registers, and from it ``dh``, its amax and this tile's part of ``dp``.
 
     ``w2`` is ``[F, H]``; ``amaxes`` and ``dp_parts`` are ``[column tiles, row tiles]`` and ``[column tiles, T]``.
     """
@@ -148,7 +152,7 @@ def product_kernel(
     IS_BY_BLOCK: tl.constexpr, L_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """``left W^T``, of ``[N, K]`` weights."""
+    """Compute ``left W^T`` with ``[N, K]`` weights."""
     tile, column = _place(tiles, N, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     total = _product(

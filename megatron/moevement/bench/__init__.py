@@ -1,1 +1,1 @@
-"""Training scripts that measure; `moevement bench` starts them."""
+"""Training scripts for measurements, which `moevement bench` starts."""

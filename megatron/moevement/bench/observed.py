@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moevement_core.session import observer as observers
+from moevement_core.trainer import observer as observers
 
 OUTPUT_ENV = "MOEVEMENT_BENCH_OUTPUT"
 """Variable with the folder for ``samples.json``; rank 0 writes it, and the other ranks keep in step with rank 0."""

@@ -11,8 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 
 from megatron.moevement.bench.observed import run_observed
-from moevement_core.session import observer as observers
 from moevement_core.session.session import Session
+from moevement_core.trainer import observer as observers
 
 MODES = ("off", "capture", "replicate")
 BLOCK_ENV = "MOEVEMENT_BENCH_BLOCK"

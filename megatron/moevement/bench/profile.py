@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import OUTPUT_ENV
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.comms.exchange import all_gather_objects
 
 ITERATIONS_ENV, STORAGE_ENV = "MOEVEMENT_BENCH_ITERATIONS", "MOEVEMENT_BENCH_STORAGE"
 WARM_UP = 3

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import run_observed
-from moevement_core.session import observer as observers
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.session.drill import wipe_and_recover
-from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.session import Session
+from moevement_core.trainer import observer as observers
 
 STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
 BEGIN = 6

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.moevement.bench.observed import run_observed
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.skew import skewness
-from moevement_core.session import observer as observers
 from moevement_core.session.session import Session
 from moevement_core.strategies import MoEvement, SparseSchedule
+from moevement_core.trainer import observer as observers
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8

@@ -18,12 +18,10 @@ def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Calla
     """Return a wrapper of ``build_pretraining_data_loader`` whose loaders do not use the default generator.
 
     A loader draws the seed of its workers whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and
-    a
-    recovery opens another one. Both would advance the generator, from which dropout draws on a machine without a GPU.
+    a recovery opens another one. Both would advance the generator, from which dropout draws on a machine without a GPU.
 
     Workers of validation and test sets are not forked before the first evaluation, because a recovery enters training
-    again
-    and would fork all of them.
+    again and would fork all of them.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,8 +117,7 @@ def build_token_files(
 
     Raises:
         DataError: an input is not readable, is not UTF-8 although the tokenizer needs that, all inputs are empty, or
-            the
-            output is not writable.
+            the output is not writable.
     """
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

@@ -1,1 +1,1 @@
-"""Elastic jobs on Megatron: with fewer ranks where some are lost for good, and with more again."""
+"""Elastic jobs on Megatron, which continue with fewer ranks when nodes fail, and grow again."""

@@ -14,8 +14,7 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """Return the boundary state of a rank of the same stage in a form that this rank can restore.
 
     With one data-parallel rank, Megatron has a single optimizer; with more, it has another one for experts. If the
-    number
-    of optimizers has changed, the function uses the first loss scaler for all of them.
+    number of optimizers has changed, the function uses the first loss scaler for all of them.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))

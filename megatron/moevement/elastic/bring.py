@@ -17,11 +17,11 @@ from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.exchange import Exchanged
-from moevement_core.events import Resized as ResizedEvent
 from moevement_core.operators import expert_name
 from moevement_core.restart.generation import generation
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.run.events import Resized as ResizedEvent
 
 
 @torch.no_grad()

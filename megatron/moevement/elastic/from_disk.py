@@ -10,9 +10,9 @@ from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.rebuild import prepare_from_snapshots
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.runtime.live import Live
-from moevement_core.persistence.manifest import Manifest
-from moevement_core.session.prepare import Prepared
-from moevement_core.session.window_files import Resize, WindowFiles
+from moevement_core.rebuild.prepare import Prepared
+from moevement_core.saving.window_files import Resize, WindowFiles
+from moevement_core.storage.manifest import Manifest
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:

@@ -6,8 +6,8 @@ import math
 from argparse import Namespace
 
 from moevement_core.elastic.config import ElasticConfig
-from moevement_core.flags import from_args
 from moevement_core.rendezvous.resizing import Grid
+from moevement_core.util.flags import from_args
 
 
 def grid_of(args: Namespace) -> Grid | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron.moevement.elastic.pieces import Stand
 from moevement_core.recovery.places import Holding, Source
-from moevement_core.session.sources import holding_of
+from moevement_core.recovery.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
 
 

@@ -1,4 +1,4 @@
-"""Outcome of the newest iteration of an elastic job, whose line of metrics a failure may have prevented."""
+"""Outcome of the newest iteration of an elastic job, kept because a failure may have prevented its metrics line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
-from moevement_core.session.codec import Plain
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.comms.codec import Plain
+from moevement_core.comms.exchange import all_gather_objects
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class RoutedLoads:
         """Return the imbalance of the last iteration: tokens of the rank with the most, over an even share.
 
         All ranks wait for the slowest, so this is the factor by which imbalance slows the expert computation. It is the
-        mean
-        over the layers of this rank's stage; None without any. The call waits for the device.
+        mean over the layers of this rank's stage; None without any. The call waits for the device.
         """
         shares = [
             slowest_node(np.array(tokens.tolist(), dtype=np.int64), self._slots.tables[layer])

@@ -19,11 +19,11 @@ from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
 from megatron.moevement.elastic.slots import Loads, slots
 from megatron.moevement.runtime.job import Job, Process
+from moevement_core.comms.codec import Plain
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.exchange import Piece
-from moevement_core.session.codec import Plain
-from moevement_core.session.commit import Mark
-from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.sources import MemorySource
+from moevement_core.recovery.sources import MemorySource
+from moevement_core.trainer.commit import Mark
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
     same = [holder for holder in holders if holder.stand.stage == job.stand.stage]
     peer = (same or list(holders))[0]
     commit = job.session.commit
-    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # without a step
+    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # skipped, without a step
         commit.mark = Mark(newest, {**commit.mark.boundary, **peer.common}, {})
         return
     commit.follow(newest, peer.outcome, peer.common)

@@ -11,7 +11,7 @@ from megatron.moevement.elastic.held import Held
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
-from moevement_core.session.commit import Mark
+from moevement_core.trainer.commit import Mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,9 @@ class Offer:
     this rank has no losses.
     """
     helds: Sequence[Held] = ()
-    """Snapshots of this rank and those it keeps for peers, of that formation of the job, and of earlier formations
-    until a window of this one is persisted.
+    """Snapshots of this rank and those it keeps for peers, of that formation of the job.
+
+    Until a window of that formation is persisted, they include snapshots of earlier ones.
     """
 
     def live(self, iteration: int) -> Sequence[Piece]:

@@ -28,9 +28,9 @@ class Stand:
     stage: int
     """Pipeline stage of the rank."""
     tensor: int
-    """Tensor-parallel rank of the dense parts; for experts see ``expert_tensor``."""
+    """Tensor-parallel rank of dense parameters; that of experts is ``expert_tensor``."""
     expert: int
-    """Expert-parallel rank."""
+    """Position of the rank in its expert-parallel group."""
     expert_tensor: int
 
     @staticmethod

@@ -24,11 +24,11 @@ from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.exchange import StateMissing
 from moevement_core.engine.config import Verify
-from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.identity import agree_on_names
-from moevement_core.session.prepare import Prepared
+from moevement_core.rebuild.prepare import Prepared
+from moevement_core.saving.identity import agree_on_names
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 
@@ -37,8 +37,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
     """Rebuild the job with the present ranks, from the state that they have in memory. Collective.
 
     Every rank calls it as soon as process groups are usable, before Megatron opens data. State that has to be recovered
-    is
-    recovered inside the training loop (:func:`take_up_resized`).
+    is recovered inside the training loop (:func:`take_up_resized`).
 
     Args:
         process: this process.

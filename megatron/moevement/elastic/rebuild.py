@@ -24,15 +24,15 @@ from megatron.moevement.elastic.meeting import nearest_of_stage
 from megatron.moevement.elastic.pieces import Stand, saved_piece, snapshot_pieces
 from megatron.moevement.elastic.transfer import bring_pieces
 from moevement_core import log
+from moevement_core.comms import plain
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.exchange import Exchanged, StateMissing
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.schedule import Saved
+from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.places import Holding
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
-from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.prepare import Prepared
-from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,

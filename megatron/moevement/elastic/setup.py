@@ -10,11 +10,11 @@ from typing import Any
 from megatron.moevement.elastic.meeting import Meeting
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.slots import Slots, Table, slots, use_slots
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
-from moevement_core.flags import from_args
-from moevement_core.run_record import RunRecord
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.flags import from_args
 
 
 def put_experts_in_slots(args: Namespace) -> None:

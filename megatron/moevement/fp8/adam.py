@@ -25,12 +25,9 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 regularisation.
 
     The state of each parameter is ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if master weights are requested.
-    FP16
-    and FP8 state has a scale for each tensor (``_scales``). It is a power of two, so state keeps its bits when it is
-    read
-    and set again. With ``store_param_remainders``, the master weights of a BF16 parameter are the parameter and 16
-    further
-    bits (``int16``).
+    FP16 and FP8 state has a scale for each tensor (``_scales``). It is a power of two, so state keeps its bits when it
+    is read and set again. With ``store_param_remainders``, the master weights of a BF16 parameter are the parameter and
+    16 further bits (``int16``).
 
     Args:
         params: parameters or groups, as for any optimizer.

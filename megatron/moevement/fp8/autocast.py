@@ -106,9 +106,7 @@ class Region:
 
 
 _regions: list[Region] = []
-"""Regions that are entered and not left, the innermost last. One thread runs the forward passes and their
-recomputation.
-"""
+"""Regions that are entered and not left, the innermost last; one thread runs all passes and recomputations."""
 
 
 def forget() -> None:

@@ -25,8 +25,7 @@ class DelayedScales(torch.nn.Module):
         scale: FP32 ``[3]``, by :class:`Role`.
         amax_history: FP32 ``[history, 3]``; the first row has the amaxes since the scales were last set.
         made: FP32 ``[1]``; scale with which the codes of a weight in FP8 were computed. It differs from the present
-            scale
-            after a skipped update, which changes scales but not weights.
+            scale after a skipped update, which changes scales but not weights.
     """
 
     scale: torch.Tensor

@@ -60,7 +60,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 for an amax of 0 or a non-finite one.
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if it is 0 or not finite.
 
     Args:
         amax: FP32, any shape.

@@ -16,9 +16,7 @@ from megatron.moevement.fp8.recipe import Recipe
 from megatron.moevement.patches import replace, wrap
 
 _CHECKED = {"1.7.0.dev0", "1.11.0", "2.6.0dev0", "2.1.0", "2.1.0.dev0"}
-"""Versions of Transformer Engine that Megatron's configuration requires for FP8 training, and for narrow optimizer
-state.
-"""
+"""Versions of Transformer Engine that Megatron's configuration requires for FP8 or for narrow optimizer state."""
 _TE = "transformer_engine"
 _NO_TE = "is Transformer Engine's"
 

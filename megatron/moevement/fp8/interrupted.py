@@ -1,8 +1,8 @@
 """Cleanup of Transformer Engine's FP8 after an interruption, in a process that keeps its model.
 
-Delayed scaling has a registry in the process. At the end of each forward and each backward pass, Transformer Engine
-concatenates the amaxes of all registered modules, reduces them over the ranks of the group, and derives scales. A
-module registers in its first forward pass, and notes that in its ``fp8_meta``.
+Delayed scaling has a registry in the process. At the end of each pass, Transformer Engine concatenates the amaxes of
+all registered modules, reduces them over the ranks of the group, and derives scales. A module registers in its first
+forward pass, and notes that in its ``fp8_meta``.
 
 The registry of a replacement is empty. A survivor with a full one would reduce amaxes of more modules than the
 replacement, if a rank has several virtual stages. A survivor with an empty one and the notes left would never register

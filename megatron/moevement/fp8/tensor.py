@@ -23,8 +23,7 @@ class QuantisedTensor(torch.Tensor):
     """Weight ``[N, K]`` in E4M3 with one scale, or one for each 128 x 128 elements.
 
     Operations that read it get the represented values, in the dtype that it shows. ``copy_`` and fills quantise. No
-    other
-    operation changes it in place.
+    other operation changes it in place.
 
     Attributes:
         buffers: raw buffers by the names of Transformer Engine's tensors: ``uint8`` codes, and inverse scales.
@@ -98,8 +97,7 @@ class QuantisedTensor(torch.Tensor):
         """Change the represented values to ``values``.
 
         An optimizer changes a shard, whose amax then counts for the next scale. Loading changes a whole weight, and
-        counts for
-        nothing, because the history is loaded too.
+        counts for nothing, because the history is loaded too.
         """
         if self.scales is not None and self.dim() == 1:
             self.scales.record(Role.WEIGHT, values.to(self.dtype))

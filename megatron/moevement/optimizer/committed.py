@@ -10,7 +10,7 @@ Megatron's chained step mixes reductions, updates and gathers. The replacement o
    member executes its step, compute weights are copied, and the mark is set.
 4. Parameters are gathered, which may be interrupted and repeated.
 
-See :mod:`moevement_core.session.commit`.
+See :mod:`moevement_core.trainer.commit`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.patches import replace_on
 from megatron.moevement.state_digest import loss_scaler, members
 from moevement_core.errors import ConfigError
-from moevement_core.injection import Phase
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic, refuse_if_interrupted
-from moevement_core.session.commit import Commit, Mark, Vote
+from moevement_core.trainer.commit import Commit, Mark, Vote
 
 REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
 ZEROS = "count_zeros"
@@ -71,8 +71,7 @@ class CommittedOptimizer(Commit):
         step: replacement for the trainer's ``optimizer.step()`` in training; it calls :meth:`step`.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
         num_tokens: function that returns the number by which gradients were divided, and waits for the device; it
-            returns
-            None without per-token loss.
+            returns None without per-token loss.
         validates: True if an update with a norm that is not finite is refused.
     """
 
@@ -165,8 +164,7 @@ class CommittedOptimizer(Commit):
         """Return a count of zeros that is already known inside the section.
 
         Megatron counts zeros when it clips gradients. That is inside the section, where ranks may not wait for each
-        other. So
-        the zeros are counted before it, which differs only if clipping rounds a gradient down to zero.
+        other. So the zeros are counted before it, which differs only if clipping rounds a gradient down to zero.
         """
 
         @functools.wraps(original)
@@ -293,8 +291,7 @@ class CommittedOptimizer(Commit):
         """Close what an interruption left open.
 
         With an open section, the steps of a replay would wait for every rank and never allow a restart. With deferred
-        gathers,
-        they would train on weights that were not gathered.
+        gathers, they would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -335,8 +332,7 @@ def norm_spans_job(optimizer: Any, world: int) -> bool:
     """Return True if every rank of the job contributes to every norm of a step.
 
     Such a norm proves that all ranks have reached it. Without the distributed optimizer, a norm covers one model
-    replica;
-    with several instances of it, a norm covers one instance.
+    replica; with several instances of it, a norm covers one instance.
     """
     groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
     return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)

@@ -153,11 +153,9 @@ class Redo(Replay):
     """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
     A gradient that was reduced in FP32 was unscaled and clipped in place, and logged after that. A narrower gradient
-    was
-    logged as it was reduced. So the mode sets all gradients twice: for the narrow ones before Megatron unscales and
-    clips,
-    and for the others after it. The second time, the optimizer does not read the narrow ones, because it has its own
-    copy.
+    was logged as it was reduced. So the mode sets all gradients twice: for the narrow ones before Megatron unscales and
+    clips, and for the others after it. The second time, the optimizer does not read the narrow ones, because it has its
+    own copy.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.

@@ -20,8 +20,7 @@ def recorded(norm: Any) -> Norm:
     """Return ``norm`` as records keep it: a tensor as a copy on the host, any other number as a double.
 
     The tensor keeps its shape and dtype. The call waits for the device, and so for the reduction that gives the norm.
-    The
-    caller must not be in a section in which nothing may wait for another rank.
+    The caller must not be in a section in which nothing may wait for another rank.
     """
     if isinstance(norm, torch.Tensor):
         return norm.detach().to("cpu", copy=True)

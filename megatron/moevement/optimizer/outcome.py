@@ -82,8 +82,7 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
     """Return copies of the step counts of Apex's and Transformer Engine's Adam, one for each parameter group.
 
     Torch's Adam counts in the state of each parameter, so its groups have no count. An optimizer whose step can be
-    captured
-    in a graph counts in a tensor, in place.
+    captured in a graph counts in a tensor, in place.
     """
     return [
         [_copied(group.get("step")) for group in member.optimizer.param_groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moevement_core.quantised import QuantisedBuffers
+from moevement_core.util.quantised import QuantisedBuffers
 
 _FORMS = (("_data", "_scale_inv"), ("_rowwise_data", "_rowwise_scale_inv"))
 _COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
@@ -14,8 +14,7 @@ def quantised_buffers(parameter: torch.Tensor) -> QuantisedBuffers[torch.Tensor]
     """Return the live buffers of a parameter that is kept in FP8; None for any other parameter.
 
     Column-wise codes are a separate form only if blocks are not square (MXFP8). Otherwise Transformer Engine computes
-    them
-    from the row-wise codes after every gather.
+    them from the row-wise codes after every gather.
     """
     for codes_name, scales_name in _FORMS:
         codes, scale = getattr(parameter, codes_name, None), getattr(parameter, scales_name, None)

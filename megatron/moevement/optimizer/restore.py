@@ -69,7 +69,7 @@ class Restore:
         for entry, tensor in snapshot.tensors_of(loads):
             if (
                 entry.saved is Saved.COMPUTE
-            ):  # Quantized weights were rebuilt from masters, which frozen operators do not have.
+            ):  # Quantised weights were rebuilt from masters, which frozen operators do not have.
                 self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
         self._gather()
 

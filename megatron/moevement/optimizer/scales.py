@@ -46,8 +46,7 @@ class Scales:
         """Set scales and histories to those of ``boundary``; a recipe without scales has none there.
 
         On a replacement, whose modules have not run yet, the call creates the tensors first. Modules that have run by
-        now, and
-        had not at the boundary, get their initial values.
+        now, and had not at the boundary, get their initial values.
 
         Raises:
             RecoveryError: the boundary state belongs to another job.

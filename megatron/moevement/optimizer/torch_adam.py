@@ -33,8 +33,7 @@ def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]
     """Return a ``DistributedOptimizer.state_dict`` for ranks whose shard has no parameter.
 
     The original reads the common step count from the state of its parameters, and asserts that there is one. The count
-    of
-    such a rank does not enter a checkpoint, because data-parallel rank 0 writes it.
+    of such a rank does not enter a checkpoint, because data-parallel rank 0 writes it.
     """
 
     @functools.wraps(original)
@@ -87,10 +86,8 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count of each tensor.
 
     The fully reshardable format keeps one count for all parameters, which is set before. The setter asks each tensor
-    for
-    it, and skips values that are not tensors. In an FP32 run, the tensor that it sets is a view of the weights, which
-    are a
-    leaf of autograd; hence ``no_grad``.
+    for it, and skips values that are not tensors. In an FP32 run, the tensor that it sets is a view of the weights,
+    which are a leaf of autograd; hence ``no_grad``.
     """
 
     @functools.wraps(original)
@@ -105,8 +102,7 @@ def with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer.load_state_dict`` that gives every parameter its own step count.
 
     The original gives one tensor to all parameters, and torch's Adam counts in place. After a resume, each step would
-    count
-    once for every parameter of the shard, and the bias correction would be wrong from then on.
+    count once for every parameter of the shard, and the bias correction would be wrong from then on.
     """
 
     @functools.wraps(original)

@@ -51,7 +51,7 @@ class Trained:
     master: torch.Tensor | None
     """Tensor that this rank's optimizer updates; None if another rank's updates all of the parameter, or none does."""
     weights: torch.Tensor | None
-    """Range of the parameter that follows from ``master``, flat; None if the parameter is stored quantized."""
+    """Range of the parameter that follows from ``master``, flat; None if the parameter is stored quantised."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +89,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
     """Return views of every operator that this rank holds.
 
     The caller must wait until the optimizer has the tensors that training will use, after a checkpoint is loaded.
-    Torch's
-    Adam gets the state here that its first step would create.
+    Torch's Adam gets the state here that its first step would create.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -322,7 +321,7 @@ def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield compute weights of a range as they are stored: quantized ones as raw bytes and scales, never converted."""
+    """Yield compute weights of a range as they are stored: quantised ones as raw bytes and scales, never converted."""
     quantised = quantised_buffers(parameter)
     if quantised is None:
         if not parameter.data.is_contiguous():

@@ -75,8 +75,8 @@ def round_masters(member: Any) -> None:
 def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
     """Recompute weights that do not follow from their master weights, on all replicas, before training.
 
-    Two cases need it. Megatron quantizes the FP8 weights of a dense checkpoint, which were dequantized for it, and gets
-    other codes if a recipe does not quantize its own output to itself (MXFP8). And an optimizer with narrower masters
+    Two cases need it. Megatron dequantises FP8 weights for a dense checkpoint and quantises them again, which gives
+    other codes if a recipe does not quantise its own output to itself (MXFP8). And an optimizer with narrower masters
     starts with weights that are more precise than the masters, while a recovery has only the masters.
     """
     make_own_again(optimizer)
@@ -98,8 +98,7 @@ def make_own_again(optimizer: Any) -> None:
     """Execute the part of :func:`make_again` that waits for no other rank: this rank's range if masters are narrow.
 
     A replacement needs no more to have the state of the job's start. FP8 weights that follow from FP32 masters are
-    correct
-    when the model is built, and the other ranges come with the next gather.
+    correct when the model is built, and the other ranges come with the next gather.
     """
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:

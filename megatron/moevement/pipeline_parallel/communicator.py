@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.runtime.job import Process
-from moevement_core.boundary_log import Direction
+from moevement_core.recovery.boundary_log import Direction
 from moevement_core.recovery.feed import Feeds
 
 

@@ -72,8 +72,7 @@ def _eager_jit_fuser() -> Iterator[None]:
     """Import Megatron with a ``jit_fuser`` that changes nothing.
 
     ``jit_fuser`` is ``torch.compile``, and decorators bind it at import. On a CPU it would build C++ in every rank at
-    the
-    first iteration. The context restores ``torch.compile`` itself afterwards.
+    the first iteration. The context restores ``torch.compile`` itself afterwards.
     """
     compile_ = torch.compile
 

@@ -49,7 +49,7 @@ class Stream:
         return True
 
     def record_event(self, event: Any = None) -> Event:
-        """Return a recorded event."""
+        """Record an event on this stream and return it; a new event if none is given."""
         event = event or Event()
         event.record(self)
         return event
@@ -158,8 +158,7 @@ def _answer_random_states() -> None:
     """Let device and host draw from one generator.
 
     On a GPU, Megatron uses the two generators for separate purposes: the host's for a data loader's seed, the device's
-    for
-    dropout. :mod:`megatron.moevement.data.loaders` keeps these apart on a CPU.
+    for dropout. :mod:`megatron.moevement.data.loaders` keeps these apart on a CPU.
     """
 
     def get_state(device: Any = None) -> torch.Tensor:

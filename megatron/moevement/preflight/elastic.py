@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
 from moevement_core.elastic.config import SWITCH, ElasticConfig
-from moevement_core.flags import from_args
-from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.util.environment import MEMBER_ENV
+from moevement_core.util.flags import from_args
 
 _PER_SHARD = "its state has scales of the shards that it is in, and shards change"
 REFUSED = (

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from moevement_core.file_modes import make_folder
 from moevement_core.monitoring.config import unserved
+from moevement_core.util.file_modes import make_folder
 
 _ROOM_BYTES = 128 << 10
 

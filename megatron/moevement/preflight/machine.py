@@ -46,9 +46,9 @@ def attention(args: Namespace) -> Iterator[str]:
         return
     backend = args.attention_backend.name
     for name, value in zip(ATTENTION, _ATTENTION_OF.get(backend, ""), strict=False):
-        if (value_ := os.environ.get(name)) not in (None, value):
+        if (actual := os.environ.get(name)) not in (None, value):
             yield (
-                f"{name}={value_} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
+                f"{name}={actual} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
                 f"{', '.join(ATTENTION)}, or choose the backend by the flag"
             )
 

@@ -6,7 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 
 _BELOW_ONE = Range(0.0, math.nextafter(1.0, 0.0))
 RANGES: dict[str, Range] = {

@@ -14,8 +14,7 @@ class Refusal:
 
     flag: str
     value: Callable[[Namespace], Any]
-    """Function that returns the refused value; True if the flag has none, None or False if the refusal does not apply.
-    """
+    """Function that returns the refused value, True for a flag without a value, None or False for no refusal."""
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:

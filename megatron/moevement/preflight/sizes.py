@@ -47,7 +47,7 @@ def world_size(args: Namespace) -> Iterator[str]:
 
 
 def experts(args: Namespace) -> Iterator[str]:
-    """Yield complaints if experts do not divide over expert-parallel ranks, or a token needs more experts than exist."""
+    """Yield complaints if experts do not divide over expert-parallel ranks, or a token needs more than exist."""
     ep, number = args.expert_model_parallel_size, args.num_experts
     if number is None:
         if ep > 1:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megatron.moevement import platform
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
-from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.util.environment import MEMBER_ENV
 
 REFUSED = (
     Refusal(

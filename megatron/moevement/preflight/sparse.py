@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
-from moevement_core.injection import Fault
-from moevement_core.restart.environment import NODE_ENV
+from moevement_core.restart.faults import Fault
 from moevement_core.strategies.config import Recovery
+from moevement_core.util.environment import NODE_ENV
 
 _ELSEWHERE = "the optimizer's state is not where snapshots look for it"
 _WGRAD = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"

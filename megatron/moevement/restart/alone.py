@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.patches import replace_for_a_while
-from moevement_core.undo import UndoStack
+from moevement_core.util.undo import UndoStack
 
 _DATA = "megatron.core.datasets"
 """Package whose modules build indices on rank 0 alone."""
@@ -64,8 +64,7 @@ def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[An
     """Record the parameter keys that Megatron's optimizer gathers from all ranks, or answer with ``kept`` keys.
 
     The keys are equal on all ranks, and a replacement would gather them alone. Other gathers, when a dense checkpoint
-    is
-    loaded, are not affected.
+    is loaded, are not affected.
 
     Args:
         undo: stack that ends the replacement of Megatron's functions.

@@ -14,8 +14,8 @@ from megatron.moevement.restart import leftovers
 from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.settings import settings_of
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.restart.generation import generation
-from moevement_core.session.exchange import all_gather_objects
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
 """Function of Megatron that returns model, optimizer and scheduler."""

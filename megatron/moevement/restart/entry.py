@@ -34,16 +34,16 @@ from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
 from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
-from moevement_core.events import Restarted
+from moevement_core.comms.exchange import from_rank_zero
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.generation import generation, waiting_for_others
-from moevement_core.session.exchange import from_rank_zero
-from moevement_core.session.identity import agree_on_names, job_name
+from moevement_core.run.events import Restarted
+from moevement_core.saving.identity import agree_on_names, job_name
+from moevement_core.saving.window_start import load_window
 from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
-from moevement_core.session.window_start import load_window
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -61,7 +61,7 @@ def enter_setup(process: Process) -> Wrapper:
                 container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
 
             def setup() -> tuple[list[Any], Any, Any]:
-                with waiting_for_others():  # it may wait for compilers, device libraries, or the load of a checkpoint
+                with waiting_for_others():  # for compilers, device libraries, or the load of a checkpoint
                     return original(*args, **kwargs)
 
             now = generation()
@@ -151,7 +151,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
 
     job, args = process.job, get_args()
     config = RunConfig.from_args(args).session
-    if config is None:  # without snapshots in memory
+    if config is None:  # a job without sparse checkpointing keeps no snapshots
         process.start_over()
         return False
     binding = job.binding
@@ -286,8 +286,7 @@ def _leave() -> None:
     """End this rank as Megatron's loop does when an exit is due. Collective.
 
     The steps are those at the end of Megatron's ``train``, which has no function for them. All ranks exit after the
-    same
-    iteration.
+    same iteration.
 
     Raises:
         SystemExit: with code 0.

@@ -57,7 +57,7 @@ def _left(old_groups: list[Any]) -> list[Any]:
     """Return the groups that are referred to outside of ``old_groups`` and of the :class:`Groups` that held them."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
-    ]  # the third reference is the argument of getrefcount
+    ]  # the argument of getrefcount is the third reference
 
 
 def _holders(old_groups: list[Any]) -> list[Any]:

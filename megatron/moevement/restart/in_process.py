@@ -11,8 +11,8 @@ from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state, saves
 from megatron.moevement.runtime.job import Process
 from moevement_core.device import visible_devices
-from moevement_core.injection import Fault
 from moevement_core.rendezvous.resizing import Grid
+from moevement_core.restart.faults import Fault
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
 
 

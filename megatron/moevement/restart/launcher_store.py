@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.restart.store import connect_plain, store_address
+from moevement_core.rendezvous.store import connect_plain, store_address
+from moevement_core.util.environment import MEMBER_ENV
 
 
 def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``pretrain`` that initializes torch.distributed through the launcher's store, if a launcher has one."""
+    """Return a ``pretrain`` that initialises torch.distributed through the launcher's store, if a launcher has one."""
 
     @functools.wraps(original)
     def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
@@ -29,8 +29,7 @@ def force_nccl_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a ``maybe_force_nccl_backend_init`` that also creates communicators in jobs that continue after failures.
 
     An abort of a group whose communicator was never created leaves kernels of its subgroups running. Megatron creates
-    it
-    only with its own ``--inprocess-restart``.
+    it only with its own ``--inprocess-restart``.
     """
 
     @functools.wraps(original)

@@ -1,9 +1,10 @@
 """Cleanup of a surviving rank after an exception between any two steps of the trainer.
 
 The restart raises its exception from outside, between any two bytecodes of the main thread. It can strike after
-autograd has accumulated a gradient and before Megatron's hook has run, or during the exit of a context manager, which
-then never restores what it changed. So nothing here relies on a ``finally``. Each function removes one kind of leftover
-and documents the damage that it would do. Each may be called repeatedly, and does nothing if nothing is left.
+autograd has accumulated a gradient and before Megatron's hook has run. It can also strike during the exit of a context
+manager, which then never restores what it changed. So nothing here relies on a ``finally``. Each function removes one
+kind of leftover and documents the damage that it would do. Each may be called repeatedly, and does nothing if nothing
+is left.
 
 Other places handle:
 
@@ -55,8 +56,7 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
     """Reset all leftovers in the model except gradients, after :func:`clear_thread`.
 
     Gradients may still be needed: a rank that contributed to every reduction of a step executes that step if other
-    ranks
-    have executed it.
+    ranks have executed it.
 
     Args:
         live: Megatron's objects on this rank.
@@ -143,8 +143,7 @@ def _finish_context_managers() -> None:
     """Finish the generators of interrupted context managers now.
 
     A generator whose exit was interrupted runs the rest of it when it is collected. A later collection would replace
-    the
-    random states of the continued training with old ones.
+    the random states of the continued training with old ones.
     """
     gc.collect()
 
@@ -190,8 +189,8 @@ def _reset_random_tracker() -> None:
     """Reset Megatron's random tracker.
 
     A fork that was interrupted during its exit leaves its name as the current one. The next fork would store the
-    default
-    generator's state under that name, and dropout would continue from it. A checkpointed block leaves the mark of one.
+    default generator's state under that name, and dropout would continue from it. A checkpointed block leaves the mark
+    of one.
     """
     from megatron.core.tensor_parallel import random
 
@@ -205,8 +204,7 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
     """Restore the configuration fields that ``train`` asserts to be unset, and give the configuration its timers again.
 
     An evaluation sets the timers aside. Timers are new in each generation, because those of the optimizer could have
-    been
-    started and not stopped.
+    been started and not stopped.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
@@ -261,8 +259,7 @@ def _reset_modules(live: Live) -> None:
     """Reset modules that an interruption left in the middle of something.
 
     An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are called
-    in
-    five parts, and refuse the first part if another one is due. FP8 modules are listed in a registry that no longer
+    in five parts, and refuse the first part if another one is due. FP8 modules are listed in a registry that no longer
     exists.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
@@ -283,8 +280,7 @@ def _reset_reductions(chunk: Any) -> None:
 
     Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
     iteration twice. Every rank starts as a replacement does, which reduces after the backward pass in its first
-    iteration.
-    An overlapped reduction has another order if groups of parameters share communicators.
+    iteration. An overlapped reduction has another order if groups of parameters share communicators.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

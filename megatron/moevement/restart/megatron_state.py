@@ -82,8 +82,7 @@ def program_start() -> float | None:
     """Return the script's start time, which has to be restored before ``pretrain`` is entered again.
 
     Ranks reduce this time if it is set. Survivors would then have it and a replacement would not, so the replacement
-    would
-    take part in another number of reductions.
+    would take part in another number of reductions.
     """
     from megatron.training import training
 

@@ -3,7 +3,7 @@
 The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was meant to start. A
 checkpoint that the job saved itself is loaded in full, whatever these flags leave out, because half of it would be a
 different training. Without such a checkpoint the job starts as it did the first time, from the same checkpoint, even if
-``--load`` has newer ones by now. Windows on disk come on top of either (:mod:`moevement_core.session.window_start`).
+``--load`` has newer ones by now. Windows on disk come on top of either (:mod:`moevement_core.saving.window_start`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.runtime.dense_checkpoint import TRACKER, mend_tracker, torn
+from moevement_core.comms.exchange import broadcast_object
 from moevement_core.errors import RecoveryError
-from moevement_core.session.exchange import broadcast_object
-from moevement_core.session.identity import JobNames, remember
+from moevement_core.saving.identity import JobNames, remember
 
 MARKER = ".moevement-job"
 """Name of the file in a checkpoint's folder that states which job saved it and whether it has all of the state."""

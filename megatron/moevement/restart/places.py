@@ -1,6 +1,7 @@
 """Fault injection at points inside Megatron's step, such as between a gradient accumulation and its hook.
 
-The points are instrumented only if ``--moevement-inject`` names one of their phases (:mod:`moevement_core.injection`).
+The points are instrumented only if ``--moevement-inject`` names one of their phases; see
+:mod:`moevement_core.restart.faults`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from megatron.moevement.patches import replace_on
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
-from moevement_core.injection import Phase
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 
 
 def watch(live: Live) -> None:

@@ -1,9 +1,9 @@
 """Cleanup after an interrupted dense save, whose leftovers would corrupt later saves.
 
-Each rank's writer puts the list of what it has written into a queue that a module keeps, and every save takes one list
-from it once all ranks have written. An interrupted save leaves its list in the queue. Each later checkpoint would then
-be described by the list of the checkpoint before it, which shows only when one of them is loaded. Also, the process
-that writes an asynchronous save would continue in the files of the repeated save.
+Each rank's writer puts the list of what it has written into a queue that a module keeps. Every save takes one list from
+it once all ranks have written. An interrupted save leaves its list in the queue. Each later checkpoint would then be
+described by the list of the checkpoint before it, which shows only when one of them is loaded. Also, the process that
+writes an asynchronous save would continue in the files of the repeated save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _end_writers() -> bool:
     queue = async_utils._async_calls_queue
     are_left = queue is not None and bool(queue.async_calls)
     if queue is not None:
-        queue.async_calls.clear()  # When it is collected, it would wait until all ranks finish them.
+        queue.async_calls.clear()  # otherwise its destructor waits until all ranks finish them
     with suppress(Exception):  # The worker may be dead.
         async_utils.reset_persistent_async_worker(get_args().async_strategy)
     async_utils._async_calls_queue = None

@@ -39,8 +39,7 @@ def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``dist_checkpointing.load`` that gives this rank its own random states, where Megatron takes the first.
 
     A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states. Ranks beyond the last state share
-    it,
-    as in stock Megatron all ranks share the only one.
+    it, as in stock Megatron all ranks share the only one.
     """
 
     @functools.wraps(original)

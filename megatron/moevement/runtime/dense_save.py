@@ -17,11 +17,11 @@ from megatron.moevement.restart import origin
 from megatron.moevement.runtime.dense_checkpoint import mend_tracker
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core import log
-from moevement_core.events import CheckpointFailed, CheckpointSaved
-from moevement_core.injection import Phase
+from moevement_core.comms.exchange import from_rank_zero
 from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic, waiting_for_others
-from moevement_core.session.exchange import from_rank_zero
+from moevement_core.run.events import CheckpointFailed, CheckpointSaved
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -18,7 +18,7 @@ from megatron.moevement.runtime.boundary import put_random_states
 from megatron.moevement.runtime.job import Process
 from megatron.moevement.state_digest import random_states
 from moevement_core.rendezvous.status_page import own_page
-from moevement_core.session.wind_down import is_asked_for
+from moevement_core.topology.wind_down import is_asked_for
 
 _NEVER, _AT_ONCE = 1e12, 1e-12
 """Values for ``--exit-duration-in-mins``, in minutes."""
@@ -46,10 +46,9 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
 
     If ``--exit-duration-in-mins`` is given, Megatron asks all ranks after each iteration of an evaluation whether the
     duration is over on any of them. The wrapper always sets the flag, and on a rank that is asked to end it sets a
-    duration
-    that is over. Megatron returns early then and skips some work, because it would end at once. The wrapper does that
-    work:
-    training continues for the one or two iterations in which ranks agree on the boundary at which they end.
+    duration that is over. Megatron returns early then and skips some work, because it would end at once. The wrapper
+    does that work: training continues for the one or two iterations in which ranks agree on the boundary at which they
+    end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

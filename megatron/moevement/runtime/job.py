@@ -19,8 +19,8 @@ from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
-from moevement_core.events import Event
-from moevement_core.session.identity import JobNames
+from moevement_core.run.events import Event
+from moevement_core.saving.identity import JobNames
 from moevement_core.session.rejoin import Rejoined
 from moevement_core.session.session import Session
 
@@ -52,9 +52,7 @@ class Job:
     """Loads of experts in slots; None without slots."""
 
     place_of_failure: int = 0
-    """Position in the flow of an iteration at which values were first not finite; see
-    :mod:`megatron.moevement.runtime.results`.
-    """
+    """Position in the flow of an iteration at which values were first not finite; see ``runtime/results.py``."""
     config_before: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration that training overwrites, from before it does."""
 

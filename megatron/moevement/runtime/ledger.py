@@ -11,8 +11,8 @@ import torch
 
 from megatron.moevement.optimizer.norms import as_logged
 from megatron.moevement.runtime.live import Live
+from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.rendezvous.status_page import wait_until_held
-from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.run_directory import number
 
 
@@ -104,8 +104,7 @@ class Ledger:
         """Return the sums of losses over this rank's micro-batches, on the host.
 
         The result is None if this rank did not execute ``iteration`` last, has no losses, or has means, which
-        Megatron's
-        schedule returns for old scripts.
+        Megatron's schedule returns for old scripts.
         """
         ran, micro_batches = self.micro_batch_losses
         if ran != iteration or not micro_batches:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from moevement_core.boundary_log import BoundaryLog
+from moevement_core.recovery.boundary_log import BoundaryLog
 from moevement_core.recovery.feed import Feeds
-from moevement_core.run_record import RunRecord
-from moevement_core.undo import UndoStack
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.undo import UndoStack
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
 from moevement_core import log
-from moevement_core.events import Ended, Evaluated
-from moevement_core.injection import Phase
-from moevement_core.monitoring.figures import RunFigures
-from moevement_core.persistence.lock import FolderLock
 from moevement_core.restart import injection
-from moevement_core.run_record import RunRecord
+from moevement_core.restart.faults import Phase
+from moevement_core.run.events import Ended, Evaluated
+from moevement_core.run.figures import RunFigures
+from moevement_core.run.run_record import RunRecord
 from moevement_core.session.run_directory import begin_record, go_on_with_record, number, plain_config
 from moevement_core.snapshot.cost import cost_line
+from moevement_core.util.lock import FolderLock
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -28,7 +28,7 @@ from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot.snapshot import Snapshot
-from moevement_core.undo import UndoStack
+from moevement_core.util.undo import UndoStack
 
 
 class MegatronTrainer(Trainer):
@@ -240,8 +240,7 @@ class MegatronTrainer(Trainer):
         """Restore the planned schedule after the replay.
 
         A replay uses the learning rates of the original iterations. A job that continues for longer than it was planned
-        has its
-        own.
+        has its own.
         """
         scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}

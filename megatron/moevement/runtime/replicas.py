@@ -9,8 +9,8 @@ from megatron.moevement.elastic.replicas import local_parameters, slot_layers
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.runtime.live import Live
-from moevement_core.session.binding import Replicas
 from moevement_core.snapshot.whole import begin_whole
+from moevement_core.trainer.binding import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:
@@ -18,9 +18,8 @@ def replica_digests(live: Live) -> list[Replicas]:
 
     Dense weights and experts have different groups. The function does not communicate; it reads all compute weights and
     waits for the device. The weights include those that were gathered, so the digests also show whether a gather
-    brought
-    the same to all ranks. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared across
-    those.
+    brought the same to all ranks. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared
+    across those.
     """
     from megatron.core import parallel_state
 

@@ -1,11 +1,11 @@
 """Handling of results that are not finite, in a job that continues after failures.
 
 Megatron validates losses and local gradients, and computes an iteration a second time if it rejects one of them. Then
-it ends the job, with exit code 17 if the second result differs and with 16 if it is equal, so that a scheduler can
-start the job on other devices. In this project no rank ends. If the second result differs, the ranks compute the
-iteration again from its beginning. If it is equal, they find the rank whose results became non-finite first, and a
-spare on another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). Once every such
-process was replaced in vain, the batch is at fault, and the job stops.
+it ends the job, so that a scheduler can start it on other devices: with exit code 17 if the second result differs, and
+with 16 if it is equal. In this project no rank ends. If the second result differs, the ranks compute the iteration
+again from its beginning. If it is equal, they find the rank whose results became non-finite first, and a spare on
+another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). Once every such process was
+replaced in vain, the batch is at fault, and the job stops.
 
 The search for that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
 boundaries: values that are not finite flow forward through the stages to the loss, and from there backward.
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.runtime.job import Job, Process
-from moevement_core.boundary_log import Direction
 from moevement_core.errors import ResultError
+from moevement_core.recovery.boundary_log import Direction
 from moevement_core.restart.generation import generation, waiting_for_others
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -40,10 +40,8 @@ def validate_first_iteration() -> None:
     """Have Megatron validate the next iteration like every other one.
 
     Megatron does not validate the first iteration after a start, because it could not save a checkpoint before the
-    first
-    update. A job that continues after failures saves nothing for that, and after a recovery the first iteration is the
-    one
-    that failed.
+    first update. A job that continues after failures saves nothing for that, and after a recovery the first iteration
+    is the one that failed.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -54,8 +52,7 @@ def locate_when_computed_again(process: Process) -> Wrapper:
     """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before a second pass.
 
     The second pass replaces the values. It also sends over stage boundaries again, so the wrapper drops what the first
-    pass
-    sent from the log.
+    pass sent from the log.
     """
 
     def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -102,8 +99,7 @@ def refuse_without_second_pass(process: Process) -> Wrapper:
     """Return a wrapper of ``validate_result`` that interrupts the iteration for ``--rerun-mode disabled``.
 
     In that mode, only the rank that rejects a result raises. The ranks compute the iteration again after the
-    interruption.
-    A process that rejects a result in it once more is replaced.
+    interruption. A process that rejects a result in it once more is replaced.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -130,9 +126,8 @@ def _place(job: Job, machine: Any) -> int:
     """Return the position in the flow of an iteration at which values of this rank were first not finite.
 
     Positions count the stages in the order of the forward pass, chunk by chunk; then the loss; then the stages in the
-    order
-    of the backward pass; then gradients of weights, which flow nowhere. The result is :data:`NEVER` if all values are
-    finite.
+    order of the backward pass; then gradients of weights, which flow nowhere. The result is :data:`NEVER` if all values
+    are finite.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from moevement_core.persistence.manifest import DATA_SETTINGS
+from moevement_core.storage.manifest import DATA_SETTINGS
 
 SETTINGS = (
     "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -30,8 +30,10 @@ DATA = (
     "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "split", "train_samples",
     "train_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "mock_data",
 )  # fmt: skip
-"""Flags that decide which samples come next. A job that loads a window may change them if the order of samples stays
-the same throughout the replay, for example to more iterations over data that are read once.
+"""Flags that decide which samples come next.
+
+A job that loads a window may change them if the order of samples stays the same throughout the replay. An example is a
+larger number of iterations over data that are read once.
 """
 
 

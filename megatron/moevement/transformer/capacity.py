@@ -2,7 +2,7 @@
 
 Megatron drops the tokens that exceed an expert's capacity, which is equal for all experts. While an expert has extra
 capacity, its router computes the drops for both capacities, and uses the larger one for that expert. With a capacity
-factor of 1 or more, all experts together have capacity for every routed token, so the extra tokens of one expert never
+factor of 1 or more, all experts together have capacity for every routed token. So the extra tokens of one expert never
 exceed the free capacity of the others.
 """
 

@@ -77,8 +77,7 @@ def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tenso
 
     A recomputed block whose input requires no gradient computes none, not even for its active operators. And ranks that
     exchange tokens must agree on what flows back: a rank with an active expert in the first layer would wait forever
-    for a
-    rank whose experts there are all frozen.
+    for a rank whose experts there are all frozen.
     """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
@@ -89,9 +88,8 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
     """Return groups of weights of which a module checks only the first one's ``requires_grad``.
 
     Transformer Engine's grouped linear (one module for all experts of a layer) would drop the gradients of active
-    experts
-    if the first one is frozen. While one expert of a group is active, all of them compute gradients, and the optimizer
-    skips the frozen ones. This project's kernels (``experts.py``) handle each expert by itself.
+    experts if the first one is frozen. While one expert of a group is active, all of them compute gradients, and the
+    optimizer skips the frozen ones. This project's kernels (``experts.py``) handle each expert by itself.
     """
     groups = []
     for module in chunk.modules():

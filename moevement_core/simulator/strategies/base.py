@@ -10,9 +10,9 @@ from functools import cached_property
 
 import numpy as np
 
-from moevement_core.checkpoint_plan import CheckpointPlan
-from moevement_core.description.job import OperatorShape
 from moevement_core.operators import OperatorKind
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.job import OperatorShape
 from moevement_core.policy.popularity import Scores
 from moevement_core.policy.skew import sample_shares
 from moevement_core.recovery.scope import Pipeline, segments

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from moevement_core.checkpoint_plan import DENSE_OVERHEAD
 from moevement_core.errors import ConfigError
+from moevement_core.planning.checkpoint_plan import DENSE_OVERHEAD
 from moevement_core.simulator.strategies.base import Costs, Strategy
 
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from moevement_core.checkpoint_plan import CheckpointPlan, StagePlan
 from moevement_core.operators import OperatorKind
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, StagePlan
 from moevement_core.policy.popularity import order_operators
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies.base import Costs, Strategy

@@ -13,7 +13,7 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.errors import ConfigError
-from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.util.exit_codes import USAGE_ERROR
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moevement_core.errors import ConfigError
-from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.util.environment import MEMBER_ENV
 from tests.training import flags
 
 ELASTIC = {"moevement_sparse_ckpt": True, "moevement_elastic": True}

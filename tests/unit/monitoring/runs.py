@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moevement_core.events import Ended, NothingPersisted, Started
-from moevement_core.job_entry import JobEntry
-from moevement_core.recovery.account import Account
-from moevement_core.recovery.outcome import Recovery
-from moevement_core.run_record import RunRecord
+from moevement_core.run.account import Account
+from moevement_core.run.events import Ended, NothingPersisted, Started
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.outcome import Recovery
+from moevement_core.run.run_record import RunRecord
 
 BEGAN_AT = 1_000_000.0
 """Seconds since the epoch."""

@@ -22,9 +22,9 @@ from moevement_core.monitoring import endpoint as endpoints
 from moevement_core.monitoring.config import unserved
 from moevement_core.monitoring.endpoint import Endpoint, Served, served_by
 from moevement_core.monitoring.exporter import families
-from moevement_core.monitoring.figures import FIGURES, Kind
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.restart.environment import STORE_ENV
+from moevement_core.run.figures import FIGURES, Kind
+from moevement_core.util.environment import STORE_ENV
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
 from tests.unit.monitoring.scraping import free_port, scraped
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from moevement_core.monitoring.config import LOOPBACK
-from moevement_core.monitoring.figures import FIGURES
+from moevement_core.run.figures import FIGURES
 
 FOLDER = Path(__file__).parents[3] / "examples" / "monitoring"
 LABELS = {figure.exported_name: figure.label for figure in FIGURES}

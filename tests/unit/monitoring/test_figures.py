@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moevement_core.errors import RunRecordError
-from moevement_core.monitoring.figures import FIGURES, Kind, RunFigures
 from moevement_core.monitoring.tail import Tail
 from moevement_core.monitoring.watched_run import WatchedRun
-from moevement_core.recovery.account import PARTS
-from moevement_core.run_record import RunRecord
+from moevement_core.run.account import PARTS
+from moevement_core.run.figures import FIGURES, Kind, RunFigures
+from moevement_core.run.run_record import RunRecord
 from scripts import metrics_table
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
 

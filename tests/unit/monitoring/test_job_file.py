@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from moevement_core.errors import ConfigError
-from moevement_core.job_entry import JobEntry
 from moevement_core.launching.job_file import JobFile, Outcome
 from moevement_core.launching.signals import Stopped
-from moevement_core.process_identity import start_of
-from moevement_core.run_record import RunRecord
+from moevement_core.run.job_entry import JobEntry
+from moevement_core.run.run_record import RunRecord
+from moevement_core.util.process_identity import start_of
 
 
 def entry() -> JobEntry:

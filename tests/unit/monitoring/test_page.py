@@ -22,9 +22,9 @@ from moevement_cli.main import main
 from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import compare
 from moevement_cli.run_facts import UNKNOWN, RunFacts, read
-from moevement_core.events import Planned
 from moevement_core.overhead.fields import FIELDS, recorded_overhead
-from moevement_core.run_record import RunRecord
+from moevement_core.run.events import Planned
+from moevement_core.run.run_record import RunRecord
 from tests.unit.monitoring import browser
 from tests.unit.monitoring.runs import BEGAN_AT, STANDSTILL, append, failure, job, line, recovered_run
 

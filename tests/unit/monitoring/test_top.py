@@ -19,12 +19,12 @@ from rich.console import Console
 from moevement_cli.frame import Frame, ranges
 from moevement_cli.main import main
 from moevement_cli.run_state import Kind, left_s, state_of
-from moevement_core.events import Started
-from moevement_core.exit_codes import HUNG_UP
-from moevement_core.monitoring.figures import RANKS
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.overhead.fields import FIELDS
-from moevement_core.process_identity import machine_id, start_of
+from moevement_core.run.events import Started
+from moevement_core.run.figures import RANKS
+from moevement_core.util.exit_codes import HUNG_UP
+from moevement_core.util.process_identity import machine_id, start_of
 from tests.unit.monitoring.runs import BEGAN_AT, append, failure, job, line, recovered_run
 
 NOW = BEGAN_AT + 20.0

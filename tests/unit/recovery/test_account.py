@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.recovery.account import PARTS, Account, trace_events
-from moevement_core.recovery.outcome import Recovery
+from moevement_core.run.account import PARTS, Account, trace_events
+from moevement_core.run.outcome import Recovery
 
 RECOVERY = Recovery(
     6, 8, 2, 8, 8, 9, 4, 0.0, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 0, {}, 0.0,

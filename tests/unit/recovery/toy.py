@@ -11,12 +11,12 @@ from typing import Any, override
 import numpy as np
 import torch
 
+from moevement_core.comms import plain
 from moevement_core.engine.layout import OperatorState, tensors_of
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.replay import Trainer
-from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from moevement_core.comms.token import Token
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
@@ -31,8 +32,7 @@ from moevement_core.rendezvous.roster import (
     Roster,
 )
 from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.token import Token
-from moevement_core.restart.store import GenerationStore
+from moevement_core.rendezvous.store import GenerationStore
 
 TOKEN = Token.new()
 KILLED = "was killed by signal 9"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from moevement_core.comms.token import Token
 from moevement_core.errors import CodeDiffers
 from moevement_core.rendezvous import job_code
 from moevement_core.rendezvous.job_code import SCRIPT_ENV, JobCode, KeptScript, join_with_same_code, script_text
 from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.token import Token
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from moevement_core.comms.signed_lines import Side, SignedLines
+from moevement_core.comms.token import Token
 from moevement_core.rendezvous import lease_server
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import MOST_UNKNOWN, LeaseServer
-from moevement_core.rendezvous.signed_lines import Side, SignedLines
 from moevement_core.rendezvous.status_page import boot_time_s
-from moevement_core.rendezvous.token import Token
 
 LEASE_S = 1.0
 TOKEN = Token.new()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from moevement_core.comms.token import Token
 from moevement_core.rendezvous import signed_store
 from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
-from moevement_core.rendezvous.token import Token
 
 TOKEN = Token.new()
 KEY = f"{prefix_of(TOKEN)}/key"

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from moevement_cli.main import main
+from moevement_core.comms import token as tokens
+from moevement_core.comms.token import TOKEN_ENV, TOKEN_FILE_ENV, Token, given_token, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import supervise
-from moevement_core.rendezvous import token as tokens
 from moevement_core.rendezvous.signed_store import SignedStore
-from moevement_core.rendezvous.token import TOKEN_ENV, TOKEN_FILE_ENV, Token, given_token, own_token
 
 TEXT = "a" * 40
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moevement_core import precision
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import GB, Cluster
-from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.operators import EMBEDDING, OperatorKind, expert_name, gate_name, non_expert_name
+from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
+from moevement_core.planning.cluster import GB, Cluster
+from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.iteration import from_total
 from moevement_core.simulator.strategies import Costs

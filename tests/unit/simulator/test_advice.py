@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as drawn
 
-from moevement_core.checkpoint_plan import CheckpointPlan
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.advice import Advice, Fixed, Variants, advise, fits, may_be_proposed
 from moevement_core.simulator.experiment import Cell, Draws, run

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.description.cluster import CLUSTERS, Cluster
-from moevement_core.description.transformer import Layout, Transformer, describe
 from moevement_core.errors import ConfigError
+from moevement_core.planning.cluster import CLUSTERS, Cluster
+from moevement_core.planning.transformer import Layout, Transformer, describe
 from moevement_core.simulator.iteration import from_machines, from_total
 from moevement_core.simulator.scenario import load
 

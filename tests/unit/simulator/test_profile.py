@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from moevement_cli.profile import contention_of
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
+from moevement_core.planning.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.simulator.iteration import from_profile
 from moevement_core.simulator.scenario import Scenario, load
 from tests.unit.models import BASE

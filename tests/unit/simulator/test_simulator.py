@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.errors import ConfigError
+from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
 from moevement_core.simulator.pipeline import Pipeline

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moevement_core.replication.transport import Transport
+from moevement_core.comms.transport import Transport
 from moevement_core.snapshot.agreement import Agreed, Agreement, RunStatus, Writing
 
 CLOSED = "connection closed by peer"

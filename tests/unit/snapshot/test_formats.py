@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moevement_core.comms import plain
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
-from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, OnDisk, Snapshot, as_bytes, digest_of
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from moevement_core.damage import Damage
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.memory import SnapshotMemory
@@ -24,15 +23,16 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.places import Source
+from moevement_core.recovery.sources import MemorySource
 from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
-from moevement_core.session.sources import MemorySource
 from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
+from moevement_core.util.damage import Damage
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
 from tests.unit.snapshot.loopback import CLOSED, Loopback, SharedAgreement
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moevement_core.boundary_log import BoundaryLog, Direction
 from moevement_core.device import CudaDevice
+from moevement_core.recovery.boundary_log import BoundaryLog, Direction
 from moevement_core.snapshot import copies
 from moevement_core.snapshot.copies import Capture, CopyEngine, Pair, copy_engine
 from tests.unit.snapshot.lazy_device import LazyDevice

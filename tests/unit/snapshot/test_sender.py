@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from moevement_core.comms.transport import Transport
 from moevement_core.overhead.pause import Pause
 from moevement_core.replication.sender import Delivery, Sender
-from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import TO_PEER, Kind, Message
 
 

@@ -1,0 +1,1 @@
+"""Connections between the processes of a job, and typed messages over them."""

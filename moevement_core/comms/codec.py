@@ -1,0 +1,130 @@
+"""Encoding of messages between ranks: msgpack, checked against the expected type, never pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_origin
+
+import msgspec
+import numpy as np
+import torch
+
+from moevement_core.comms import plain
+from moevement_core.errors import ExchangeError, SnapshotError
+from moevement_core.operators import OperatorKind, OperatorTable
+from moevement_core.policy.schedule import Schedule
+
+
+class Plain:
+    """Nested plain data with tensors in it, of no type that is known beforehand; tuples stay tuples.
+
+    Args:
+        value: what :func:`moevement_core.comms.plain.flatten` takes.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def encode(value: Any) -> bytes:
+    """Return ``value`` as bytes."""
+    return msgspec.msgpack.encode(value, enc_hook=_encode)
+
+
+def decode(data: bytes | memoryview, kind: Any) -> Any:
+    """The inverse of :func:`encode`.
+
+    Args:
+        data: from another process.
+        kind: the type that it has to be of.
+
+    Raises:
+        ExchangeError: it is of another type, or nothing that :func:`encode` made.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
+    except (msgspec.MsgspecError, SnapshotError, TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        name = getattr(kind, "__name__", None) or str(kind)
+        raise ExchangeError(f"what came is no {name}: {error}; all ranks need the same version") from None
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Plain):
+        marked, tensors = plain.flatten(value.value)
+        return [json.dumps(marked), [_tensor_bytes(tensor) for tensor in tensors]]
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), value.tobytes()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), _tensor_bytes(value)]
+    if isinstance(value, OperatorTable):
+        return [value.names, value.kinds, value.full, value.compute, value.gradient]
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
+
+
+def _decode(kind: Any, sent: Any) -> Any:
+    base = get_origin(kind) or kind
+    if base is Plain:
+        text, tensors = msgspec.convert(sent, tuple[str, list[bytes]])
+        return Plain(plain.restore(json.loads(text), [_bytes_tensor(tensor) for tensor in tensors]))
+    if base is np.ndarray:
+        dtype, shape, data = msgspec.convert(sent, tuple[str, list[int], bytes])
+        return np.frombuffer(data, dtype=_numbers(dtype)).reshape(shape).copy()
+    if base is torch.Tensor:
+        dtype, shape, data = msgspec.convert(sent, tuple[str, list[int], bytes])
+        return _bytes_tensor(data).view(_torch_dtype(dtype)).reshape(shape)
+    if base is OperatorTable:
+        array = np.ndarray[Any, np.dtype[np.int64]]
+        names, kinds, *sizes = msgspec.convert(
+            sent, tuple[tuple[str, ...], tuple[OperatorKind, ...], array, array, array], dec_hook=_decode
+        )
+        return OperatorTable.of_matrices(names, kinds, *sizes)
+    raise NotImplementedError(f"a {base} cannot be received")
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _numbers(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.kind not in "biufc":
+        raise ValueError(f"an array of {name}")
+    return dtype
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor of {name[:20]!r}")
+    return dtype
+
+
+def pack_schedule(schedule: Schedule) -> tuple[str, bytes]:
+    """The name of its class, and its fields."""
+    return type(schedule).__name__, encode(schedule)
+
+
+def unpack_schedule(packed: tuple[str, bytes]) -> Schedule:
+    """The inverse of :func:`pack_schedule`.
+
+    Raises:
+        ExchangeError: there is no such schedule here.
+    """
+    name, data = packed
+    known = {kind.__name__: kind for kind in _all_kinds(Schedule)}
+    if name not in known:
+        raise ExchangeError(f"a schedule of kind {name[:40]!r}; needs one of {', '.join(sorted(known))}")
+    schedule: Schedule = decode(data, known[name])
+    return schedule
+
+
+def _all_kinds(kind: type[Any]) -> list[type[Any]]:
+    return [subkind for child in kind.__subclasses__() for subkind in (child, *_all_kinds(child))]

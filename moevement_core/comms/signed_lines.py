@@ -1,0 +1,147 @@
+"""Connection that carries signed lines of JSON between two processes with the same job token.
+
+The called side first sends a nonce. The caller answers with its own nonce and a MAC over both. Each further line has a
+MAC over its direction, number and text, under a key derived from both nonces. So a stranger cannot replay, drop or
+reflect a line, or take one from another connection. The caller authenticates the called side by its first line.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+from moevement_core.comms.token import Token
+
+MAX_LINE_BYTES = 1 << 20
+"""Limit in bytes on a received line, and on the unsent lines of this side."""
+MAX_UNKNOWN_BYTES = 512
+"""Bytes that a peer may send before it has proved that it has the token."""
+_MAC_CHARACTERS = 64
+"""Number of hexadecimal digits of a MAC."""
+
+
+class Side(Enum):
+    """Side of a connection: the process that made it, or the one that accepted it."""
+
+    CALLER = "caller"
+    CALLED = "called"
+
+
+class SignedLines:
+    """Connection with signed lines of JSON, which never blocks.
+
+    Args:
+        connection: TCP connection.
+        token: token of the job.
+        side: side of this process.
+    """
+
+    def __init__(self, connection: socket.socket, token: Token, side: Side) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self._token, self._side = token, side
+        self._other = Side.CALLED if side is Side.CALLER else Side.CALLER
+        self._received, self._unsent = b"", b""
+        self._nonce = secrets.token_hex(16)
+        self._key: Token | None = None
+        self._sent_lines = self._received_lines = 0
+        if side is Side.CALLED:
+            self._unsent = self._nonce.encode() + b"\n"
+            with suppress(ConnectionError):  # The next receive raises it.
+                self._flush()
+
+    @property
+    def is_open(self) -> bool:
+        """True if messages can be sent; on the called side, True if the caller has proved that it has the token."""
+        return self._key is not None
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived since the last call.
+
+        Raises:
+            ConnectionError: the other side is gone, or has no or another token.
+        """
+        while True:
+            try:
+                data = self.socket.recv(1 << 16)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                raise ConnectionError(str(error)) from None
+            if not data:
+                raise ConnectionError("closed by the other side")
+            self._received += data
+            if len(self._received) > MAX_LINE_BYTES:
+                raise ConnectionError("not a line")
+            if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
+                break  # A caller that has the token proves it in its first line, which is shorter.
+        *lines, self._received = self._received.split(b"\n")
+        if self._key is None and lines:
+            self._greet(lines.pop(0))
+        if self._key is None and len(self._received) > MAX_UNKNOWN_BYTES:
+            raise ConnectionError("not a greeting")
+        return [self._message(line) for line in lines]
+
+    def _greet(self, line: bytes) -> None:
+        if self._side is Side.CALLER:
+            both = line + b" " + self._nonce.encode()
+            self._unsent += self._nonce.encode() + self._token.mac("lease greeting", both).hex().encode() + b"\n"
+            self._flush()
+        else:
+            nonce, mac = line[:-_MAC_CHARACTERS], line[-_MAC_CHARACTERS:]
+            both = self._nonce.encode() + b" " + nonce
+            if not hmac.compare_digest(mac, self._token.mac("lease greeting", both).hex().encode()):
+                raise ConnectionError("of another job")
+        self._key = Token(self._token.mac("lease session", both).hex())
+
+    def _message(self, line: bytes) -> dict[str, Any]:
+        assert self._key is not None
+        mac, text = line[:_MAC_CHARACTERS], line[_MAC_CHARACTERS:]
+        if not hmac.compare_digest(mac, self._mac(self._other, self._received_lines, text)):
+            raise ConnectionError("not a line of this connection")
+        self._received_lines += 1
+        try:
+            message = json.loads(text)
+        except ValueError:
+            raise ConnectionError("not a line of JSON") from None
+        if not isinstance(message, dict):
+            raise ConnectionError("not a message")
+        return message
+
+    def _mac(self, side: Side, number: int, text: bytes) -> bytes:
+        assert self._key is not None
+        return self._key.mac(side.value, number.to_bytes(8, "big"), text).hex().encode()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or keep it for the next call if the connection accepts no data now.
+
+        If more than :data:`MAX_LINE_BYTES` are unsent, the message is dropped.
+
+        Raises:
+            ConnectionError: the other side is gone.
+        """
+        if len(self._unsent) < MAX_LINE_BYTES:
+            text = json.dumps(message).encode()
+            self._unsent += self._mac(self._side, self._sent_lines, text) + text + b"\n"
+            self._sent_lines += 1
+        self._flush()
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError, InterruptedError):
+            try:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                raise ConnectionError(str(error)) from None
+
+    def close(self) -> None:
+        """Close the socket; unsent lines are lost."""
+        self.socket.close()

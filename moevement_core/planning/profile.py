@@ -1,0 +1,204 @@
+"""Profile of a real run, measured by ``moevement profile`` and read by the simulator, in seconds and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from moevement_core.errors import ConfigError
+from moevement_core.planning.cluster import Cluster
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProfile:
+    """Profile of one pipeline stage, the slowest of its ranks."""
+
+    forward_s: float
+    """Forward seconds of a micro-batch, all chunks, with the communication that is inside (all-to-all, tensor
+    parallelism).
+    """
+    backward_s: float
+    layers: int
+    parameters: int
+    """Number of parameters on a rank."""
+    layer_activation_bytes: int
+    """Bytes that one layer keeps for its backward pass of a micro-batch, as a mean over the stage's layers."""
+    layer_output_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeProfile:
+    """Profile of all stages at one size of micro-batches."""
+
+    tokens: int
+    """Tokens of a micro-batch on a rank."""
+    micro_batches: int
+    iteration_s: float
+    """Median, without the timers that the other seconds come from."""
+    sync_s: float
+    """Seconds of gradient reduction and parameter gathering that training waits for."""
+    update_s: float
+    send_s: float
+    """Seconds to send a boundary tensor to the next stage."""
+    stages: tuple[StageProfile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine:
+    """``T(m, p) = a(p) + b(p) m`` for one collective on a group of p ranks (MoEvement, appendix C)."""
+
+    collective: str
+    ranks: int
+    a_s: float
+    b_s_per_byte: float
+    samples: tuple[tuple[int, float], ...] = ()
+    """Bytes of a rank's message, seconds."""
+
+    @classmethod
+    def fit(cls, collective: str, ranks: int, samples: Sequence[tuple[int, float]]) -> Affine:
+        """Least squares of relative errors, so that small messages count as much as large ones; neither is negative.
+
+        Raises:
+            ConfigError: fewer than two sizes.
+        """
+        if len({size for size, _ in samples}) < 2:
+            raise ConfigError(f"{len(samples)} samples of {collective}; needs two sizes at least")
+        sizes, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+        rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+        a, b = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)[0]
+        if a < 0:
+            a, b = 0.0, float((sizes / seconds).sum() / ((sizes / seconds) ** 2).sum())
+        elif b < 0:
+            a, b = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+        return cls(
+            collective=collective, ranks=ranks, a_s=float(a), b_s_per_byte=float(b),
+            samples=tuple((int(size), float(seconds)) for size, seconds in samples),
+        )  # fmt: skip
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of a message of ``nbytes`` for each rank."""
+        return self.a_s + self.b_s_per_byte * nbytes
+
+    def among(self, ranks: int) -> Affine:
+        """Return what it is among another number of ranks, 2 or more, if it is a ring: as many steps more or fewer, and
+        of a message ``(ranks - 1) / ranks`` moved.
+        """
+        steps, moved = ((ranks - 1) / (self.ranks - 1), (1 - 1 / ranks) / (1 - 1 / self.ranks))
+        return replace(self, ranks=ranks, a_s=steps * self.a_s, b_s_per_byte=moved * self.b_s_per_byte, samples=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A run on some ranks."""
+
+    device: str
+    """``cuda`` or ``cpu``, with its name."""
+    backend: str
+    ranks: int
+    pipeline: int
+    chunks: int
+    d2h_bytes_per_s: float
+    """Copies of a rank to its host while all copy."""
+    network_bytes_per_s: float
+    """Rate of all ranks together, from the largest messages between two ranks."""
+    storage_bytes_per_s: float
+    """Rate of all ranks writing at once and waiting until it is durable."""
+    contention: float | None = None
+    """Share of the seconds in which links could carry nothing but copies to peers, by which those lengthened training,
+    from iterations with copies and without; None: not measured.
+    """
+    cores: int = 0
+    """Processors that ranks share if they compute on the host; 0 if each has its own device."""
+    sizes: tuple[SizeProfile, ...]
+    """Profiles by size of micro-batches."""
+    collectives: tuple[Affine, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for size in self.sizes:
+            if len(size.stages) != self.pipeline:
+                raise ConfigError(f"{len(size.stages)} stages of pipeline {self.pipeline}; needs as many")
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.ranks // self.pipeline
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine that was measured, as one node for each rank."""
+        return Cluster(
+            1, self.d2h_bytes_per_s, self.network_bytes_per_s / self.ranks, storage_bytes_per_s=self.storage_bytes_per_s
+        )
+
+    def fit(self, collective: str, ranks: int) -> Affine | None:
+        """Return the time of a collective among so many ranks, from the nearest number that was measured; None: none
+        was, or one rank has nobody to wait for.
+        """
+        fits = [fit for fit in self.collectives if fit.collective == collective and fit.ranks > 1]
+        if not fits or ranks < 2:
+            return None
+        return min(fits, key=lambda fit: abs(math.log(fit.ranks / ranks))).among(ranks)
+
+    def save(self, path: Path) -> None:
+        """Write it as YAML."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({"format": FORMAT, **_plain(asdict(self))}, sort_keys=False, width=120)
+        path.write_text("# moevement profile; docs/simulator.md\n" + text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile from a file.
+
+        Raises:
+            ConfigError: it is none, or of another format.
+        """
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
+        if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+            raise ConfigError(f"profile {path}: no format {FORMAT}; write one with moevement profile")
+        values = {key: value for key, value in content.items() if key != "format"}
+        try:
+            values["sizes"] = tuple(_size(size) for size in values["sizes"])
+            values["collectives"] = tuple(
+                Affine(**{**collective, "samples": tuple(map(tuple, collective["samples"]))})
+                for collective in values["collectives"]
+            )
+            profile = cls(**values)
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"profile {path}: {error}; write one with moevement profile") from None
+        parts: list[Profile | SizeProfile | StageProfile] = [profile, *profile.sizes]
+        for part in (*parts, *(stage for size in profile.sizes for stage in size.stages)):
+            for declared in dataclasses.fields(part):
+                value = getattr(part, declared.name)
+                if value is None and str(declared.type).endswith("| None"):
+                    continue
+                if str(declared.type).split(" ")[0] in ("int", "float") and (
+                    isinstance(value, bool) or not isinstance(value, int | float)
+                ):
+                    raise ConfigError(f"profile {path}: {declared.name} {value!r}; needs a number")
+        return profile
+
+
+def _size(values: Mapping[str, Any]) -> SizeProfile:
+    return SizeProfile(**{**values, "stages": tuple(StageProfile(**stage) for stage in values["stages"])})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in the form that YAML writes without tags."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Part of one rank in a recovery: prepare, execute, and compare with digests."""

@@ -1,0 +1,95 @@
+"""A prepared recovery is carried out: stages that lost their state replay, the others feed them, all of it is verified.
+
+Every rank calls :func:`carry_out` at the same point; what any of them finds wrong, all of them raise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.operators import EMBEDDING
+from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.rebuild.feeders import start_feeders
+from moevement_core.rebuild.prepare import Prepared
+from moevement_core.rebuild.reexecution import RunAgain, TakeAgain
+from moevement_core.rebuild.verdict import Part, agree
+from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.places import Source
+from moevement_core.recovery.plan import RecoveryPlan
+from moevement_core.run.outcome import Recovery
+from moevement_core.topology.parts import Parts
+
+
+def carry_out(
+    parts: Parts,
+    prepared: Prepared,
+    lost: LostTokens,
+    take_again: TakeAgain | None,
+) -> tuple[Recovery, Mapping[str, Any]]:
+    """Replay what was prepared and compare; every rank calls it, inside the training loop.
+
+    Stages that keep their state feed those that replay, and wait.
+
+    Args:
+        parts: of this rank.
+        prepared: by every rank.
+        lost: tokens of this stage whose updates are not in what is restored.
+        take_again: of what was saved before and is of no use any more; see :class:`RunAgain`.
+
+    Returns:
+        What was done, and the record of the last iteration that was run again; empty if none was.
+
+    Raises:
+        RecoveryError: what was recovered is not what was lost (on every rank alike), or a snapshot is of another model.
+    """
+    began, began_cpu = time.perf_counter(), time.process_time()
+    plan = prepared.mine
+    with_all = any(len(each_plan.ranks) == parts.topology.world for each_plan in prepared.plans)
+    shared_from = _shared_from(parts, plan)
+    check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now, enabled=prepared.is_comparable)
+    reexecution = RunAgain(parts, prepared, plan, take_again) if plan is not None else None
+    if reexecution is not None:
+        reexecution.adopt()
+    feeders = [] if with_all else start_feeders(parts, prepared)
+    outcome: Mapping[str, Any] = {}
+    if reexecution is not None:
+        outcome = reexecution.run(check, shared_from, with_all=with_all)
+    elif any(parts.topology.stage in each_plan.runs for each_plan in prepared.plans):
+        parts.binding.complete()
+    for feeder in feeders:
+        feeder.finish()
+    first, until = (
+        min(each_plan.first for each_plan in prepared.plans),
+        max(each_plan.until for each_plan in prepared.plans),
+    )
+    known_until = check.known_until if reexecution is not None else until
+    replayed, redone = (reexecution.replayed, reexecution.redone) if reexecution is not None else (0, 0)
+    recovery = Recovery(
+        first, until, replayed, known_until, known_until, len(check.recomputed), len(check.restored),
+        check.largest_difference, check.losses_until, len(check.sends),
+        _sum_sources(prepared.plans), {str(parts.topology.stage): replayed},
+        redone, lost.by_expert, lost.proportion,
+        sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
+        sum(feeder.fed_bytes for feeder in feeders),
+        prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
+    )  # fmt: skip
+    part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas())
+    return agree(part, prepared.other_arithmetic, prepared.other_data), outcome
+
+
+def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
+    return {source.name.lower(): sum(plan.sources()[source] for plan in plans) for source in Source}
+
+
+def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
+    """The first iteration in which any copy of an embedding is active; None without copies on several stages."""
+    if not parts.topology.pipeline.tied:
+        return None
+    index = parts.topology.table.index_of.get(EMBEDDING)
+    local = None if index is None or plan is None else int(plan.runs[parts.topology.stage].full_at[index]) + 1
+    return min(
+        (active_from for active_from in all_gather_objects(local, int | None) if active_from is not None), default=None
+    )

@@ -1,0 +1,81 @@
+"""A rank that was lost takes its state from one that has the same, live: no iteration and no update is made again.
+
+Without sharding every data-parallel replica has all of the state, and each saves a part of it. Of the part that a lost
+rank saved, a live replica makes a snapshot when it is asked, as the lost one would have made it. With that a recovery
+goes on as with any other dense snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from moevement_core.comms import plain
+from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.sources import SnapshotSource
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import (
+    BOUNDARY,
+    Header,
+    Snapshot,
+    StateTensor,
+    aligned_bytes,
+    as_bytes,
+    contents_text,
+    entries_of,
+    offsets,
+)
+from moevement_core.snapshot.whole import begin_whole
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.commit import Mark
+
+LIVE = "live"
+"""Marker in the place of a schedule's id: the snapshot was made of live state, and belongs to no window."""
+
+
+class Twins(SnapshotSource):
+    """Source of live state that this rank can give to failed ranks that held the same.
+
+    Args:
+        binding: the trainer.
+        topology: of this generation.
+        mark: of the iteration whose state is live here; None: that of none is.
+    """
+
+    def __init__(self, binding: Binding, topology: Topology, mark: Mark | None) -> None:
+        self._binding, self._topology, self._mark = binding, topology, mark
+
+    def stands_for(self, until: int, lost: Collection[int]) -> Mapping[int, int]:
+        """The lost ranks whose state is live here; the operators of their stage, by rank."""
+        if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
+            return {}
+        return {rank: len(self._topology.table) for rank in self._binding.twins() if rank in lost}
+
+    def holdings(self) -> Sequence[Holding]:
+        """Return no holdings: a snapshot is made when it is opened."""
+        return ()
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """Return a snapshot of live state as ``owner`` would have made it; None if this rank is elsewhere."""
+        mark = self._mark
+        if mark is None or mark.iteration != iteration:
+            return None
+        states, table = self._binding.states_of_twin(owner), self._topology.table
+        # As a snapshot has it, which is taken when the next iteration begins: after what was due between the two.
+        boundary = mark.boundary if mark.resumed is None else mark.resumed
+        marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})
+        tensors = [tensor for name in table.names if name in states for tensor in states[name].full if tensor.nbytes]
+        tensors += [
+            StateTensor(BOUNDARY, Saved.FULL, str(number), tensor.contiguous()) for number, tensor in enumerate(kept)
+        ]
+        placed, data = list(offsets(tensors)), torch.zeros(aligned_bytes(tensors), dtype=torch.uint8)
+        for tensor, at in placed:
+            data[at : at + tensor.nbytes] = as_bytes(tensor.tensor)
+        contents = contents_text(np.full(len(table), Saved.FULL, dtype=np.int8))
+        whole = begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in states.items()})()
+        entries = entries_of(placed, data, table.index_of)
+        return Snapshot(Header(owner, iteration, LIVE, 0, contents, entries, marked, iteration, whole), Buffer(data))

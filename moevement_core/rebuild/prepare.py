@@ -1,0 +1,233 @@
+"""The way back to a lost state, planned alike on every rank: report -> plan -> fetch, until everything is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.comms.codec import Plain
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.transport import Transport
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery import flips
+from moevement_core.recovery.fetch import fetch
+from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
+from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
+from moevement_core.recovery.sources import SnapshotSource
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.trainer.equal_bits import placed_since, why_replay_may_differ
+
+ATTEMPTS = 3
+"""Attempts to fetch a snapshot that was damaged on its way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Plans, one for each segment of stages that replay together, and the snapshots of this rank, checked."""
+
+    plans: tuple[RecoveryPlan, ...]
+    mine: RecoveryPlan | None
+    """Plan of this rank; None if it keeps its state."""
+    snapshots: Mapping[int, Snapshot]
+    outcomes: Mapping[int, Any]
+    """Outcomes of recent iterations, from ranks of the same model replica."""
+    fetch_s: float
+    is_comparable: bool = True
+    """True if the recovered state has the lost bits. False where another number of ranks executes iterations again:
+    sums have another order.
+    """
+    other_arithmetic: str = ""
+    """Why the last bits may be others than those that were lost, in words; empty if they may not. Then a difference is
+    reported and is no error, and snapshots are taken again of what was replayed beyond those that it began from: a
+    window holds no two histories."""
+    keeps_first: bool = True
+    """True if the snapshots that the replay began from are kept, because the next recovery may begin from them. False
+    for those written on other processors, with which no replay here can be compared.
+    """
+    placed_since: int = NONE
+    """The iteration after which all were computed where the ranks are now, as far as any rank has seen."""
+    other_data: Sequence[str] = ()
+    """Flags of the data that are others than those of the job that wrote a window, in words."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Stages and ranks that lost their state."""
+
+    pipeline: Pipeline
+    lost: frozenset[int]
+    """Stages without their state."""
+    left_out: Collection[int]
+    """Iterations that never ran: nothing was sent in them."""
+
+    @property
+    def feeding(self) -> set[int]:
+        """Stages that keep their state and feed those that replay."""
+        replaying = segments(self.pipeline, self.lost)
+        return {stage for segment in replaying for stage in neighbours_of(self.pipeline, segment)}
+
+
+def prepare(
+    report: Report,
+    sources: Mapping[Source, SnapshotSource],
+    until: int | None,
+    transport: Transport | None,
+    scope: Scope | None = None,
+    lost_ranks: Collection[int] = (),
+    *,
+    may_redo: bool = True,
+) -> Prepared:
+    """Plan from what every rank has, fetch it, and plan again without what could not be had; every rank calls it.
+
+    Args:
+        report: what this rank has, but for its snapshots.
+        sources: where those are, by source.
+        until: the iteration to reach; nothing for the first dense state that the snapshots give.
+        transport: between ranks.
+        scope: the stages to roll back; nothing for all.
+        lost_ranks: those of all ranks that have lost their state, if others have not.
+        may_redo: whether they may make updates again.
+
+    Raises:
+        RecoveryError: there is no way back. On every rank alike.
+    """
+    began = time.perf_counter()
+    of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
+    while True:
+        # Each time anew: a snapshot that a peer came to have meanwhile may be dropped by who took it, and is there now.
+        reports = [_without(each, unavailable) for each in _of_all(_with_snapshots(report, sources))]
+        plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
+        flips.at_plans(report.rank, plans, sources)
+        snapshots: dict[int, Snapshot] = {}
+        missing: list[Fetch] = []
+        for plan in plans:
+            fetched = fetch(
+                report.rank, plan,
+                lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport,
+                of_sums.open_sum if of_sums is not None else lambda *which: None,
+            )  # fmt: skip
+            missing += [result for result in fetched.values() if isinstance(result, Fetch)]
+            snapshots |= {iteration: result for iteration, result in fetched.items() if isinstance(result, Snapshot)}
+        failed = {fetch for per_rank in all_gather_objects(missing, list[Fetch]) for fetch in per_rank}
+        if not failed:
+            own_plan = next((plan for plan in plans if report.rank in plan.ranks), None)
+            return Prepared(
+                plans, own_plan, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
+                other_arithmetic=why_replay_may_differ(reports, plans), placed_since=placed_since(reports),
+            )  # fmt: skip
+        if report.rank == 0:
+            log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
+        asked_again += 1
+        unavailable |= _gone(failed, asked_again)
+
+
+def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
+    """The report of this rank with what is in its sources now."""
+    distinct = {id(source): source for source in sources.values()}.values()
+    holdings = tuple(holding for source in distinct for holding in source.holdings())
+    return replace(report, holdings=holdings, summed=tuple(sum_ for source in distinct for sum_ in source.summed()))
+
+
+def _of_all(report: Report) -> list[Report]:
+    """The reports of all ranks."""
+    local = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
+    return [
+        replace(other, outcomes=outcomes.value) for other, outcomes in all_gather_objects(local, tuple[Report, Plain])
+    ]
+
+
+def _plans(
+    reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
+) -> tuple[RecoveryPlan, ...]:
+    """Return one plan for the failed ranks alone, or one for each segment, or, if a segment cannot recover alone, one
+    for all stages.
+    """
+    if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
+        return (from_replicas,)
+    if may_redo and lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
+        return (alone,)
+    if scope is not None and len(scope.lost) < scope.pipeline.stages:
+        try:
+            plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]
+            for plan in plans:
+                _check_logs(reports, plan, scope)
+                _check_outcomes(reports, plan, scope)
+            return tuple(plans)
+        except RecoveryError as error:
+            if dist.get_rank() == 0:
+                log.warning(f"all stages roll back, because {error}")
+    return (plan_recovery(reports, until),)
+
+
+def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """Every neighbour of the segment can feed it all that it needs."""
+    feeding = neighbours_of(scope.pipeline, frozenset(plan.runs))
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage in feeding and (unlogged := needed - set(report.logged)):
+            raise RecoveryError(
+                f"rank {report.rank} has no log of what it sent in iteration {min(unlogged)}, which stage "
+                f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
+            )
+
+
+def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """Check that the outcome of every step is known: a stage alone cannot compute norms and overflows, which span all
+    stages.
+    """
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage not in plan.runs:
+            continue
+        records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
+        if unknown := needed - records - _outcomes(reports, report).keys():
+            raise RecoveryError(
+                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(unknown)}, which "
+                f"stage {report.stage} needs to replay alone"
+            )
+
+
+def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """Return the outcomes that this rank's replica remembers, of iterations that every replica remembers.
+
+    The others are worked out again by all ranks: one that took a norm from a record would not take part in the
+    reduction by which the rest works it out. Without a pipeline a replica that is lost has nobody who remembers.
+    """
+    known: dict[int, set[int]] = {}
+    for report in reports:
+        known.setdefault(report.replica, set()).update(report.outcomes)
+    common = set.intersection(*known.values())
+    return {iteration: outcome for iteration, outcome in _outcomes(reports, mine).items() if iteration in common}
+
+
+def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """Return the outcomes that ranks of this rank's model replica remember: they clipped by the same norm."""
+    known: dict[int, Any] = {}
+    for report in reports:
+        if report.replica == mine.replica:
+            known |= report.outcomes
+    return known
+
+
+def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
+    """Return the fetches that are not repeated from the same source. A snapshot that was damaged on its way is still
+    whole there.
+    """
+    return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
+
+
+def _without(report: Report, failed: set[Fetch]) -> Report:
+    unavailable = {(fetch.holder, fetch.source, fetch.owner, fetch.iteration) for fetch in failed}
+    damaged = {(fetch.holder, fetch.source, fetch.iteration) for fetch in failed}
+    kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in unavailable]
+    sums = [sum_ for sum_ in report.summed if (report.rank, Source.PARITY, sum_.iteration) not in damaged]
+    gone_live = {fetch.owner for fetch in failed if (fetch.holder, fetch.source) == (report.rank, Source.REPLICA)}
+    stands_for = {rank: count for rank, count in report.stands_for.items() if rank not in gone_live}
+    return replace(report, holdings=tuple(kept), summed=tuple(sums), stands_for=stands_for)

@@ -1,0 +1,102 @@
+"""Verdict of all ranks on a recovery: the recovered state is the lost one, or the job ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.errors import RecoveryError
+from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.rebuild.replica_digests import unequal_replicas
+from moevement_core.run.outcome import Recovery
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.trainer.binding import Replicas
+
+
+@dataclass(frozen=True)
+class Part:
+    """Result of one rank's part of a recovery, as it is sent to the others."""
+
+    recovery: Recovery
+    lost: LostTokens
+    differences: list[str]
+    """Differences from the lost state."""
+    differ_as_loaded: bool
+    """True if one of the differences is in state that was only loaded."""
+    replicas: list[Replicas]
+    """Digests of state that ranks bring to each other and that must be the same on all, survivors included."""
+
+
+def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
+    """Return the recovery as all ranks together have it; every rank calls it.
+
+    Each rank that replayed has compared the part of the state that it saves. Where ``other_arithmetic`` says why last
+    bits may be others than those that were lost, a difference is reported and is no error; what was only loaded, and
+    replicas, have to be equal all the same.
+
+    Args:
+        mine: this rank's part.
+        other_arithmetic: as in :class:`~moevement_core.rebuild.prepare.Prepared`, like ``other_data``.
+        other_data: likewise.
+
+    Raises:
+        RecoveryError: any of them found a difference that nothing explains.
+    """
+    parts = all_gather_objects(mine, Part)
+    differences = [f"rank {rank}: {what}" for rank, part in enumerate(parts) for what in part.differences]
+    unequal = unequal_replicas([part.replicas for part in parts])
+    is_explained = other_arithmetic and not any(part.differ_as_loaded for part in parts)
+    if differences and is_explained and not unequal:
+        if dist.get_rank() == 0:
+            log.warning(
+                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(differences)}; "
+                f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
+                "Training goes on from it, as from a checkpoint that is loaded elsewhere"
+            )
+    elif differences or unequal:
+        advice = "start again from a dense checkpoint or an older window"
+        if other_data:
+            advice = (
+                f"the window was written with other data ({'; '.join(other_data)}). Load it with the data of then and "
+                "let that job save a dense checkpoint (--save, --exit-interval 1); go on from that one with other data"
+            )
+        raise RecoveryError(
+            f"the replayed state is not the one that was lost: {_some(differences + unequal)}. Nothing of it may be "
+            f"used: {advice}"
+        )
+    recoveries, lost = [part.recovery for part in parts], mine.lost
+    known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)
+    recomputed = sum(recovery.recomputed for recovery in recoveries)
+    losses = max(recovery.losses_until for recovery in recoveries)
+    by_stage: dict[str, int] = {}
+    for part in parts:
+        lost |= part.lost  # the same on all ranks of a stage
+        for stage, count in part.recovery.replayed_by_stage.items():
+            by_stage[stage] = max(count, by_stage.get(stage, 0))
+    return replace(
+        mine.recovery,
+        replayed=max(recovery.replayed for recovery in recoveries),
+        redone=max(recovery.redone for recovery in recoveries),
+        replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
+        lost_tokens=lost.by_expert,
+        proportion_lost=lost.proportion,
+        fed_bytes=sum(recovery.fed_bytes for recovery in recoveries),
+        verified_until=None if known == NONE or not recomputed else known,
+        restored_until=None if known == NONE else known,
+        recomputed=recomputed,
+        restored=sum(recovery.restored for recovery in recoveries),
+        largest_difference=max(recovery.largest_difference for recovery in recoveries),
+        losses_until=None if losses == NONE else losses,
+        sends=max(recovery.sends for recovery in recoveries),
+        fetch_s=max(recovery.fetch_s for recovery in recoveries),
+        replay_s=max(recovery.replay_s for recovery in recoveries),
+        replay_cpu_s=sum(recovery.replay_cpu_s for recovery in recoveries),
+    )
+
+
+def _some(differences: Sequence[str]) -> str:
+    return "; ".join(differences[:5]) + (f" (and {len(differences) - 5} more)" if len(differences) > 5 else "")

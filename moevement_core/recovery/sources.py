@@ -1,0 +1,99 @@
+"""Sources of snapshots for a recovery on one rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.sums import Summed
+from moevement_core.recovery.take_part import summed
+from moevement_core.replication.parity.store import GroupStore, MemberStore, Stripe
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+
+
+class SnapshotSource(ABC):
+    """Somewhere a rank has snapshots: its memory, or files."""
+
+    @abstractmethod
+    def holdings(self) -> Sequence[Holding]:
+        """Return all snapshots of this source, checked or not."""
+
+    @abstractmethod
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """Return one snapshot; None if it is gone meanwhile."""
+
+    def path_of(self, owner: int, iteration: int) -> Path | None:
+        """The file of one of them; nothing if it is not in one."""
+        return None
+
+    def summed(self) -> Sequence[Summed]:
+        """The parity that it has."""
+        return ()
+
+    def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
+        """Return the block of an iteration of the group with a given first member, leased; None if it is gone
+        meanwhile.
+        """
+        return None
+
+
+class MemorySource(SnapshotSource):
+    """Snapshots in this rank's host memory: its own, and those that it keeps for others."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._leases: list[SnapshotLease] = []
+
+    def release(self) -> None:
+        """Release the snapshots that were opened; they are not read any more."""
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
+    def holdings(self) -> list[Holding]:
+        """Return all snapshots in memory. A damaged one is found when it is fetched; the plan is then made again
+        without it.
+
+        To check every byte of everything that is kept would take longer than the rest of a recovery.
+        """
+        own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
+        kept = [
+            (Source.PEER, snapshot)
+            for store in self._checkpointer.replicator.stores
+            for snapshot in store.snapshots().values()
+        ]
+        return [holding_of(snapshot, source) for source, snapshot in own + kept]
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """Return one snapshot; None if it is gone meanwhile."""
+        if source is Source.MEMORY:
+            if (lease := self._checkpointer.own.lease(iteration)) is None:
+                return None
+            self._leases.append(lease)  # peers may come to have it meanwhile, and then it would not be kept here
+            return lease.snapshot
+        stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
+        return next((snapshot for store in stores if (snapshot := store.snapshots().get(iteration)) is not None), None)
+
+    def summed(self) -> list[Summed]:
+        """Return all parity blocks."""
+        return [sum_ for group in self._groups() for sum_ in summed(group)]
+
+    def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
+        """A block, leased; nothing if it is gone meanwhile, or damaged."""
+        for group in self._groups():
+            if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:
+                return group, stripe
+        return None
+
+    def _groups(self) -> list[GroupStore]:
+        stores = self._checkpointer.replicator.stores
+        return list(dict.fromkeys(store.group for store in stores if isinstance(store, MemberStore)))
+
+
+def holding_of(snapshot: Snapshot, source: Source) -> Holding:
+    """Return the report of a snapshot."""
+    header = snapshot.header
+    return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)

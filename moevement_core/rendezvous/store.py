@@ -1,0 +1,127 @@
+"""Clients of the job's store, which the launcher or the coordinator holds so that any rank, even rank 0, may die."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, override
+
+import torch
+from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
+from nvidia_resiliency_ext.inprocess.store import StoreMixin
+
+from moevement_core.comms.token import own_token
+from moevement_core.rendezvous.roster import INTERRUPTED, LEAVING
+from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
+from moevement_core.util.environment import STORE_ENV
+from moevement_core.util.tcp import Endpoint, Ends, connections
+
+TIMEOUT = timedelta(minutes=10)
+"""Timeout of torch's store for operations that wait."""
+
+
+def store_address() -> tuple[str, int] | None:
+    """Return host and port of the job's store; None if the environment names none."""
+    if not (address := os.environ.get(STORE_ENV)):
+        return None
+    host, port = address.rsplit(":", 1)
+    return host, int(port)
+
+
+def connect(address: tuple[str, int]) -> SignedStore:
+    """Return a signing client of the job's store.
+
+    Raises:
+        ConfigError: this process has no job token.
+    """
+    return SignedStore(_client(address), own_token())
+
+
+def connect_plain(address: tuple[str, int]) -> Any:
+    """Return a client of the job's store for torch's process groups, which do not sign values.
+
+    Raises:
+        ConfigError: this process has no job token.
+    """
+    return torch.distributed.PrefixStore(f"{prefix_of(own_token())}/groups", _client(address))
+
+
+def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:
+    """Return a client as :func:`connect_plain` does, and its TCP connections.
+
+    A shutdown of these connections ends every wait in the client, while other clients of the same store go on.
+    """
+    before = _to(address[1])
+    return connect_plain(address), _to(address[1]) - before
+
+
+def endpoints(address: tuple[str, int]) -> set[Endpoint]:
+    """Return every endpoint of the store: each address of its host's name, with the port."""
+    addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    return {(str(name[0]), int(name[1])) for *_, name in addresses}
+
+
+def _client(address: tuple[str, int]) -> Any:
+    return torch.distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
+
+
+def _to(port: int) -> set[Ends]:
+    all_ends = (connection.ends for connection in connections())
+    return {ends for ends in all_ends if ends.remote is not None and ends.remote[1] == port}
+
+
+class GenerationStore(StoreMixin):
+    """Store for the interruption of one generation, by its ranks or the coordinator. One thread calls all methods.
+
+    The class implements the methods of ``StoreMixin`` that the monitoring thread uses. Those of the library do not sign
+    values, and would end a rank with an exception if a stranger wrote one.
+
+    Args:
+        store: store of the job.
+        generation: number of the generation, which has its own keys.
+    """
+
+    def __init__(self, store: SignedStore, generation: int) -> None:
+        self._store, self._key, self._leaving = store, INTERRUPTED.format(generation), LEAVING.format(generation)
+
+    @override
+    def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
+        # Several processes may record at once, and the first claim stands. Appending to a signed value would break it.
+        self._store.claim(self._key, ",".join(f"{record.rank}:{record.interruption.name}" for record in records or ()))
+
+    @override
+    def lock_interruption_records(self) -> None:
+        """Do nothing, because the first record stands and nothing is added to it."""
+
+    @override
+    def get_interruption_records(self) -> list[InterruptionRecord]:
+        text = (self._store.read(self._key) or b"").decode()
+        pairs = [item.split(":", 1) for item in text.split(",") if item]
+        return [InterruptionRecord(int(rank), Interruption[name]) for rank, name in pairs]
+
+    def is_interrupted(self) -> bool:
+        """Return True if an interruption is recorded; the call is one request to the store, and never waits."""
+        return self._store.check([self._key])
+
+    def report_leaving(self, member: int, phase: str) -> None:
+        """Report to the coordinator that a member has reached a further phase of leaving; return at once."""
+        self._store.set(f"{self._leaving}/{member}", phase)
+
+    @override
+    def wait_for_interrupted(self, timeout: timedelta) -> None:
+        self._store.wait([self._key], timeout)
+
+
+def interrupt_in(store: SignedStore) -> Callable[[int, int], None]:
+    """Return the function with which the coordinator interrupts ranks, given their generation and the failed rank.
+
+    Args:
+        store: store of the job.
+    """
+
+    def interrupt(generation: int, rank: int) -> None:
+        GenerationStore(store, generation).record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
+
+    return interrupt

@@ -1,0 +1,94 @@
+"""The receiving side of a member's connection: adds its snapshots to the group's parity, block by block."""
+
+from __future__ import annotations
+
+from typing import override
+
+import torch
+
+from moevement_core.comms.transport import Transport
+from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.parity.store import MemberStore, Stripe
+from moevement_core.replication.receiver import PATIENCE_S, Receiver, Report
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
+from moevement_core.snapshot.arena import in_pages
+from moevement_core.snapshot.blocks import block_bytes, blocks_of
+from moevement_core.snapshot.snapshot import Header, digest_of
+
+
+class ParityReceiver(Receiver):
+    """Receiver of one member's snapshots. Its answer names the blocks that it wants: all, or those that did not arrive
+    whole.
+    """
+
+    def __init__(
+        self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report
+    ) -> None:
+        self._member = store
+        super().__init__(rank, store, transport, allowance, report)
+
+    @override
+    def _room_bytes(self) -> int:
+        return self._member.group.arena.nbytes
+
+    @override
+    def _take_in(self, header: Header, message: Message) -> None:
+        group, source = self._member.group, self._member.source
+        stripe = group.begin(source, header)
+        if stripe is None:
+            self._member.wait_for_room(header.payload_bytes, PATIENCE_S)
+            stripe = group.begin(source, header)
+        if stripe is None and self._grow(header.payload_bytes):
+            stripe = group.begin(source, header)
+        if stripe is None:
+            self._say(Kind.FULL, message.iteration)
+            return
+        try:
+            is_whole = self._add(stripe, header, message.iteration)
+        finally:
+            group.end(stripe, source)
+        self._say(Kind.KEPT if is_whole else Kind.DAMAGED, message.iteration)
+
+    def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
+        """Everything that is not in the sum yet; whether it is now."""
+        group, source, blocks = self._member.group, self._member.source, blocks_of(header)
+        wanted = sorted(stripe.missing.get(source, ()))
+        if not wanted:
+            return True
+        flags = torch.zeros(len(blocks), dtype=torch.uint8)
+        flags[wanted] = 1
+        go = Message(Kind.GO, self._rank, iteration, payload_bytes=len(blocks), check=checksum(flags))
+        self._transport.send(source, TO_SOURCE, go.encode())
+        self._transport.send(source, TO_SOURCE, flags)
+        for number in wanted:
+            block = blocks[number]
+            with group.staging.of(block_bytes(block)) as memory:
+                at, data = 0, []
+                for entry in block:
+                    values = memory[at : at + entry.nbytes]
+                    self._transport.receive(source, TO_PEER, values)
+                    data.append((entry, values))
+                    at += entry.nbytes
+                damaged = next((entry for entry, values in data if digest_of(values) != entry.digest), None)
+                if damaged is None:
+                    group.add(stripe, source, number, data)
+                else:
+                    self._report_damaged(iteration, damaged)
+        return not stripe.missing.get(source)
+
+    def _grow(self, nbytes: int) -> bool:
+        """Members of other sizes need more than the largest of them said; whether there is more."""
+        arena, key = self._member.group.arena, self._member.key
+        with self._member.growing:
+            if arena.available >= in_pages(nbytes):
+                return True  # another member has seen to it
+            wanted = arena.nbytes + in_pages(nbytes)
+            if not self._allowance.take(key, wanted):
+                return False
+            try:
+                arena.grow(wanted)
+            except RuntimeError:
+                self._allowance.keep(key, arena.nbytes)
+                return False
+            self._member.need(wanted)
+            return True

@@ -1,0 +1,307 @@
+"""Parity of a group's snapshots in this rank's host memory: of each iteration one block, a sum over the members.
+
+Every member adds its own snapshot, block by block as it comes, each checked before it is added; nothing of it is kept
+but the header. A block of parity is never changed again once all members are in it, so what was recoverable stays so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import override
+
+import torch
+
+from moevement_core.device import Device
+from moevement_core.replication.allowance import Who
+from moevement_core.replication.parity.code import coefficients
+from moevement_core.replication.parity.field import add_product
+from moevement_core.replication.parity.groups import Group
+from moevement_core.replication.parity.staging import Staging
+from moevement_core.replication.peer_store import PeerStore
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.arena import Arena
+from moevement_core.snapshot.blocks import blocks_of
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, digest_of
+from moevement_core.util import damage
+
+
+@dataclass(slots=True, eq=False)
+class Stripe:
+    """The block of parity of one iteration."""
+
+    iteration: int
+    total: Buffer
+    headers: dict[int, Header] = field(default_factory=dict)
+    """Headers of the members that are in the sum, wholly or in part."""
+    missing: dict[int, set[int]] = field(default_factory=dict)
+    """Numbers of the blocks that are missing, by member whose snapshot is on its way."""
+    digest: str | None = None
+    """Digest of the sum, once every member is in it."""
+    users: int = 0
+    """Threads that read it or add to it."""
+    freed: bool = False
+
+    @property
+    def members(self) -> dict[int, Header]:
+        """Headers of the members that are in the sum wholly."""
+        return {source: header for source, header in self.headers.items() if source not in self.missing}
+
+
+class GroupStore:
+    """Parity of one group. May be used from any thread.
+
+    Args:
+        group: whose members' snapshots come.
+        number: of the block of parity that is kept here.
+        device: whose host memory it goes to.
+    """
+
+    def __init__(self, group: Group, number: int, device: Device) -> None:
+        self.group, self.number = group, number
+        self.floor = NONE
+        self.arena, self.staging = Arena(device), Staging()
+        self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
+        self._stripes: dict[int, Stripe] = {}
+        self._lock = threading.Lock()
+        self._needed: dict[int, int] = {}
+        """Bytes that each member asked for last, or was found to need beside others."""
+        self.growing = threading.Lock()
+        """Held by the member's receiver that finds too little room until there is more."""
+
+    def stripes(self) -> list[Stripe]:
+        """Return the stripes in which no member is only in part, by iteration."""
+        with self._lock:
+            return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
+
+    def schedules_of(self, source: int) -> dict[int, str]:
+        """Return the id of the schedule of each iteration in which ``source`` is wholly."""
+        with self._lock:
+            return {
+                iteration: stripe.headers[source].schedule
+                for iteration, stripe in self._stripes.items()
+                if source in stripe.members
+            }
+
+    def begin(self, source: int, header: Header) -> Stripe | None:
+        """A snapshot of ``source`` is about to come; nothing if there is no room for it.
+
+        What is there already of the same snapshot stays. Where another one of the same iteration is in the sum, nobody
+        can take it out again: a new sum is begun, without the other members.
+        """
+        with self._lock:
+            stripe = self._stripes.get(header.iteration)
+            if stripe is not None and source in stripe.headers and stripe.headers[source].entries != header.entries:
+                self._release(header.iteration)
+                stripe = None
+            if stripe is None:
+                if (total := self._zeros(header.payload_bytes)) is None:
+                    return None
+                stripe = self._stripes[header.iteration] = Stripe(header.iteration, total)
+            elif header.payload_bytes > stripe.total.nbytes:
+                if (more := self._zeros(header.payload_bytes - stripe.total.nbytes)) is None:
+                    return None
+                stripe.total = Buffer(*(buffer.memory for buffer in (*stripe.total.extents, *more.extents)))
+            if source not in stripe.headers:
+                stripe.headers[source] = header
+                stripe.missing[source] = set(range(len(blocks_of(header))))
+                if not stripe.missing[source]:
+                    del stripe.missing[source]
+            stripe.users += 1
+            return stripe
+
+    def add(self, stripe: Stripe, source: int, number: int, data: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Block ``number`` of a member, whose tensors were checked, becomes part of the sum."""
+        coefficient = self._coefficients[source]
+        with self._lock:
+            if stripe.freed:
+                return
+            for entry, values in data:
+                at = 0
+                for piece in stripe.total.pieces(entry.offset, entry.nbytes):
+                    add_product(piece.numpy(), coefficient, values[at : at + piece.numel()].numpy())
+                    at += piece.numel()
+            stripe.missing[source].discard(number)
+
+    def end(self, stripe: Stripe, source: int) -> None:
+        """End the adding of ``source``, which may not be in the sum wholly."""
+        with self._lock:
+            stripe.users -= 1
+            if not stripe.missing.get(source, True):
+                del stripe.missing[source]
+            if stripe.freed:
+                self._release_unless_used(stripe)
+                return
+            is_whole = not stripe.missing and len(stripe.headers) == len(self.group.members)
+            if not is_whole or stripe.digest is not None:
+                return
+            stripe.users += 1
+        digest = digest_of(*stripe.total.pieces(0, stripe.total.nbytes))
+        with self._lock:
+            stripe.digest = digest
+            stripe.users -= 1
+            self._release_unless_used(stripe)
+
+    def lease(self, iteration: int) -> Stripe | None:
+        """Return the stripe of an iteration, unchanged until :meth:`give_back`; None if it is gone or damaged."""
+        with self._lock:
+            stripe = self._stripes.get(iteration)
+            if stripe is None or stripe.missing:
+                return None
+            stripe.users += 1
+        if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
+            what = f"parity of iteration {iteration} of ranks {', '.join(map(str, self.group.members))}"
+            damage.report("the digest of a sum that is read", what, "planning again without it")
+            self.give_back(stripe)
+            return None
+        return stripe
+
+    def give_back(self, stripe: Stripe) -> None:
+        """Release a stripe: it is not read any more."""
+        with self._lock:
+            stripe.users -= 1
+            self._release_unless_used(stripe)
+
+    def free_before(self, iteration: int) -> None:
+        """Let go of what no recovery needs any more."""
+        with self._lock:
+            self.floor = max(self.floor, iteration)
+            for old in [kept for kept in self._stripes if kept < iteration]:
+                self._release(old)
+
+    def drop(self, source: int, first: int, count: int) -> None:
+        """A member will never have these again: what it is part of is of no use to the others either."""
+        with self._lock:
+            iterations = [
+                at for at, stripe in self._stripes.items() if first <= at < first + count and source in stripe.headers
+            ]
+            for iteration in iterations:
+                self._release(iteration)
+
+    def need(self, source: int, nbytes: int) -> None:
+        """Note that ``source`` needs ``nbytes`` from now on."""
+        with self._lock:
+            self._needed[source] = nbytes
+
+    def trim(self) -> bool:
+        """Give back some of what no member needs, once all have said what they need; return whether any went."""
+        with self._lock:
+            needed = dict(self._needed)
+        before = self.arena.nbytes
+        if len(needed) == len(self.group.members) and before > (most := max(needed.values())):
+            self.arena.shrink(most)
+        return self.arena.nbytes < before
+
+    def _zeros(self, nbytes: int) -> Buffer | None:
+        buffer = self.arena.acquire(nbytes)
+        for extent in buffer.extents if buffer is not None else ():
+            extent.memory.zero_()
+        return buffer
+
+    def _release(self, iteration: int) -> None:
+        stripe = self._stripes.pop(iteration)
+        stripe.freed = True
+        self._release_unless_used(stripe)
+
+    def _release_unless_used(self, stripe: Stripe) -> None:
+        if stripe.freed and not stripe.users:
+            self.arena.release(stripe.total)
+
+
+class MemberStore(PeerStore):
+    """Part of one member in a group's parity.
+
+    Args:
+        source: the member.
+        group: its store.
+    """
+
+    def __init__(self, source: int, group: GroupStore) -> None:
+        super().__init__(source)
+        self.group = group
+        self.growing = group.growing
+
+    @property
+    @override
+    def key(self) -> Who:
+        return self.group.group.members
+
+    @override
+    def is_part_of(self, others: Collection[PeerStore]) -> bool:
+        return any(isinstance(other, MemberStore) and other.group is self.group for other in others)
+
+    @property
+    @override
+    def memory_bytes(self) -> int:
+        """Bytes of the group's memory on its first member; 0 on the others."""
+        return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
+
+    @property
+    @override
+    def floor(self) -> int:  # type: ignore[override]
+        return self.group.floor
+
+    @override
+    def lower_floor(self, iteration: int) -> None:
+        self.group.floor = min(self.group.floor, iteration)
+
+    @override
+    def schedules(self) -> Mapping[int, str]:
+        return self.group.schedules_of(self.source)
+
+    @override
+    def snapshots(self) -> Mapping[int, Snapshot]:
+        return {}
+
+    @override
+    def lease(self, iteration: int) -> SnapshotLease | None:
+        return None
+
+    @override
+    def free_before(self, iteration: int) -> None:
+        self.group.free_before(iteration)
+
+    @override
+    def give_back(self, last: int) -> None:
+        """Nothing: parts of a sum are of use as long as any member needs them."""
+
+    @override
+    def drop(self, first: int, count: int) -> None:
+        self.group.drop(self.source, first, count)
+
+    @override
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
+        self.group.arena.wait_for(nbytes, timeout_s)
+
+    @override
+    def make_room(self, nbytes: int) -> None:
+        self.group.arena.grow(nbytes)
+
+    @override
+    def need(self, nbytes: int) -> None:
+        self.group.need(self.source, nbytes)
+
+    @override
+    def trim(self) -> bool:
+        return self.group.trim()
+
+
+def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the bytes of a snapshot that belong to bytes ``start`` to ``end`` of a sum, each with its position.
+
+    Between its tensors it adds nothing: what is there in memory is of no snapshot.
+
+    Args:
+        snapshot: of a member.
+        header: of the same as it was sent, without gaps.
+        start: in the payload that ``header`` describes.
+        end: likewise.
+    """
+    for sent, held in zip(header.entries, snapshot.in_order(), strict=True):
+        first, last = max(sent.offset, start), min(sent.offset + sent.nbytes, end)
+        at = first
+        for piece in snapshot.buffer.pieces(held.offset + first - sent.offset, last - first) if first < last else ():
+            yield at, piece
+            at += piece.numel()

@@ -1,0 +1,209 @@
+"""Faults that drills inject into a job: their place and time, parsed from flags."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+from moevement_core.util.numbers import NOT_NEGATIVE
+
+
+class Phase(StrEnum):
+    """Phase of a rank in which a fault can be injected."""
+
+    START = "start"
+    DECIDE = "decide"
+    """Decision about the window that begins; other ranks may have completed it."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    ACCUMULATE = "accumulate"
+    """Accumulation of a gradient, which is in ``param.grad`` and not yet in its buffer."""
+    READY = "ready"
+    """Counting of ready gradients whose reduction overlaps with the backward pass."""
+    FORK = "fork"
+    """Exit from a forked random state (attention dropout): the state is restored, and its name is not yet."""
+    REDUCE = "reduce"
+    COPY = "copy"
+    """Moment at which the optimizer has copied the gradients, before any reduction that uses the copy."""
+    COMMIT = "commit"
+    """Moment of the commit, after every reduction and before the update."""
+    STEP = "step"
+    """Update of the weights, which the fault leaves incomplete."""
+    GATHER = "gather"
+    SNAPSHOT = "snapshot"
+    REPLICATE = "replicate"
+    """Sending of a snapshot to a peer."""
+    EVAL = "eval"
+    SAVE = "save"
+    GROUPS = "groups"
+    """Moment after a failure and before the creation of process groups; the other ranks wait for this one. The rank
+    does not know its iteration yet."""
+    COMMUNICATORS = "communicators"
+    """Moment after a failure at which process groups exist but are not used yet. The rank does not know its iteration
+    yet."""
+    RECOVER = "recover"
+    """Meeting of the ranks after a failure; its iteration is the one that the ranks resume."""
+    REDO = "redo"
+    """Repetition of updates from logged gradients."""
+    REPLAY = "replay"
+    EXIT = "exit"
+
+
+class Signal(StrEnum):
+    """Effect of a fault on its rank."""
+
+    KILL = "KILL"
+    STOP = "STOP"
+    """SIGSTOP, after which the process hangs."""
+    EXC = "EXC"
+    """Exception in the rank's own code."""
+    WAIT = "WAIT"
+    """Wait of the rank in its phase, until the failure of another rank interrupts it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Fault that is injected once in a job."""
+
+    rank: int
+    phase: Phase
+    signal: Signal
+    iteration: int | None = None
+    """Iteration of the fault; None: the first entry of the rank into the phase."""
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        """Parse the text ``rank=2,iteration=17,phase=forward,signal=KILL``; without ``signal`` it is KILL.
+
+        Raises:
+            ConfigError: the text has another form, or an unknown key or value.
+        """
+        flag = f"--moevement-inject {text}"
+        words = dict(word.partition("=")[::2] for word in text.split(","))
+        if unknown := words.keys() - {"rank", "iteration", "phase", "signal"}:
+            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of rank, iteration, phase, signal")
+        for name in ("rank", "phase"):
+            if name not in words:
+                raise ConfigError(f"{flag}: needs rank=N,phase=P; {name} is missing")
+        for name in ("rank", "iteration"):
+            if name in words and not words[name].isdecimal():
+                raise ConfigError(f"{flag}: {name}={words[name]}; needs a number")
+        for name, known in (("phase", Phase), ("signal", Signal)):
+            if name in words and words[name] not in list(known):
+                raise ConfigError(f"{flag}: {name}={words[name]}; needs one of {', '.join(known)}")
+        if words["phase"] in (Phase.GROUPS, Phase.COMMUNICATORS) and "iteration" in words:
+            raise ConfigError(f"{flag}: a rank that makes process groups knows no iteration yet; leave iteration= out")
+        iteration = int(words["iteration"]) if "iteration" in words else None
+        return Fault(int(words["rank"]), Phase(words["phase"]), Signal(words.get("signal", Signal.KILL)), iteration)
+
+
+class FlipKind(StrEnum):
+    """Kind of data in which a drill flips a bit."""
+
+    COPIES = "copies"
+    """Copy of a snapshot in a peer's memory that a recovery reads."""
+    OWN = "own"
+    """Own snapshot of a rank that rolls back and reads it."""
+    PARITY = "parity"
+    """Block of parity that a recovery reads."""
+    LOGS = "logs"
+    """Tensors in the boundary log of a rank that feeds them to a neighbour in a replay."""
+    GRADIENTS = "gradients"
+    """Logged gradient from which a redo repeats updates."""
+    WINDOWS = "windows"
+    """File of a window on disk that a job loads."""
+    WIRE = "wire"
+    """Snapshot in transfer to a peer."""
+    HEADERS = "headers"
+    """Header of a snapshot in transfer to a peer."""
+    MESSAGES = "messages"
+    """Message that announces a snapshot, in transfer to a peer."""
+    FETCHES = "fetches"
+    """Snapshot in transfer from a peer back to its rank."""
+    FEEDS = "feeds"
+    """Logged tensor in transfer to a stage that replays alone."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Flip of one bit, once in a job."""
+
+    kind: FlipKind
+    rank: int | None = None
+    """Rank of the flip; None: the first rank that uses such data."""
+    iteration: int = 0
+    """First iteration whose data may be flipped: the iteration that is sent or, for data not in transfer, recovered."""
+    seed: int = 0
+    """Seed of the random choice of a tensor and a bit."""
+
+    @staticmethod
+    def parse(text: str) -> Flip:
+        """Parse the text ``kind=copies,rank=2,iteration=17,seed=1``.
+
+        Raises:
+            ConfigError: the text has another form, or an unknown key or value.
+        """
+        flag = f"--moevement-inject-flip {text}"
+        words = dict(word.partition("=")[::2] for word in text.split(","))
+        if unknown := words.keys() - {"kind", "rank", "iteration", "seed"}:
+            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of kind, rank, iteration, seed")
+        if words.get("kind") not in list(FlipKind):
+            raise ConfigError(f"{flag}: kind={words.get('kind', '')}; needs one of {', '.join(FlipKind)}")
+        numbers = {name: value for name, value in words.items() if name != "kind"}
+        for name, value in numbers.items():
+            if not (value.isascii() and value.isdecimal()):
+                raise ConfigError(f"{flag}: {name}={value}; needs a number")
+        return Flip(FlipKind(words["kind"]), **{name: int(value) for name, value in numbers.items()})
+
+
+def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
+    """Yield the times at which a rank is killed, in seconds after its start.
+
+    The times are those of a Poisson process, in which the job has a failure every ``mtbf_s`` on average.
+
+    Args:
+        mtbf_s: mean seconds between failures of the job.
+        ranks: number of ranks in the job.
+        rank: rank that is killed.
+        seed: seed; equal seeds give equal times.
+        life: number of the generation. Each generation draws its own times, because a Poisson process has no memory.
+    """
+    draws = random.Random(f"{seed}/{rank}/{life}")
+    time_s = 0.0
+    while True:
+        time_s += draws.expovariate(1.0 / (mtbf_s * ranks))
+        yield time_s
+
+
+def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]:
+    """Return the failures of nodes in a trace: seconds from its beginning and the number of a node, in order of time.
+
+    Args:
+        trace: file with lines of ``milliseconds,add|remove,name``.
+        nodes: number of nodes in the job; the nodes of the trace are assigned to them round robin.
+        speedup: factor by which the failures come faster than in the trace.
+
+    Raises:
+        ConfigError: the file is not such a trace.
+    """
+    failures, places = [], dict[str, int]()
+    try:
+        with trace.open(newline="") as file:
+            for number, row in enumerate(csv.reader(file), start=1):
+                if len(row) != 3 or row[1] not in ("add", "remove"):
+                    raise ConfigError(
+                        f"trace {trace}, line {number}: {','.join(row)[:60]!r}; needs "
+                        "milliseconds,add,NODE or milliseconds,remove,NODE"
+                    )
+                node = places.setdefault(row[2], len(places)) % nodes
+                NOT_NEGATIVE.check(f"trace {trace}, line {number}: milliseconds", float(row[0]))
+                if row[1] == "remove":
+                    failures.append((float(row[0]) / 1e3 / speedup, node))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"trace {trace}: {error}") from None
+    return sorted(failures)

@@ -1,0 +1,1 @@
+"""The run directory: records, events, figures, and the comparison of two runs."""

@@ -1,0 +1,191 @@
+"""Account of a recovery for the operator of the job: a block in the log, an event, and a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar
+
+from moevement_core.run.outcome import Recovery
+from moevement_core.util.words import counted, spares_words
+
+PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
+"""Names of the parts of a recovery, in order; the first one occurs only if an earlier recovery was interrupted."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Account of one recovery, from the failure to the first new iteration; the same on every rank. Times are seconds
+    since the epoch, each the latest of all ranks.
+    """
+
+    kind: ClassVar[str] = "failure"
+    generation: int
+    failures: Sequence[str]
+    """Failed ranks, and how each of them failed, as text."""
+    noticed_by: str
+    """Source that reported the failure (supervisor, reset, lease), and its delay in seconds, as text."""
+    failed_at: float
+    """Time at which the first failed process was seen to end, or was last heard from."""
+    interrupted_at: float
+    """Time at which ranks were interrupted and their communication was aborted."""
+    left_at: float
+    """Time at which the last rank had left the interrupted generation."""
+    formed_at: float
+    """Time at which every rank was assigned to a process again."""
+    usable_at: float
+    """Time at which process groups were ready again."""
+    prepared_at: float
+    """Time at which state was found and fetched, and replacements were built."""
+    replay_at: float
+    """Time at which ranks had entered the training loop and the replay began."""
+    resumed_at: float
+    """Time at which all state was restored."""
+    scope: str
+    recovery: Mapping[str, Any] | None
+    """Fields of the recovery event; None if no state was lost."""
+    effective: float | None
+    """Effective training time ratio so far: time of committed iterations, each once, over time since the job formed."""
+    kept: str
+    """Result of comparing the state that survivors kept, as text."""
+    spares: int
+    """Number of spares that were ready when the job was formed again."""
+    copies: str
+    """State of replication as text: complete, or the snapshots that are still to be copied to peers."""
+    starting: int = 0
+    """Number of spares that were being started then, in place of processes that ended."""
+    survivors: str = ""
+    """Number of ranks that kept their state, and of these the number compared, as text."""
+    earlier: Sequence[str] = ()
+    """Earlier failures, as text, whose recovery this failure interrupted."""
+    first_failed_at: float | None = None
+    """Time of the first earlier failure; None if there is none."""
+    leaving: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase in which ranks left the interrupted generation, on the slowest rank: ``shut_down``
+    connections, ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused
+    memory."""
+    free_bytes: int | None = None
+    """Bytes of device memory that were free on the rank with the least, after all ranks had left and before
+    communicators were created again (on CPUs: host memory); None if no rank has used a device."""
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part of the recovery, in order."""
+        times = (
+            self.first_failed_at, self.failed_at, self.interrupted_at, self.left_at, self.usable_at, self.prepared_at,
+            self.replay_at, self.resumed_at,
+        )  # fmt: skip
+        return {
+            name: max(0.0, end - begin)
+            for name, (begin, end) in zip(PARTS, pairwise(times), strict=True)
+            if begin is not None and end is not None
+        }
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the failure to the resumption; from the first failure if earlier recoveries were interrupted."""
+        return max(0.0, self.resumed_at - self._began_at)
+
+    @property
+    def _began_at(self) -> float:
+        return self.failed_at if self.first_failed_at is None else self.first_failed_at
+
+    def lines(self, *, is_verbose: bool = False) -> list[str]:
+        """Return the lines of the block in the log, with all details if ``is_verbose``."""
+        recovery = Recovery(**self.recovery) if self.recovery is not None else None
+        rows = [
+            ("failed", "; ".join(self.failures) or "no rank; all ranks restarted"),
+            ("before", f"{'; '.join(self.earlier)}; this failure interrupted that recovery" if self.earlier else ""),
+            ("noticed", self.noticed_by),
+            ("scope", self.scope),
+            ("restored", _restored(recovery)),
+            ("replayed", _replayed(recovery)),
+            ("seconds", "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())),
+            ("", f"total {self.total_s:.2f}"),
+            ("lost", recovery.losses if recovery is not None else ""),
+            ("verified", "nothing to verify: no state was lost" if recovery is None else recovery.verified),
+            ("survivors", (self.kept if is_verbose else self.survivors) or self.kept),
+            ("copies", self.copies),
+            ("spares", spares_words(self.spares, self.starting)),
+            ("ETTR", f"{self.effective:.1%} so far" if self.effective is not None else ""),
+            ("leaving", self._left if is_verbose and self.leaving else ""),
+            ("fed", f"{recovery.fed_bytes / 1e6:.1f} MB from logs" if is_verbose and recovery is not None else ""),
+        ]
+        return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows if text)]
+
+    @property
+    def _left(self) -> str:
+        free = f"; {self.free_bytes / 1e9:.1f} GB of memory free" if self.free_bytes is not None else ""
+        return "  ".join(f"{name.replace('_', ' ')} {took:.2f}" for name, took in self.leaving.items()) + free
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields of the event, with the seconds of each part."""
+        return {**asdict(self), "parts": self.parts(), "total_s": self.total_s}
+
+
+def _restored(recovery: Recovery | None) -> str:
+    """Return a text on the snapshots that state was restored from, and their sources."""
+    if recovery is None:
+        return "no state was lost"
+    sources = ", ".join(f"{count} from {name}" for name, count in recovery.sources.items() if count)
+    return f"iteration {recovery.until}, from snapshots of iteration {recovery.first} on ({sources})"
+
+
+def _replayed(recovery: Recovery | None) -> str:
+    """Return a text on the iterations executed again, by stage, and on redone updates."""
+    if recovery is None:
+        return ""
+    redone = (
+        f"{counted(recovery.redone, 'update')} from logged gradients, by {_ranks(recovery.ranks)}"
+        if recovery.redone
+        else ""
+    )
+    stages = {stage: count for stage, count in recovery.replayed_by_stage.items() if count}
+    if not stages:
+        return redone or "no iteration is repeated"
+    spread = ", ".join(f"{count} by stage {stage}" for stage, count in stages.items())
+    return "; ".join(filter(None, [f"{counted(recovery.replayed, 'iteration')} ({spread})", redone]))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_TRACKS = {"recoveries": 0, "parts of recoveries": 1, "other events": 2, "windows": 3}
+"""Rows of the timeline; windows have a separate row, so that they hide no other events."""
+
+
+def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a timeline in the trace event format that Perfetto opens, from the events of a run."""
+    begun: float | None = None
+    shown: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
+        for name, track in _TRACKS.items()
+    ]
+    for event in events:
+        begun = event["time"] if begun is None else begun
+        if event["event"] != "failure":
+            track = _TRACKS["windows" if event["event"] == "window" else "other events"]
+            shown.append(
+                {"name": event["event"], "ph": "i", "s": "t", "pid": 0, "tid": track, "ts": _us(event["time"], begun)}
+            )
+            continue
+        at = event["failed_at"] if event.get("first_failed_at") is None else event["first_failed_at"]
+        failures = [*event.get("earlier", ()), *event["failures"]]
+        whole = _TRACKS["recoveries"]
+        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, whole, failures))
+        for name, seconds in event["parts"].items():
+            shown.append(_slice(name, at, seconds, begun, _TRACKS["parts of recoveries"], None))
+            at += seconds
+    return {"traceEvents": shown, "displayTimeUnit": "ms"}
+
+
+def _slice(name: str, at: float, seconds: float, begun: float, row: int, about: Any) -> dict[str, Any]:
+    return {
+        "name": name, "ph": "X", "pid": 0, "tid": row, "ts": _us(at, begun), "dur": seconds * 1e6,
+        "args": {"failures": about} if about else {},
+    }  # fmt: skip
+
+
+def _us(at: float, begun: float) -> float:
+    return (at - begun) * 1e6

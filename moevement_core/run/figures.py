@@ -1,0 +1,334 @@
+"""Figures of a run: their names, units and meanings, and their current values.
+
+The table here serves the metrics endpoint (``exporter.py``), TensorBoard, ``moevement top`` and ``docs/metrics.md``,
+which ``scripts/metrics_table.py`` writes. Names and units follow Prometheus: a name ends with its base unit (seconds,
+bytes), and the name of a counter with ``_total``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from moevement_core.run.account import PARTS
+
+
+class Kind(StrEnum):
+    """Kind of a figure, as Prometheus distinguishes them."""
+
+    GAUGE = "gauge"
+    """Figure whose value may rise and fall."""
+    COUNTER = "counter"
+    """Figure whose value only grows, until the counting process restarts."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Figure of a run: its name, unit, meaning and source."""
+
+    name: str
+    """Name without the prefix ``moevement_``, and without the suffix ``_total`` of a counter."""
+    unit: str
+    help: str
+    """Meaning of the figure, as Prometheus and ``docs/metrics.md`` show it."""
+    kind: Kind = Kind.GAUGE
+    field: str = ""
+    """Field of ``metrics.jsonl`` that holds the value; empty: another source. A counter adds up its field's values."""
+    is_sum: bool = False
+    """True if the field of a counter already holds the sum so far."""
+    label: str | None = None
+    """Name of the label that distinguishes several values of the figure; None: the figure has one value."""
+    is_in_tensorboard: bool = True
+
+    @property
+    def exported_name(self) -> str:
+        """Name of the figure in Prometheus."""
+        return f"moevement_{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
+
+    @property
+    def tag(self) -> str | None:
+        """Tag of the figure in TensorBoard; None if it is not shown there.
+
+        For a counter with a field, TensorBoard shows what each iteration adds to it.
+        """
+        return f"moevement/{self.field or self.name}" if self.is_in_tensorboard else None
+
+
+EFFECTIVE = Figure(
+    "effective_training_time_ratio", "", "Time of committed iterations, each once, over the time since the first of "
+    "them began; failures, what they repeat, and evaluations make it less than 1.",
+)  # fmt: skip
+RECOVERIES = Figure("recoveries", "", "Failures that the job has recovered from.", Kind.COUNTER)
+RECOVERY_S = Figure(
+    "recovery_seconds", "seconds", "Time in recoveries, by part.", Kind.COUNTER, label="part", is_in_tensorboard=False
+)
+LAST_RECOVERY_S = Figure("last_recovery_seconds", "seconds", "What the last recovery took, by part.", label="part")
+LAST_RECOVERED_AT = Figure(
+    "last_recovery_timestamp_seconds", "seconds", "When the last recovery was over, since the epoch.",
+    is_in_tensorboard=False,
+)  # fmt: skip
+REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries ran again.", Kind.COUNTER)
+LOST_TOKENS = Figure(
+    "lost_tokens", "tokens", "Routed tokens whose updates recoveries have lost, under strategies that lose any.",
+    Kind.COUNTER,
+)  # fmt: skip
+WARNINGS = Figure(
+    "warnings", "", "Events that an operator must not miss: nothing persisted for long, windows not on disk, a dense "
+    "checkpoint not saved.", Kind.COUNTER,
+)  # fmt: skip
+RANKS = Figure(
+    "processes", "processes", "Processes that live, by role: active ranks, and spares.", label="role",
+    is_in_tensorboard=False,
+)  # fmt: skip
+NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
+REJECTED = Figure(
+    "rejected_values", "values", "Values in the job's store that were of none of its processes, and did not count "
+    "(docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
+)  # fmt: skip
+
+OF_TRAINING = (
+    Figure("iteration", "", "Newest committed iteration.", field="iteration", is_in_tensorboard=False),
+    Figure(
+        "iteration_timestamp_seconds", "seconds", "When the newest iteration was recorded, since the epoch.",
+        field="time", is_in_tensorboard=False,
+    ),
+    Figure("loss", "", "Training loss of the newest iteration.", field="loss"),
+    Figure("gradient_norm", "", "Of the newest iteration, before clipping.", field="grad_norm"),
+    Figure("learning_rate", "", "Of the newest iteration.", field="learning_rate"),
+    Figure("iteration_seconds", "seconds", "What the newest iteration took.", field="iteration_s"),
+    Figure("tokens_per_second", "tokens/s", "Of the newest iteration.", field="tokens_per_s"),
+)  # fmt: skip
+OF_CHECKPOINTS = (
+    Figure(
+        "window_iterations", "iterations", "From the first snapshot of a window to that of the next.", field="window"
+    ),
+    Figure(
+        "window_snapshots", "snapshots", "W, over which everything is spread; one an iteration, and then none until "
+        "the next window.", field="window_snapshots",
+    ),
+    Figure(
+        "persisted_iteration", "", "Where the newest run of snapshots begins that all peers have; a failure goes back "
+        "to it.", field="persisted_from",
+    ),
+    Figure(
+        "replication_lag_iterations", "iterations", "By how much the newest snapshot that all peers have trails the "
+        "newest captured one.", field="replication_lag",
+    ),
+    Figure(
+        "copies_under_way", "snapshots", "Snapshots that a peer does not have yet, each as often as one does not.",
+        field="copies_under_way",
+    ),
+    Figure(
+        "snapshot_memory_bytes", "bytes", "Host memory set aside for own snapshots and for those kept for other "
+        "ranks.", field="snapshot_memory_bytes",
+    ),
+    Figure(
+        "log_memory_bytes", "bytes", "Host memory of the boundary log, from which a single stage replays.",
+        field="log_memory_bytes",
+    ),
+    Figure("on_disk_iteration", "", "Iteration whose state the newest window on disk gives.", field="on_disk"),
+    Figure(
+        "disk_written_bytes", "bytes", "Written to disk of windows, by this process.", Kind.COUNTER,
+        field="disk_written_bytes", is_sum=True,
+    ),
+    Figure("copied_bytes", "bytes", "Copied from the device to its host.", Kind.COUNTER, field="copied_bytes"),
+    Figure(
+        "replicated_bytes", "bytes", "Snapshots that peers have acknowledged, all peers together.", Kind.COUNTER,
+        field="replicated_bytes",
+    ),
+    Figure(
+        "logged_bytes", "bytes", "Sent to other pipeline stages, and logged.", Kind.COUNTER, field="log_bytes"
+    ),
+    Figure("stall_seconds", "seconds", "Training that waited for a copy.", Kind.COUNTER, field="stall_s"),
+    Figure(
+        "overhead_ratio", "", "Share of training time that saving costs: iterations compared with quiet ones beside "
+        "them.", field="overhead",
+    ),
+    Figure(
+        "overhead_low_ratio", "", "Lower end of the confidence interval (95%) of that share.", field="overhead_low"
+    ),
+    Figure(
+        "overhead_high_ratio", "", "Upper end of the confidence interval (95%) of that share.", field="overhead_high"
+    ),
+    Figure(
+        "overhead_copy_ratio", "", "Of that share: the training thread, which issues copies.", field="overhead_copy"
+    ),
+    Figure("overhead_digest_ratio", "", "Of that share: digests of what was copied.", field="overhead_digest"),
+    Figure("overhead_send_ratio", "", "Of that share: copies sent and received.", field="overhead_send"),
+    Figure(
+        "overhead_policy_ratio", "", "Of that share: the training thread, which decides order and window.",
+        field="overhead_policy",
+    ),
+    Figure("overhead_stall_ratio", "", "Of that share: training that waited for a copy.", field="overhead_stall"),
+    Figure(
+        "windows_abandoned", "windows", "Windows that were given up for want of host memory, by this process.",
+        Kind.COUNTER, field="windows_abandoned", is_sum=True,
+    ),
+    Figure(
+        "tokens_owed", "tokens", "That experts are to be given room for, with --moevement-capacity-boost.",
+        field="tokens_owed",
+    ),
+    Figure(
+        "expert_imbalance", "", "Load of the busiest rank over the mean, with --moevement-expert-slots.",
+        field="expert_imbalance",
+    ),
+)  # fmt: skip
+OF_JOB = (EFFECTIVE, RANKS, NODES, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
+          WARNINGS, REJECTED)  # fmt: skip
+FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
+WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Value of a figure, with the value of its label if it has one."""
+
+    figure: Figure
+    value: float
+    label: str | None = None
+
+
+@dataclass
+class RunFigures:
+    """Figures of one run, from the lines and events of its record; each is taken once and in order."""
+
+    line: dict[str, Any] = field(default_factory=dict)
+    """Newest line of ``metrics.jsonl``."""
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
+    """Events of the kind ``failure``, the oldest first."""
+    iterations: int = 0
+    """Number of lines of ``metrics.jsonl`` so far, one for each committed iteration."""
+    world_size: int | None = None
+    """Number of ranks of the complete job; None before it has started."""
+    _began_at: float | None = None
+    """Time at which the first recorded iteration began, in seconds since the epoch."""
+    _timed: int = 0
+    """Number of iterations with a known duration, so without those that a recovery recorded for a failed rank."""
+    _timed_s: float = 0.0
+    """Total duration in seconds of the timed iterations."""
+    _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums of counters, by the name of the figure; with a label by ``NAME/LABEL``."""
+
+    @staticmethod
+    def of(lines: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunFigures:
+        """Return the figures of a whole record.
+
+        Args:
+            lines: all lines of ``metrics.jsonl``.
+            events: all lines of ``events.jsonl``.
+        """
+        figures = RunFigures()
+        for line in lines:
+            figures.take_line(line)
+        for event in events:
+            figures.take_event(event)
+        return figures
+
+    def take_line(self, line: Mapping[str, Any]) -> None:
+        """Update the figures from the next line of ``metrics.jsonl``."""
+        # The line of a recovered iteration has no fields of checkpointing, so their earlier values stay.
+        self.line = {**self.line, **line} if line.get("recovered") else dict(line)
+        self.iterations += 1
+        if (duration := _number(line.get("iteration_s"))) is not None:
+            self._timed, self._timed_s = self._timed + 1, self._timed_s + duration
+        if self._began_at is None and (at := _number(line.get("time"))) is not None:
+            self._began_at = at - (duration or 0.0)
+        for figure in OF_CHECKPOINTS:
+            if figure.kind is Kind.COUNTER and (value := _number(line.get(figure.field))) is not None:
+                self._sums[figure.name] = value if figure.is_sum else self._sums[figure.name] + value
+
+    def take_event(self, event: Mapping[str, Any]) -> None:
+        """Update the figures from the next line of ``events.jsonl``."""
+        kind = event["event"]
+        self.world_size = event.get("world_size", self.world_size)
+        if kind == "failure":
+            self.recoveries.append(dict(event))
+            self._sums[RECOVERIES.name] += 1
+            for part, seconds in event["parts"].items():
+                self._sums[f"{RECOVERY_S.name}/{part}"] += seconds
+        elif kind == "recovery":
+            self._sums[REPLAYED.name] += event["replayed"]
+            self._sums[LOST_TOKENS.name] += sum(event["lost_tokens"].values())
+        elif kind in WARNING_EVENTS:
+            self._sums[WARNINGS.name] += 1
+
+    @property
+    def effective(self) -> float | None:
+        """Effective training time ratio (ETTR), at most 1; None until two iterations have been timed."""
+        at = _number(self.line.get("time"))
+        if at is None or self._began_at is None or at <= self._began_at or self._timed < 2:
+            return None
+        return min(1.0, self._timed_s / self._timed * self.iterations / (at - self._began_at))
+
+    @property
+    def mean_iteration_s(self) -> float | None:
+        """Mean duration of the timed iterations in seconds; None before the first."""
+        return self._timed_s / self._timed if self._timed else None
+
+    @property
+    def began_at(self) -> float | None:
+        """Time at which the first recorded iteration began, in seconds since the epoch; None before the first line."""
+        return self._began_at
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the values of all known figures in the order of the table; values of one figure are consecutive."""
+        for figure in FIGURES:
+            if figure.kind is Kind.COUNTER:
+                yield from self._counted(figure)
+            elif figure.field and (value := _number(self.line.get(figure.field))) is not None:
+                yield Sample(figure, value)
+            elif figure is EFFECTIVE and (ratio := self.effective) is not None:
+                yield Sample(figure, ratio)
+            elif figure is LAST_RECOVERY_S and self.recoveries:
+                yield from (Sample(figure, seconds, part) for part, seconds in self.recoveries[-1]["parts"].items())
+            elif figure is LAST_RECOVERED_AT and self.recoveries:
+                yield Sample(figure, self.recoveries[-1]["resumed_at"])
+
+    def scalars(self) -> Iterator[tuple[str, float]]:
+        """Yield tag and value of each figure that TensorBoard shows.
+
+        A figure with a field has its value in the newest line, even if it is a counter.
+        """
+        for figure in FIGURES:
+            if figure.tag and figure.field and (value := _number(self.line.get(figure.field))) is not None:
+                yield figure.tag, value
+        for sample in self.samples():
+            if (tag := sample.figure.tag) and not sample.figure.field:
+                yield f"{tag}/{sample.label}" if sample.label else tag, sample.value
+
+    def _counted(self, figure: Figure) -> Iterator[Sample]:
+        if figure.label is not None:
+            # Parts without a value count as 0, because Prometheus sees no increase in a figure that has just appeared.
+            for part in PARTS:
+                yield Sample(figure, self._sums.get(f"{figure.name}/{part}", 0.0), part)
+        elif figure.name in self._sums or not figure.field:
+            yield Sample(figure, self._sums.get(figure.name, 0.0))
+
+
+def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
+    """Yield the figures that count processes and nodes.
+
+    Args:
+        processes: entries of ``ranks.json``.
+    """
+    for role in ("active", "spare"):
+        yield Sample(RANKS, sum(process["role"] == role for process in processes), role)
+    yield Sample(
+        NODES, len({process.get("node", process["host"]) for process in processes if process["role"] == "active"})
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Return a value of the record as a number; None if it is none.
+
+    The record holds numbers that JSON cannot express (NaN, infinity) as strings.
+    """
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,77 @@
+"""Content of ``job.json`` in a run directory: the launch and the end of the newest job."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moevement_core.util.process_identity import is_gone, machine_id, start_of
+from moevement_core.util.versions import versions
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """Job as its launching process describes it: the launcher, or the coordinator of a job on several hosts."""
+
+    command: str
+    """Command line, quoted for a shell; empty if a program launched the job."""
+    began_at: float
+    """Time of the launch, in seconds since the epoch."""
+    host: str
+    pid: int
+    """Process id of the launching process, which lives as long as the job."""
+    machine: str
+    """Identifier of the boot and the process namespace in which ``pid`` is valid."""
+    started: str
+    """Start time of the launching process, in kernel ticks since boot."""
+    hardware: str
+    """Number of cores, processor and GPUs of ``host``, in words."""
+    ranks: int
+    spares: int | None
+    """Number of processes beyond the ranks; None if the first failure ends the job, or if other hosts count the spares.
+    """
+    versions: Mapping[str, str]
+    """Version of each package on which results depend."""
+    ended_at: float | None = None
+    """Time of the end, in seconds since the epoch; None while the job runs, and after the death of its launcher."""
+    code: int | None = None
+    """Exit code of the job; None while it runs."""
+    reason: str = ""
+    """Reason of an end before the last iteration, in words."""
+
+    @staticmethod
+    def of_this_process(command: str, ranks: int, spares: int | None) -> JobEntry:
+        """Return the entry of a job that this process launches now."""
+        pid = os.getpid()
+        return JobEntry(
+            command, round(time.time(), 3), socket.gethostname(), pid, machine_id(), start_of(pid) or "", _hardware(),
+            ranks, spares, versions(),
+        )  # fmt: skip
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if the launching process has ended without recording an end; False if this machine cannot know."""
+        return self.ended_at is None and is_gone(self.machine, self.pid, self.started)
+
+
+def _hardware() -> str:
+    """Return a description of this host's cores, processor and GPUs, without importing torch."""
+    parts = [f"{len(os.sched_getaffinity(0))} cores", *_first_of("/proc/cpuinfo", "model name")]
+    gpus = [
+        name for path in Path("/proc/driver/nvidia/gpus").glob("*/information") for name in _first_of(path, "Model")
+    ]
+    return ", ".join([*parts, *(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))])
+
+
+def _first_of(path: Path | str, field: str) -> list[str]:
+    """Return the first value of a field in a file with lines like ``field: value``; an empty list if it has none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [match[1].strip() for match in [re.search(rf"^{field}\s*:(.*)$", text, re.MULTILINE)] if match]

@@ -1,0 +1,1 @@
+"""Saving of one rank in an iteration, and its windows on disk."""

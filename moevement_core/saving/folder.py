@@ -1,0 +1,201 @@
+"""A folder for windows: where each rank sees it, who shares it, and which job it belongs to."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+
+from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.errors import ConfigError, FolderInUse
+from moevement_core.storage.manifest import manifests
+from moevement_core.util.bounded import within
+from moevement_core.util.file_modes import make_folder
+from moevement_core.util.lock import STALE_S, FolderLock, acquire
+
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_Told = tuple[str, str]
+"""The name of a mark, and what stands in a folder that cannot be marked."""
+NODE = "{node}"
+"""Placeholder for this rank's node in a folder's name."""
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """The folder of this rank, and who shares it."""
+
+    path: Path
+    members: tuple[int, ...]
+    """Ranks that see the same folder."""
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that speaks for the folder."""
+        return dist.get_rank() == self.members[0]
+
+    @property
+    def is_shared_by_all(self) -> bool:
+        """True if the whole job has one folder, so that every rank sees every file."""
+        return len(self.members) == dist.get_world_size()
+
+
+def _folder(template: str, node: str) -> Path:
+    return Path(template.replace(NODE, node)).resolve()
+
+
+START_PATIENCE_S = 60.0
+"""Seconds that the disk may take to answer when a job starts."""
+RECOVERY_PATIENCE_S = 2.0
+"""Seconds that the disk may take to answer later, while training waits: windows on disk are not worth more of its time.
+"""
+
+
+def find_place(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
+    """Make the folder and find out who else sees it; every rank calls it.
+
+    Where it is only read it may be one that nobody can write (a read-only mount): those share it then who see the same
+    files in it.
+
+    Args:
+        flag: what the user gave the folder by.
+        template: its name, maybe with :data:`NODE` in it.
+        node: this rank's.
+        patience_s: how long to wait for the disk, twice.
+        is_written: whether this job writes to it.
+
+    Raises:
+        ConfigError: it cannot be made, or written, or does not answer, on some rank. On every rank.
+    """
+    mark = f".seen-by-{uuid.uuid4().hex}"
+    folder, is_made = Path(template), False
+    complaint, seen, listed = None, list[int](), ""
+    try:
+        try:
+            folder, is_made = within(patience_s, lambda: _make_folder(template, node, mark)), True
+        except OSError as error:
+            complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
+            if not is_written and error.errno in _READ_ONLY:
+                folder = _folder(template, node)
+                complaint, listed = within(patience_s, lambda: _listed(flag, folder))
+        findings = [others for _, others in _tell_or_refuse((complaint, (mark, listed)))]
+        try:
+            if any(other for _, other in findings):
+                local = listed or within(patience_s, lambda: _listed(flag, folder))[1]
+                listings = [listing for _, listing in _tell_or_refuse((None, (mark, local)))]
+                seen = [number for number, (_, listing) in enumerate(listings) if listing == local]
+            else:
+                seen = within(patience_s, lambda: _which_are_there(folder, [name for name, _ in findings]))
+        except OSError as error:
+            complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
+        _tell_or_refuse((complaint, (mark, "")))
+    finally:
+        if is_made:
+            with suppress(OSError):
+                within(patience_s, (folder / mark).unlink)
+    return SharedFolder(folder, tuple(seen))
+
+
+def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
+    """Return a complaint about a folder that cannot be written, or None; and the names in it, as one string."""
+    try:
+        names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
+    except OSError as error:
+        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", ""
+    if names is None:
+        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", ""
+    return None, xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode())
+
+
+def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
+    return [number for number, name in enumerate(names) if (folder / name).exists()]
+
+
+def _make_folder(template: str, node: str, mark: str) -> Path:
+    folder = _folder(template, node)
+    make_folder(folder)
+    (folder / mark).touch()
+    return folder
+
+
+def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
+    """Exchange findings about the folder, and refuse it if any rank complains. Collective.
+
+    Raises:
+        ConfigError: the first complaint. On every rank.
+    """
+    findings = all_gather_objects(mine, tuple[str | None, _Told])
+    if complaint := next((text for text, _ in findings if text), None):
+        raise ConfigError(complaint)
+    return findings
+
+
+def lock_place(
+    flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
+) -> FolderLock | None:
+    """Take every folder for this job, by its first rank; every rank calls it.
+
+    Args:
+        flag: what the user gave the folder by.
+        place: this rank's.
+        job: the job's name.
+        held: what this rank holds from before, if it does.
+        patience_s: how long to wait for the disk.
+        may_wait: whether to see whether another job's holder lives; see :func:`acquire`.
+
+    Returns:
+        The lock, on the first rank of a folder.
+
+    Raises:
+        FolderInUse: another job has a folder. On every rank.
+        ConfigError: the lock cannot be written on some rank. On every rank.
+    """
+    lock: FolderLock | None = None
+    complaint: ConfigError | None = None
+    try:
+        if place.is_first and held is not None and held.folder == place.path and held.lost is None:
+            lock = held
+        elif place.is_first:
+            taking = functools.partial(acquire, place.path, job, flag, may_wait=may_wait, report=log.info)
+            lock = within(patience_s + (2 * STALE_S if may_wait else 0.0), taking)
+    except FolderInUse as error:
+        complaint = error
+    except OSError as error:
+        complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
+    refusal = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
+    if refused := next(
+        (refusal_ for refusal_ in all_gather_objects(refusal, tuple[bool, str] | None) if refusal_), None
+    ):
+        is_in_use, text = refused
+        raise (FolderInUse if is_in_use else ConfigError)(text)
+    return lock
+
+
+def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> None:
+    """A job that was not asked to go on from there does not overwrite what another one has saved; every rank calls it.
+
+    Args:
+        place: where this job is to write.
+        load: where it was asked to look for windows, whether it found one or not.
+        node: this rank's.
+
+    Raises:
+        ConfigError: there are windows that this job was not asked to load.
+    """
+    same = load is not None and _folder(load, node) == place.path
+    manifest = None if same else next(iter(manifests(place.path)), None)
+    conflicts = [
+        name for name in all_gather_objects(f"{place.path}/{manifest.name}" if manifest else None, str | None) if name
+    ]
+    if conflicts:
+        raise ConfigError(
+            f"--moevement-persist-dir: {conflicts[0]} is of another run; go on from it with --moevement-load and the "
+            "same folder, or give an empty one"
+        )

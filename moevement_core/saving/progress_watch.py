@@ -1,0 +1,122 @@
+"""Watch over the progress of checkpointing: announces persisted windows, and reports silent peers, overdue windows and
+a cost above the cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.overhead.cap import RECENT, CapWatch
+from moevement_core.overhead.meter import OverheadMeter
+from moevement_core.policy.schedule import LAG_ALLOWANCE
+from moevement_core.replication.sender import Sender
+from moevement_core.run.events import AboveCap, NothingPersisted, WindowPersisted
+from moevement_core.saving.reports import Reports
+from moevement_core.snapshot.agreement import NONE
+
+
+class ProgressWatch:
+    """Watch of one rank. Collective: all ranks call each method in the same order, once an iteration.
+
+    Args:
+        checkpointer: that is watched.
+        reports: what an operator sees.
+        peer_timeout_s: after which a peer that does not answer is reported.
+        announced: the newest window that was announced; ``NONE`` if none was.
+        meter: of what saving costs; None: that is not watched.
+        cap: share of training time that saving may cost; None: any.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        reports: Reports,
+        peer_timeout_s: float,
+        announced: int,
+        meter: OverheadMeter | None = None,
+        cap: float | None = None,
+    ) -> None:
+        self._meter, self._cap_watch = meter, CapWatch(cap) if cap is not None else None
+        self.announced = announced
+        self.longest_unpersisted = 0
+        """The most iterations in a row in which no newer run was persisted."""
+        self._checkpointer, self._reports = checkpointer, reports
+        self._peer_timeout_s = peer_timeout_s
+        self._persisted_since: tuple[int, int] | None = None
+        """First snapshot of the newest persisted run, and the iteration since which it is the newest or this rank
+        exists.
+        """
+        self._silent: set[int] = set()
+
+    def forget_peers(self) -> None:
+        """Others are there from now on."""
+        self._silent.clear()
+
+    def look(self, committed: int, senders: Sequence[Sender]) -> None:
+        """Check peers, persistence and cost before the iteration after ``committed``."""
+        self._watch_peers(senders)
+        self._watch_persistence(committed)
+        self._watch_cost(committed)
+        self._announce(len(senders))
+
+    def _watch_peers(self, senders: Sequence[Sender]) -> None:
+        for sender in senders:
+            silent = sender.silent_s > self._peer_timeout_s
+            if silent and sender.peer not in self._silent:
+                self._silent.add(sender.peer)
+                self._reports.report(
+                    f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training goes on"
+                )  # fmt: skip
+            elif not silent:
+                self._silent.discard(sender.peer)
+
+    def _watch_persistence(self, committed: int) -> None:
+        """Nothing new is persisted for two windows: more and more work would be lost."""
+        persisted = self._checkpointer.progress.persisted
+        if self._persisted_since is None or persisted != self._persisted_since[0]:
+            self._persisted_since = persisted, committed
+        since = committed - self._persisted_since[1]
+        self.longest_unpersisted = max(self.longest_unpersisted, since)
+        size = self._checkpointer.history.newest.size
+        limit = 2 * size + LAG_ALLOWANCE + 1
+        if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
+            return
+        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
+        text = (
+            f"{since} iterations in a row have brought {newest} to all peers (a window has {size} iterations); a "
+            "failure now costs more than it should. The ranks' logs name peers that lag or refuse"
+        )
+        self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
+
+    def _watch_cost(self, committed: int) -> None:
+        """Warn where saving costs more than it may, and nothing that is saved changes: windows are given, say."""
+        if self._meter is None or self._cap_watch is None or committed % RECENT:
+            return
+        evidence = self._meter.evidence()
+        if not self._cap_watch.has_passed(evidence):
+            return
+        schedule, cap = self._checkpointer.history.newest, self._cap_watch.cap
+        text = (
+            f"saving costs {100 * evidence.share:.1f}% of training (standard error {100 * evidence.error:.1f}), more "
+            f"than the {100 * cap:g}% of --moevement-overhead-cap, with {schedule.snapshots} snapshots every "
+            f"{schedule.size} iterations. Cheaper are: no --moevement-window or --moevement-dense-interval, so that "
+            "they follow the cap; --moevement-protection parity:3+1 in the place of copies; --moevement-replicas 1; "
+            "copies over a link of their own (--moevement-interfaces)"
+        )
+        self._reports.warn(text, AboveCap(text, committed, evidence.share, evidence.error, cap))
+
+    def _announce(self, peers: int) -> None:
+        """A line and an event for each window that is persisted on every rank."""
+        progress = self._checkpointer.progress
+        persisted = progress.persisted
+        if persisted <= self.announced or not self._reports.is_recorded:
+            return
+        schedule = self._checkpointer.history.at(persisted)
+        if schedule.slot(persisted) == 0 or self.announced == NONE:
+            self.announced = persisted
+            self._reports.say(
+                f"window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
+                f"{peers} peers; replication lags {progress.lag})"
+            )
+            self._reports.event(WindowPersisted(persisted, schedule.size, schedule.id, progress.lag))

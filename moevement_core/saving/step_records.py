@@ -1,0 +1,78 @@
+"""Outcomes of recent iterations, which a replay of them needs and compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moevement_core.engine.own import OwnSnapshots
+from moevement_core.recovery.boundary_log import BoundaryLog
+from moevement_core.trainer.commit import Commit
+
+
+class StepRecords:
+    """Step records of one rank.
+
+    Args:
+        commit: whose mark has the outcome of the last step.
+        log: of what is sent to other stages; None without a pipeline.
+        own: this rank's snapshots, which hold records.
+    """
+
+    def __init__(self, commit: Commit, log: BoundaryLog | None, own: OwnSnapshots) -> None:
+        self._commit, self._log, self._own = commit, log, own
+        self._last: dict[str, Any] = {}
+        self._recent: dict[int, Mapping[str, Any]] = {}
+        """Outcomes of the steps that a replay may execute again; kept as long as logs are."""
+
+    def of_last(self, iteration: int) -> dict[str, Any]:
+        """Returns the record of ``iteration``; empty if it was left out."""
+        return self._last if self._last.get("iteration") == iteration else {}
+
+    def committed(self, iteration: int) -> None:
+        """The step of ``iteration`` is committed."""
+        self._recent[iteration] = self._outcome_of(iteration)
+
+    def ended(self, iteration: int, outcome: Mapping[str, Any]) -> None:
+        """``iteration`` is over; ``outcome`` is whether it was skipped, its gradient norm and losses."""
+        self._last = {**self._record_of(iteration), **outcome}
+
+    def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
+        """Training goes on after ``iteration``, which may never have run."""
+        self._last = {} if was_left_out else self._record_of(iteration)
+
+    def ran_again(self, record: Mapping[str, Any]) -> None:
+        """The job went back to a state that may be another one than it was, and what came of later steps is of no use.
+
+        Args:
+            record: of the last iteration that was run since; empty if none was.
+        """
+        self._recent.clear()
+        if record:
+            self._last = dict(record)
+
+    def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
+        """Remember what other ranks, or snapshots, know of steps; what is known here already stays."""
+        self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
+
+    def known(self, until: int) -> dict[int, Any]:
+        """Returns what came of the iterations that snapshots here have a record of, and of those up to ``until``."""
+        records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
+        outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
+        outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
+        if last := self._outcome_of(until):
+            outcomes[until] = {"step": last}
+        return outcomes
+
+    def forget_before(self, iteration: int) -> None:
+        """Drop the records of older steps, which no replay executes again."""
+        self._recent = {ran: outcome for ran, outcome in self._recent.items() if ran >= iteration}
+
+    def _record_of(self, iteration: int) -> dict[str, Any]:
+        sent = self._log.digest(iteration) if self._log is not None else None
+        return {"iteration": iteration, "step": self._outcome_of(iteration), "sent": sent}
+
+    def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
+        """Return the outcome of the step of ``iteration``; empty if it was not the last one that was committed."""
+        mark = self._commit.mark
+        return mark.outcome if mark is not None and mark.iteration == iteration else {}

@@ -1,0 +1,91 @@
+"""Totals of checkpointing in a run, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.engine.progress import Progress
+from moevement_core.run.outcome import Recovery
+from moevement_core.snapshot.agreement import NONE
+
+
+@dataclass
+class Totals:
+    """Totals of one rank."""
+
+    iterations: int = 0
+    stall_s: float = 0.0
+    train_s: float = 0.0
+    begin_s: float = 0.0
+    """Seconds of the training thread for boundary records, issuing copies and deciding."""
+    last_begin_s: float = 0.0
+    """Part of them at the beginning of the last iteration, in seconds."""
+    copied_bytes: int = 0
+    replicated_bytes: int = 0
+
+    def began(self, begin_s: float) -> None:
+        """An iteration has begun, after so many seconds of the training thread."""
+        self.last_begin_s = begin_s
+        self.begin_s += begin_s
+
+    def ended(self, step_s: float, progress: Progress) -> None:
+        """An iteration took so long, and did so much."""
+        self.iterations += 1
+        self.train_s += step_s
+        self.copied_bytes += progress.copied_bytes
+        self.replicated_bytes += progress.replicated_bytes
+
+
+def summary(
+    totals: Totals,
+    progress: Progress,
+    on_disk: tuple[int, int, int, float],
+    decided: tuple[int, int, int],
+    warnings: Sequence[str],
+    recoveries: Sequence[Recovery],
+    window: int,
+) -> dict[str, Any]:
+    """Returns what the run's summary says of checkpointing; every rank calls it.
+
+    Args:
+        totals: of this rank.
+        progress: where it stands.
+        on_disk: the newest window on disk, how many failed, bytes and seconds of writing.
+        decided: windows, reorders, and the most iterations in a row in which nothing newer was persisted.
+        warnings: what an operator must not miss.
+        recoveries: of this process.
+        window: iterations of the newest schedule.
+    """
+    per_rank = all_gather_objects(
+        (totals, progress, on_disk, decided),
+        tuple[Totals, Progress, tuple[int, int, int, float], tuple[int, int, int]],
+    )
+    all_totals, all_progress, disk, decisions = ([sent[part] for sent in per_rank] for part in range(4))
+    all_warnings = all_gather_objects(list(warnings), list[str])
+    newest_on_disk = min(disk_totals[0] for disk_totals in disk)
+    longest_s = max(rank_totals.train_s for rank_totals in all_totals) or 1.0
+    persisted = min(rank_progress.persisted for rank_progress in all_progress)
+    return {
+        "stall_s": max(rank_totals.stall_s for rank_totals in all_totals),
+        "stall_share": max(rank_totals.stall_s for rank_totals in all_totals) / longest_s,
+        "training_thread_s": max(rank_totals.begin_s for rank_totals in all_totals),
+        "training_thread_share": max(rank_totals.begin_s for rank_totals in all_totals) / longest_s,
+        "copied_bytes": sum(rank_totals.copied_bytes for rank_totals in all_totals),
+        "replicated_bytes": sum(rank_totals.replicated_bytes for rank_totals in all_totals),
+        "window": window,
+        "windows": max(decided[0] for decided in decisions),
+        "windows_abandoned": sum(rank_progress.abandoned for rank_progress in all_progress),
+        "reorders": max(decided[1] for decided in decisions),
+        "persisted_from": None if persisted == NONE else persisted,
+        "longest_unpersisted": max(decided[2] for decided in decisions),
+        "memory_bytes": max(rank_progress.memory_bytes for rank_progress in all_progress),
+        "recoveries": [recovery.as_dict() for recovery in recoveries],
+        "on_disk": None if newest_on_disk == NONE else newest_on_disk,
+        "disk_windows_failed": max(disk_totals[1] for disk_totals in disk),
+        "disk_bytes": sum(disk_totals[2] for disk_totals in disk),
+        "disk_s": max(disk_totals[3] for disk_totals in disk),
+        "warnings": max(all_warnings, key=len),  # a rank that joined later knows fewer
+    }

@@ -1,0 +1,217 @@
+"""Windows on disk as a source of snapshots, and the newest of them that a job can start from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.transport import Transport
+from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
+from moevement_core.rebuild.prepare import Prepared, prepare
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.plan import Report
+from moevement_core.recovery.sources import SnapshotSource
+from moevement_core.saving.folder import SharedFolder
+from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.storage.files import file_name, owner_and_iteration, read_header, read_snapshot
+from moevement_core.storage.manifest import Manifest, manifests_and_refused, reach_of
+from moevement_core.trainer.equal_bits import arithmetic_of_all, why_window_may_differ
+from moevement_core.util import damage
+
+
+class WindowFiles(SnapshotSource):
+    """The files of one window: this rank's own, and, on the first rank of a folder, copies for ranks elsewhere."""
+
+    def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
+        self._folder = place.path / manifest.name
+        self._place = place
+        self._range = range(manifest.first, manifest.last + 1)
+
+    def has(self, iteration: int) -> bool:
+        """Return whether ``SS_iteration`` belongs to the window."""
+        return iteration in self._range
+
+    def path_of(self, owner: int, iteration: int) -> Path:
+        """The file of one of them."""
+        return self._folder / file_name(owner, iteration)
+
+    def holdings(self) -> list[Holding]:
+        """Return all snapshots that are there and look whole."""
+        return list(self._holdings())
+
+    def _holdings(self) -> Iterator[Holding]:
+        for name in sorted(os.listdir(self._folder)) if self._folder.is_dir() else ():
+            named = owner_and_iteration(name)
+            if named is None or named[1] not in self._range or not self._is_mine_to_tell(named[0]):
+                continue
+            try:
+                header = read_header(self._folder / name)
+            except SnapshotError as error:
+                damage.report("the digest of a file's header", str(error).partition(";")[0], "planning without it")
+                continue
+            if (header.rank, header.iteration) == named:
+                yield Holding(
+                    header.rank, header.iteration, header.state, header.schedule, header.contents, Source.FILE
+                )
+
+    def _is_mine_to_tell(self, owner: int) -> bool:
+        return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """Return one snapshot, not yet checked; None if it cannot be read."""
+        try:
+            snapshot = read_snapshot(self._folder / file_name(owner, iteration))
+            snapshot.check_record()
+            return snapshot
+        except SnapshotError as error:
+            log.warning(str(error))
+            return None
+
+
+class JobWindows(SnapshotSource):
+    """The files of several windows of one start of a job, as one source.
+
+    Args:
+        place: this rank's folder.
+        windows: the newest first.
+    """
+
+    def __init__(self, place: SharedFolder, windows: Sequence[Manifest]) -> None:
+        self.windows = windows
+        self._files = [WindowFiles(place, manifest) for manifest in windows]
+
+    def path_of(self, owner: int, iteration: int) -> Path:
+        """The file of one of them."""
+        return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
+
+    def holdings(self) -> list[Holding]:
+        """Return all snapshots that are there and look whole; one that belongs to two windows is listed once."""
+        holdings = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
+        return list(holdings.values())
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """Return one snapshot, not yet checked; None if it cannot be read."""
+        files = (window for window in self._files if window.has(iteration))
+        return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Conditions under which windows of a job with another number of ranks are loaded."""
+
+    free: Collection[str]
+    """Settings that may be others."""
+    is_needed: Callable[[Manifest], bool]
+    """Returns True if the window needs a resize; otherwise it is loaded unchanged."""
+    prepare: Callable[[WindowFiles, Manifest], Prepared]
+    """Cut one for the ranks of now; every rank calls it, and a RecoveryError is raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A window in host memory, ready to be replayed."""
+
+    prepared: Prepared
+    manifest: Manifest
+    folder: Path
+
+    @property
+    def place(self) -> str:
+        """Which one, in words."""
+        return f"{self.manifest.name} in {self.folder}"
+
+
+def load_newest(
+    place: SharedFolder,
+    stage: int,
+    settings: Mapping[str, Any],
+    transport: Transport,
+    is_wanted: Callable[[Manifest], bool],
+    after: int,
+    resize: Resize | None = None,
+) -> Loaded | None:
+    """The newest window of which every rank's snapshots can be had; every rank calls it.
+
+    Args:
+        place: where to look.
+        stage: this rank's.
+        settings: of this job.
+        transport: between ranks.
+        is_wanted: which windows to look at.
+        after: a window that reaches no further than this iteration is of no use.
+        resize: how those of a job of another size are loaded; None: they are refused.
+
+    Returns:
+        Nothing if there is no window that reaches further.
+
+    Raises:
+        ConfigError: the newest window is of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    windows, unreadable = _windows_of_all(place)
+    candidates = [window for window in windows if window.reaches > after and is_wanted(window)]
+    refused, here = [], arithmetic_of_all()
+    for manifest in candidates:
+        if not manifest.is_sealed and dist.get_rank() == 0:
+            log.warning(
+                f"{manifest.name} in {place.path}: its manifest has no digest (version 1), so that a change of it by "
+                "hand would not be found"
+            )
+        free = resize.free if resize is not None else ()
+        _refuse_other_settings(place, manifest, {name: value for name, value in settings.items() if name not in free})
+        files = WindowFiles(place, manifest)
+        try:
+            if resize is not None and resize.is_needed(manifest):
+                prepared = resize.prepare(files, manifest)
+            else:
+                report = Report(dist.get_rank(), stage, ())
+                prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
+            why = why_window_may_differ(manifest, here)
+            prepared = replace(
+                prepared, other_arithmetic=why, keeps_first=not why, other_data=manifest.other_data(settings)
+            )
+            return Loaded(prepared, manifest, place.path)
+        except RecoveryError as error:
+            refused.append(f"{manifest.name}: {error}")
+            if dist.get_rank() == 0:
+                log.warning(refused[-1])
+    refused += [why for name, why in unreadable.items() if reach_of(name) > after]
+    if refused:
+        raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
+    return None
+
+
+def windows_of_all(place: SharedFolder) -> list[Manifest]:
+    """The windows that any rank sees in its folder, the newest first; every rank calls it."""
+    return _windows_of_all(place)[0]
+
+
+def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
+    """Return the windows that ranks can read, and why others are left out. Collective."""
+    reported = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
+    windows = {manifest.name: manifest for manifests, _ in reported for manifest in manifests}
+    refused = {name: why for _, reasons in reported for name, why in reasons.items() if name not in windows}
+    if dist.get_rank() == 0:
+        for why in refused.values():
+            log.warning(why)
+    return sorted(windows.values(), key=_newest, reverse=True), refused
+
+
+def _newest(manifest: Manifest) -> tuple[int, str]:
+    return manifest.reaches, manifest.job
+
+
+def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Mapping[str, Any]) -> None:
+    if other := manifest.other_settings(settings):
+        differences = "; ".join(other[:4])
+        raise ConfigError(
+            f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({differences}); replayed "
+            "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
+        )

@@ -1,0 +1,113 @@
+"""Which window on disk a job starts from.
+
+The first start of a job looks where ``--moevement-load`` says. A restart looks where the job has written windows
+itself, and, unless there is one or a dense checkpoint of its own, where the first start has looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.comms.connections import Address, Connections
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.errors import ConfigError, RecoveryError
+from moevement_core.recovery import flips
+from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_place
+from moevement_core.saving.identity import JobNames
+from moevement_core.saving.window_files import Loaded, Resize, load_newest
+from moevement_core.storage.manifest import Manifest, is_of_job
+from moevement_core.topology.address import own_address
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.config import SessionConfig
+
+
+def load_window(
+    binding: Binding,
+    config: SessionConfig,
+    names: JobNames,
+    *,
+    is_resumed: bool,
+    resize: Resize | None = None,
+    asked_step: int | None = None,
+) -> Loaded | None:
+    """Find a window to start from and set the job's progress to where it leads, before data is opened.
+
+    Every rank calls it. The state itself comes later, inside the training loop: it has to be replayed.
+
+    Args:
+        binding: this rank's; its iteration is the one that the job would start from otherwise.
+        config: the flags.
+        names: of the job.
+        is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
+        resize: how windows of a job of another number of ranks are loaded; None: they are not.
+        asked_step: the iteration of the dense checkpoint that the user asked for by name, which no window of another
+            job overrules; None: the newest of all is wanted.
+
+    Raises:
+        ConfigError: the windows are of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    flips.begin(config.drill.flips)
+    host = own_address()
+    loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
+    if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
+        log.info(
+            f"--ckpt-step {asked_step}: starting from that dense checkpoint, whatever windows --moevement-load "
+            f"{config.disk.load} has; leave --ckpt-step out to go on from the newest of them"
+        )
+    if loaded is None and not is_resumed and asked_step is None:
+        loaded = _load_named(binding, config, names, host, resize)
+    if loaded is not None:
+        binding.put_progress(loaded.manifest.progress)
+    return loaded
+
+
+def _load_own(
+    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
+) -> Loaded | None:
+    """The newest window that an earlier start of this job has written, where that can be had."""
+    template = config.disk.persist_dir
+    if template is None:
+        return None
+    node = config.copies.node_of(dist.get_rank())
+    try:
+        place = find_place("--moevement-persist-dir", template, node, START_PATIENCE_S)
+        return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name), resize)
+    except (ConfigError, RecoveryError) as error:  # on every rank alike
+        if dist.get_rank() == 0:
+            log.warning(f"no window of this job can be used: {error}")
+        return None
+
+
+def _load_named(
+    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
+) -> Loaded | None:
+    """The newest window where ``--moevement-load`` says; own ones have been tried."""
+    template = config.disk.load
+    if template is None:
+        return None
+    rank, iteration = dist.get_rank(), binding.iteration
+    node = config.copies.node_of(rank)
+    place = find_place("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
+    loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
+    if loaded is None and rank == 0:
+        began = f"iteration {iteration} of --load" if iteration else "fresh weights"
+        log.info(f"no newer window in --moevement-load {place.path}: starting from {began}")
+    return loaded
+
+
+def _load(
+    binding: Binding, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool], resize: Resize | None
+) -> Loaded | None:
+    connections = Connections(host)
+    try:
+        connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
+        return load_newest(
+            place, binding.place().stage, binding.settings(), connections.channel("windows"), is_wanted,
+            after=binding.iteration, resize=resize,
+        )  # fmt: skip
+    finally:
+        connections.close()

@@ -1,0 +1,464 @@
+"""Measurements that a strategy decides by, and the agreement of all ranks on its decisions, window by window.
+
+All collectives of that stand here: popularity is summed over the stage, windows and host memory are the job's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
+from moevement_core.engine.memory import SnapshotMemory
+from moevement_core.errors import ConfigError
+from moevement_core.overhead.cap import FEWEST_CLEAR, Evidence
+from moevement_core.overhead.meter import OverheadMeter
+from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, is_other_window
+from moevement_core.replication.link_rate import LinkRate
+from moevement_core.replication.sender import Sender
+from moevement_core.restart import injection
+from moevement_core.restart.faults import Phase
+from moevement_core.saving.stage_policy import Policy
+from moevement_core.snapshot.agreement import MOST_PERIOD, NONE
+from moevement_core.strategies import Measured, Proposal, Strategy
+from moevement_core.strategies.redo import NOT_CARRIED
+from moevement_core.topology.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.binding import Counts, ExpertRoom
+from moevement_core.util.words import counted
+
+WARM_UP = 8
+"""Iterations that are measured before W is chosen."""
+MOST_STEPS = 512
+"""Least number of iterations whose measurements are kept; at most twice as many are."""
+NETWORK_HEADROOM = 0.5
+"""Share of the measured rate that snapshots may need: training sends over the same links, and peers that are only just
+in time abandon windows at every delay."""
+MOST_SIZES, NOTHING_MEASURED = 4, -1
+"""Numbers that ranks agree on at once, at most; in the place of one that a rank has no measurement for."""
+DECIDED_EVERY = 8
+"""Iterations, about, from one decision on windows to the next."""
+
+
+class _Step(NamedTuple):
+    """Measurements of one training iteration."""
+
+    train_s: float
+    """Seconds of training without stalls."""
+    stall_s: float
+    is_saving: bool
+    """True if a snapshot was copied, sent or written beside the iteration."""
+
+
+class WindowDecisions:
+    """Decisions about windows on one rank. Collective: all ranks call each method in the same order.
+
+    Args:
+        strategy: whose decisions they are.
+        meter: of what saving costs this rank.
+        counts: of the rank's routers; None where nothing is counted.
+        room: that the rank's experts may be given; None: none.
+        topology: of this generation; :attr:`topology` is replaced in the next.
+        budget: what checkpointing may use.
+        allowed: host memory of this rank, by it.
+        asked_window: ``--moevement-window``; None: as measured.
+        report: called with what an operator of the job should know.
+        sent_bytes: that this rank logs of an iteration.
+        to_disk: whether windows are written to disk.
+        began_at: the iteration that the job started from.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        meter: OverheadMeter,
+        counts: Counts | None,
+        room: ExpertRoom | None,
+        topology: Topology,
+        budget: BudgetConfig,
+        allowed: Allowed,
+        report: Callable[[str], None],
+        sent_bytes: int,
+        *,
+        asked_window: int | None,
+        to_disk: bool,
+        began_at: int,
+    ) -> None:
+        self.strategy, self.topology, self._budget, self._meter = strategy, topology, budget, meter
+        self._report, self._sent_bytes = report, sent_bytes
+        self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
+        self._began_at = began_at
+        self._counters = [counter for counter in (counts, room) if counter is not None]
+        self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
+        self._sums: list[tuple[torch.Tensor, Any]] = []
+        """Counts of the window before that are being summed, and what to wait for."""
+        self._counted = NONE
+        """The iteration up to which tokens were taken."""
+        self._steps: list[_Step] = []
+        self.allowed = allowed
+        """Host memory that this rank may use."""
+        self._decided_at = 0
+        """Steps that came before the window under way."""
+        self._counts_again = False
+        """True if re-executed iterations have not been counted yet, because the job went back behind them."""
+        self._link_rate = LinkRate()
+        self._beyond: Schedule | None = None
+        """The windows that host memory was said to have no room for."""
+        self._said = ""
+        """The way to recover that was said to be in force."""
+        self.windows = self.reorders = 0
+        self.planned_bytes: int | None = None
+        """Host memory that this rank was to need when its window was chosen; None where nobody asked."""
+
+    def adopt(self, policy: Policy) -> None:
+        """Go on from what a stage has decided."""
+        self._counts_again = False
+        self.strategy.adopt(policy.learned)
+        self.strategy.settled = policy.settled
+
+    def join(self, policy: Policy) -> None:
+        """Go on from what the stage has decided, on a rank that is new: what is in force was said before it came."""
+        self.adopt(policy)
+        self._said = self.strategy.way_of(policy.schedules[-1])
+
+    # Once an iteration
+
+    def count(self, committed: int) -> None:
+        """Take the tokens that the routers have counted since, up to ``committed``; when the next iteration begins."""
+        for counter in self._counters:
+            self._pending[counter].append(counter.take())
+            self._counted = committed
+
+    def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
+        """An iteration took so long, with so much of stalls, while a snapshot was on its way or not."""
+        self._steps.append(_Step(step_s - stall_s, stall_s, is_saving))
+        if len(self._steps) >= 2 * MOST_STEPS:
+            del self._steps[:MOST_STEPS]
+            self._decided_at = max(0, self._decided_at - MOST_STEPS)
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
+        return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
+
+    def pause(self, is_paused: bool) -> None:
+        """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
+        for counter in self._counters:
+            counter.paused = is_paused and not self._counts_again
+
+    @property
+    def tokens_owed(self) -> int:
+        """Tokens that experts of the stage are to be given room for; 0 where they are given none."""
+        return self.strategy.tokens_owed if self._room is not None else 0
+
+    def give_room(self) -> None:
+        """Open what room the strategy wants for experts in the next iteration, and close what it wants no more."""
+        if self._room is not None:
+            self._room.open(self.strategy.short_of_tokens())
+
+    def go_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+        """The job goes back to a state with operators of different age; what it runs again is counted as if new.
+
+        Args:
+            run: of the stage.
+            learned: what the strategy knew when its snapshots were taken, by iteration.
+
+        Returns:
+            Tokens of the stage whose updates are lost.
+        """
+        self._drop_counts()
+        self._counts_again = True
+        lost = self.strategy.restored(run, learned)
+        return lost
+
+    def _drop_counts(self) -> None:
+        self._sums.clear()
+        for counter in self._counters:
+            counter.take()
+            self._pending[counter].clear()
+
+    def forget(self, committed: int) -> None:
+        """Drop what was counted on the way to a failure.
+
+        Where tokens are accounted for, those of iterations up to ``committed`` stay: they were counted since the job
+        went back, or on ranks that all have kept their state.
+        """
+        if not self.strategy.loses_updates:
+            self._drop_counts()
+        elif self._counts_again or self._counted < committed:
+            self.count(committed)
+        else:
+            for counter in self._counters:
+                counter.take()  # of the iteration that was interrupted
+        self._counts_again = False
+
+    # The first window
+
+    def first(self, start: int, memory: SnapshotMemory, *, is_running: bool) -> ScheduleHistory:
+        """Return the first schedules, which hold until something is measured.
+
+        Args:
+            start: the iteration whose state the run begins from.
+            memory: what this rank's snapshots take; is told whether they stay here when peers have them.
+            is_running: whether the job has begun, so that it goes on with what there is.
+
+        Raises:
+            ConfigError: a rank needs more host memory than it may use; on every rank.
+        """
+        most = self.topology.most_operators
+        first, instead = self.strategy.first(start, most), self.strategy.first_without(start, most)
+        if self._asked_window is not None and self._asked_window > most >= first.size and self.topology.rank == 0:
+            self._report(
+                f"--moevement-window {self._asked_window}: no stage has more than {most} operators; the window is "
+                f"{most} iterations"
+            )
+        try:
+            self._refuse_beyond_cap(first, memory)
+        except ConfigError as error:  # on every rank
+            if is_running:
+                if self.topology.rank == 0:
+                    self._report(f"training goes on with less protection than was asked for: {error}")
+                return ScheduleHistory(first if instead is None else instead)
+            if instead is None:
+                raise
+            self._refuse_beyond_cap(instead, memory)
+            if self.topology.rank == 0:
+                self._report(f"recovery by replay, because gradients have no room beside snapshots: {error}")
+            return ScheduleHistory(instead)
+        return ScheduleHistory(first)
+
+    def iterations_logged(self, schedule: Schedule) -> int:
+        """Return how many iterations logs and records reach back at most."""
+        return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
+
+    def log_bytes(self, schedule: Schedule) -> int:
+        """Host memory that the boundary log of this rank takes while nothing breaks."""
+        reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
+        return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
+
+    def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
+        """Compare what every rank will need with what it may use, on every rank alike."""
+        memory.keeps_own = True
+        local = Needs(
+            memory.here([schedule]), memory.in_flight([schedule]),
+            AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
+            self.log_bytes(schedule), self.allowed,
+        )  # fmt: skip
+        needs = all_gather_objects(local, Needs)
+        memory.keeps_own, total = decide_keep_own(
+            needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
+        )
+        per_rank = totals(needs, self.topology.kept_bytes, keeps_own=memory.keeps_own)
+        self.planned_bytes = per_rank[self.topology.rank].nbytes
+        if self.topology.rank == 0:
+            also = "" if memory.keeps_own else "; own snapshots go when all peers have them"
+            log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
+
+    @property
+    def _may_drop(self) -> bool:
+        """True if own snapshots that all peers have may be dropped. False if this rank writes windows to disk, if
+        parity follows from them, or if a single peer would have them.
+        """
+        copies = min(map(len, self.topology.peers))
+        return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
+
+    def _instead(self) -> list[tuple[str, Kept]]:
+        """Protections that need less, the stronger ones first."""
+        return [(flag, other.kept_bytes) for flag, other in self.topology.weaker()]
+
+    # Those after it
+
+    def decide(self, boundary: int, checkpointer: Checkpointer, senders: Sequence[Sender]) -> None:
+        """Order and window of the window that begins with ``boundary``.
+
+        Orders are the stage's and windows the job's, so every rank takes part in every collective here, whether or not
+        it wants a change itself.
+        """
+        self._observe()
+        injection.at(Phase.DECIDE)
+        strategy, history = self.strategy, checkpointer.history
+        old = history.newest
+        measured = not strategy.settled and self._is_due(old, boundary)
+        sizes = self._measured_windows(old, checkpointer, senders) if measured else None
+        self._decided_at = len(self._steps)
+        proposal = strategy.propose(old, sizes)
+        self.windows += 1
+        if not self._is_change(proposal):
+            strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
+            self._say_why(proposal)
+            return
+        needed = self._needed(proposal.schedules, checkpointer)
+        beyond = [any(total.beyond > 0 for total in per_rank) for per_rank in needed]
+        fitting = [schedule for schedule, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
+        if any(beyond) and self.topology.rank == 0:
+            self._say_beyond(proposal.schedules[0], fitting[0] if fitting else old)
+        if not fitting:
+            return
+        chosen = fitting[0]
+        strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
+        strategy.accept(proposal)
+        self.reorders += proposal.reorders
+        if chosen is proposal.schedules[0]:
+            self._say_why(proposal)
+        is_other = is_other_window(chosen, old)
+        if not proposal.reorders and not is_other:
+            return
+        if is_other:
+            per_rank = needed[proposal.schedules.index(chosen)]
+            self.planned_bytes = per_rank[self.topology.rank].nbytes if per_rank else None
+        schedule = history.change(boundary - 1, chosen)
+        checkpointer.make_room(schedule)
+        history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
+        if is_other:
+            self._meter.forget()  # what is saved from now on costs something else
+        if is_other and measured and self.topology.rank == 0:
+            rest = f", every {chosen.size} iterations," if chosen.size > chosen.snapshots else ""
+            log.info(
+                f"windows of {counted(chosen.snapshots, 'snapshot')}{rest} from iteration {schedule.start} on, by what "
+                "was measured"
+            )
+
+    def _is_change(self, proposal: Proposal) -> bool:
+        """Return whether any stage wants a change, so that ranks tell each other what memory it needs; without a cap on
+        memory, whether this one does.
+        """
+        if math.isinf(self.allowed.nbytes):
+            return proposal.is_change
+        wanted = torch.tensor([int(proposal.is_change)])
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        return bool(wanted.item())
+
+    def _is_due(self, now: Schedule, boundary: int) -> bool:
+        """Return whether ranks decide on windows at this boundary: on all ranks alike, whatever each has measured."""
+        age = boundary - self._began_at
+        return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
+
+    def _say_beyond(self, wanted: Schedule, instead: Schedule) -> None:
+        """Report that host memory has no room for windows like ``wanted``; once, as long as they stay wanted."""
+        if self._beyond is not None and not is_other_window(wanted, self._beyond):
+            return
+        self._beyond = wanted
+        self._report(
+            f"windows of {counted(wanted.snapshots, 'snapshot')} every {counted(wanted.size, 'iteration')} need more "
+            f"host memory than the {self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); those of "
+            f"{counted(instead.snapshots, 'snapshot')} every {counted(instead.size, 'iteration')} are in their place"
+        )
+
+    def _say_why(self, proposal: Proposal) -> None:
+        """Say the way to recover, where it has become another one since this rank came."""
+        kind = proposal.why.partition(":")[0]
+        if kind and kind != self._said and self.topology.rank == 0:
+            log.info(proposal.why)
+        self._said = kind or self._said
+
+    def _observe(self) -> None:
+        """Sum the counts of the window over the ranks of the stage, iteration by iteration.
+
+        Nobody waits for a sum that only orders operators (section 3.5: asynchronously): it is taken in when the next
+        window begins. Where tokens are accounted for, each is in the sum of its own window.
+        """
+        for counts, work in self._sums:
+            work.wait()  # it has had a window's time
+            for row in counts.numpy():
+                self.strategy.observe(np.asarray(row))
+        self._sums.clear()
+        for counter in self._counters:
+            counts = counter.by_operator(self._pending[counter])
+            is_accounted = self.strategy.loses_updates
+            if is_accounted:  # after a failure ranks may have taken them in different parts
+                counts = counts.sum(dim=0, keepdim=True)
+            work = dist.all_reduce(counts, group=self.topology.channels.stage_group, async_op=not is_accounted)
+            self._pending[counter].clear()
+            if not is_accounted:
+                self._sums.append((counts, work))
+                continue
+            for row in counts.numpy():
+                (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(row))
+
+    def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
+        """Return, for each of ``schedules``, the host memory that every rank would need. Collective.
+
+        Without a cap nobody asks, and there are none: all ranks have the same flags.
+        """
+        if math.isinf(self.allowed.nbytes):
+            return [[] for _ in schedules]
+        per_rank = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules], list[Needs])
+        keeps_own = checkpointer.memory.keeps_own
+        return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*per_rank, strict=True)]
+
+    def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
+        """Return the host memory that this rank needs for ``schedule`` after the current one; memory is freed later, if
+        at all.
+        """
+        memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
+        here = max(checkpointer.own.arena.nbytes, memory.here(changes))
+        nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))
+        at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule), memory.staging)
+        return Needs(here, here, at_peer, self.log_bytes(schedule), self.allowed)
+
+    def _measured_windows(
+        self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
+    ) -> tuple[int, ...] | None:
+        """Return the windows that this rank's measurements ask for, of all ranks the largest; None: none has any."""
+        cost = self._cost_of_all()
+        iteration_s, delay_s = self._measured_delay()
+        own: Sequence[int] = ()
+        if iteration_s > 0:
+            d2h, network = self._measured_bandwidths(now, checkpointer, senders, iteration_s)
+            measured = Measured(
+                iteration_s, d2h, network * NETWORK_HEADROOM, len(self.topology.peers[self.topology.rank]),
+                checkpointer.disk_rate(), delay_s, self._sent_bytes, cost,
+            )  # fmt: skip
+            own = self.strategy.wanted_sizes(now, measured)
+        most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
+        sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
+        sizes[: len(own)] = torch.tensor([min(size, most) if size < NOT_CARRIED else size for size in own])
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        agreed = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
+        return agreed or None
+
+    def _cost_of_all(self) -> Evidence | None:
+        """Return what saving costs, a mean over the ranks that have measured it: they wait for each other in every
+        iteration, so all see about the same.
+        """
+        own = self._meter.evidence()
+        has_measured = own.comparisons >= FEWEST_CLEAR
+        values = [1.0, own.share, own.error, own.comparisons] if has_measured else [0.0] * 4
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.topology.channels.job_group)
+        ranks, share, error, comparisons = total.tolist()
+        return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
+
+    def _measured_delay(self) -> tuple[float, float]:
+        """Return seconds of an iteration beside which nothing is saved, as far as is known, 0.0 if nothing is, and of
+        delay since windows were last decided on.
+        """
+        steps = self._steps[2:]
+        if not steps:
+            return 0.0, 0.0
+        quiet = [step.train_s for step in steps if not step.is_saving]
+        iteration_s = self._meter.quiet_s or statistics.median(quiet or [step.train_s for step in steps])
+        saving = [step for step in self._steps[self._decided_at :] if step.is_saving]
+        return iteration_s, max(0.0, sum(step.train_s + step.stall_s - iteration_s for step in saving))
+
+    def _measured_bandwidths(
+        self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender], iteration_s: float
+    ) -> tuple[float, float]:
+        """Return bytes per second of copies from the device, and of links to all peers together."""
+        slots, _ = checkpointer.memory.slots_at_peer(now)
+        # What is sent, and what links have to carry for half of their rate to be enough for it.
+        needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
+        rate = self._link_rate.take(senders, needed)
+        network = self._budget.network_bytes_per_s or rate
+        return self._budget.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

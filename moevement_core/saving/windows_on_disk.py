@@ -1,0 +1,219 @@
+"""Windows of a run on disk: where they are written, what happens while that cannot be, and those that lead back.
+
+A job that is just starting cannot do without the folder. Later on training does: that the folder cannot be used is
+reported, and it is tried again after the next failure and, less and less often, with a new window.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moevement_core.comms.exchange import all_gather_objects, from_rank_zero
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.errors import ConfigError
+from moevement_core.run.events import WindowsNotOnDisk, WindowsOnDiskAgain
+from moevement_core.saving.folder import (
+    RECOVERY_PATIENCE_S,
+    START_PATIENCE_S,
+    SharedFolder,
+    find_place,
+    lock_place,
+    refuse_foreign_windows,
+)
+from moevement_core.saving.identity import JobNames
+from moevement_core.saving.reports import Reports
+from moevement_core.saving.window_files import JobWindows, windows_of_all
+from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.storage.writer import Folder, WindowWriter
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.binding import Binding
+from moevement_core.trainer.config import SessionConfig
+from moevement_core.trainer.equal_bits import arithmetic_of_all
+from moevement_core.util.lock import FolderLock, other_holder
+
+TIMEOUT_S = 600.0
+"""Seconds that the end of a run waits for the window that is being written."""
+
+
+class WindowsOnDisk:
+    """Windows on disk of one rank. Collective: all ranks make one and call each method in the same order.
+
+    Args:
+        binding: this rank's.
+        names: of the job.
+        config: the flags.
+        topology: of this generation; :attr:`topology` is replaced in the next.
+        checkpointer: whose windows they are.
+        reports: what an operator sees.
+        job_name: of this start of the job among those that wrote windows to the same folder; empty if it has none yet.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        names: JobNames,
+        config: SessionConfig,
+        topology: Topology,
+        checkpointer: Checkpointer,
+        reports: Reports,
+        job_name: str,
+    ) -> None:
+        self.topology, self.job_name = topology, job_name
+        self._binding, self._names, self._config = binding, names, config
+        self._checkpointer, self._reports = checkpointer, reports
+        self._writer: WindowWriter | None = None
+        self._left_behind: list[WindowWriter] = []
+        """Writers of earlier generations that a stalled disk holds up."""
+        self._place: SharedFolder | None = None
+        """The folder, while it can be used; the same on all ranks."""
+        self._lock: FolderLock | None = None
+        """Lock of the folder, on the first of the ranks that share it."""
+        self._misses = self._wait = self._failed = 0
+        """Tries in a row in which the folder could not be used; windows until the next one; windows not written."""
+        self._is_missing = False
+
+    @property
+    def newest(self) -> int | None:
+        """The iteration whose state the newest window on disk gives."""
+        return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
+
+    @property
+    def written_bytes(self) -> int:
+        """Written since this rank has written to the folder without a break."""
+        return self._writer.written_bytes if self._writer is not None else 0
+
+    def start(self) -> None:
+        """Write windows that begin with the next iteration or later, where that is wanted.
+
+        Raises:
+            ConfigError: the job starts, and the folder cannot be used, or another job writes to it. On every rank.
+        """
+        if self._config.disk.persist_dir is None:
+            return
+        is_start = not self.job_name and not self._names.is_restart
+        try:
+            place = self._take_folder(self._config.disk.persist_dir, is_start)
+        except ConfigError as error:
+            if is_start:
+                raise
+            self._go_without(str(error))
+            return
+        self.job_name, self._place = self.job_name or self._names.start, place
+        if self._is_missing:
+            text = f"windows are written to {place.path} again"
+            self._reports.say_once(text)
+            self._reports.event(WindowsOnDiskAgain(text))
+        self._is_missing, self._misses = False, 0
+        self._writer = self._make_writer(place)
+        self._checkpointer.write_to(self._writer, self._binding.iteration)
+
+    def try_again(self) -> None:
+        """Try the folder again at the beginning of a window, where it could not be used before."""
+        if self._config.disk.persist_dir is None or self._writer is not None:
+            return
+        self._wait -= 1
+        if self._wait <= 0:
+            self.start()
+
+    def interrupted(self) -> None:
+        """Abandon writing after a failure, before ranks meet again; no rank waits for the disk."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
+            self._writer = None
+        self._misses = 0  # as on ranks that are new then: all try again at the same windows
+
+    def watch(self) -> None:
+        """Report windows that could not be written on some rank, which all ranks have agreed on."""
+        failed = self._writer.failed if self._writer is not None else 0
+        if failed > self._failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+            text = (
+                f"{failed} windows could not be written to --moevement-persist-dir; the logs of the ranks concerned "
+                "say why. The next is tried"
+            )
+            self._reports.warn(text, WindowsNotOnDisk(text, failed))
+        self._failed = failed
+
+    def that_lead_to(self, until: int) -> JobWindows:
+        """Return the windows of this start of the job from which ``until`` is reached sooner than by a restart.
+
+        The disk is asked only here, when memory has no answer.
+        """
+        if self._place is None:
+            return JobWindows(SharedFolder(Path(), ()), ())
+        newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
+        reached = newest_dense if newest_dense is not None else NONE
+        windows = [
+            manifest
+            for manifest in windows_of_all(self._place)
+            if manifest.job == self.job_name and reached < manifest.reaches <= until
+        ]
+        return JobWindows(self._place, windows)
+
+    def close(self) -> tuple[int, int, int, float]:
+        """Write what is persisted by now, and end; every rank calls it when all snapshots were sent.
+
+        Returns:
+            The iteration that the newest window reaches, how many failed, and bytes and seconds of writing.
+        """
+        writer = self._writer
+        if writer is not None:
+            writer.finish(_least, TIMEOUT_S)
+            self._checkpointer.agree_at_end(self._binding.iteration)
+            writer.close(_least, TIMEOUT_S)
+        if self._lock is not None:
+            self._lock.release()
+        return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
+
+    def _take_folder(self, template: str, is_start: bool) -> SharedFolder:
+        """Find the folder and lock it for the job.
+
+        Raises:
+            ConfigError: that cannot be done. On every rank.
+        """
+        flag, node = "--moevement-persist-dir", self._config.copies.node_of(self.topology.rank)
+        patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
+        place = find_place(flag, template, node, patience_s)
+        self._lock = lock_place(flag, place, self._names.name, self._lock, patience_s, may_wait=is_start)
+        if is_start:
+            refuse_foreign_windows(place, self._config.disk.load, node)
+        return place
+
+    def _go_without(self, why: str) -> None:
+        """Train on without writing windows."""
+        self.job_name = self.job_name or self._names.start
+        self._writer = self._place = None
+        self._checkpointer.write_to(None, self._binding.iteration)
+        self._misses += 1
+        self._is_missing = True
+        if self._misses == 1:
+            text = (
+                f"no windows are written to disk for now: {why}. Training goes on, and the folder is tried again after "
+                "the next failure and with new windows"
+            )
+            self._reports.warn(text, WindowsNotOnDisk(text))
+        # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
+        self._wait = 1 << min(self._misses - 1, 6)
+
+    def _make_writer(self, place: SharedFolder) -> WindowWriter:
+        """Every rank calls it."""
+        current = [store for store in self._checkpointer.replicator.stores if store.source in self.topology.sources]
+        elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
+        lock, job = self._lock, self._names.name
+        return WindowWriter(
+            Folder(place.path, place.is_first),
+            self.job_name,
+            self._binding.settings(),
+            arithmetic_of_all(),
+            lambda first, last: self._checkpointer.lease(first, last, elsewhere),
+            lambda snapshot: snapshot.record()["boundary"]["progress"],
+            self._reports.report,
+            lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
+            self._left_behind,
+            leaves_out=self._config.strategy.persisted is not None,
+        )
+
+
+def _least(writing: Writing) -> Writing:
+    """Return how far the slowest rank is; every rank calls it."""
+    return Writing(min(all_gather_objects(writing, Writing)))

@@ -1,0 +1,150 @@
+"""A snapshot as a file; ``docs/file_format.md`` describes the bytes.
+
+Magic, version, length and digest of the header, the header, and from the next multiple of 64 bytes on the snapshot's
+buffer as it is in memory. A file is written under another name, made durable, and renamed into place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import xxhash
+
+from moevement_core.errors import SnapshotError
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import ALIGNMENT, READ, READ_TEXT, VERSION, Header, Snapshot, numpy_bytes
+from moevement_core.util.file_modes import opener
+from moevement_core.util.regular_files import open_regular
+
+MAGIC = b"MoEvSnap"
+_PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
+_NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
+_PARTIAL = re.compile(r"\.rank_\d{5}_iteration_\d{7}\.snapshot\.\d+(\.\d+)?")
+_attempts = itertools.count()
+_MAX_HEADER_BYTES = 1 << 30
+
+
+def file_name(owner: int, iteration: int) -> str:
+    """The name of ``SS_iteration`` of rank ``owner``."""
+    return f"rank_{owner:05d}_iteration_{iteration:07d}.snapshot"
+
+
+def owner_and_iteration(name: str) -> tuple[int, int] | None:
+    """The inverse of :func:`file_name`; nothing for other files."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def is_snapshot_file(name: str) -> bool:
+    """Return whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
+    return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    """Write ``snapshot`` into ``folder`` and return when it is durable.
+
+    Args:
+        folder: must be there.
+        snapshot: its buffer stays as it is until this returns.
+        is_wanted: asked before the file gets its name; if it is not any more, nothing of it stays.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    packed, pieces = snapshot.packed()
+    header = packed.encode()
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
+    padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
+    path = folder / file_name(snapshot.header.rank, snapshot.iteration)
+    # Of its own for every attempt: one that a stalled disk has held up may still be under way.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
+    try:
+        with open(partial, "wb", buffering=0, opener=opener) as file:
+            _write_all(file.fileno(), memoryview(prefix + header + padding))
+            for piece in pieces:
+                _write_all(file.fileno(), memoryview(numpy_bytes(piece).data))
+            os.fsync(file.fileno())
+        if is_wanted():
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a snapshot file.
+
+    Raises:
+        SnapshotError: it is not there, cut off, damaged, or of another version.
+    """
+    return _read(path)[0]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A snapshot file, its tensors not yet checked: :meth:`Snapshot.check` does that.
+
+    Raises:
+        SnapshotError: it is not there, cut off, its header is damaged, or of another version.
+    """
+    header, payload_at = _read(path)
+    try:
+        with open_regular(path) as file:
+            if (nbytes := os.fstat(file.fileno()).st_size) < payload_at + header.payload_bytes:
+                raise SnapshotError(
+                    f"{path}: cut off after {nbytes} bytes of {payload_at + header.payload_bytes}; another copy is "
+                    "needed"
+                )
+            buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)
+            file.seek(payload_at)
+            view, got = memoryview(buffer.numpy().data), 0
+            while got < len(view):
+                if not (count := file.readinto(view[got:])):  # type: ignore[attr-defined]
+                    raise SnapshotError(f"{path}: cut off after {payload_at + got} bytes; another copy is needed")
+                got += count
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+    return Snapshot(header, Buffer(buffer))
+
+
+def payload_start(path: Path) -> int:
+    """Return the offset at which the tensors of a snapshot file begin.
+
+    Raises:
+        SnapshotError: as :func:`read_header`.
+    """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[Header, int]:
+    try:
+        with open_regular(path) as file:
+            prefix = file.read(_PREFIX.size)
+            if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
+                raise SnapshotError(f"{path}: no snapshot file, or one that was cut off; another copy is needed")
+            _, version, _, length, digest = _PREFIX.unpack(prefix)
+            if version not in READ:
+                raise SnapshotError(f"{path}: of version {version}; this program reads {READ_TEXT}")
+            left = os.fstat(file.fileno()).st_size - _PREFIX.size
+            encoded = file.read(length) if length <= min(left, _MAX_HEADER_BYTES) else b""
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+    if xxhash.xxh3_128_digest(encoded) != digest:
+        raise SnapshotError(f"{path}: its header is damaged; another copy is needed")
+    try:
+        return Header.decode(encoded), _payload_at(length)
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}; another copy is needed") from None
+
+
+def _payload_at(header_bytes: int) -> int:
+    return -(-(_PREFIX.size + header_bytes) // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,278 @@
+"""Manifest that makes a window on disk loadable: one for the whole job, written when every file of every rank is there.
+
+``window_<iteration>_<job>.json`` beside the folder ``window_<iteration>_<job>``; the iteration is the one whose state
+the window gives. Where nodes have folders of their own, each gets the same manifest.
+
+The folder may hold files of other people, under any name. A window is deleted only if its name is exactly one of ours
+and it is provably ours: by its manifest, or, before it has one, by the marker inside the folder. Of a window only the
+files that this project writes are deleted; whatever else somebody put there stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from moevement_core.errors import SnapshotError
+from moevement_core.storage.files import is_snapshot_file
+from moevement_core.util.file_modes import make_folder, opener
+from moevement_core.util.regular_files import read_regular
+
+VERSION = 2
+_UNSEALED = 1
+"""A version without a digest, which is read, too."""
+_MOST_BYTES = 64 << 20
+_MOST_SNAPSHOTS = 1 << 20
+MARKER = ".moevement-window"
+"""Marker file in the folder of every window, from before its first snapshot on: the folder is this project's."""
+DATA_SETTINGS = "data"
+"""The setting that holds, as a mapping, what decides which samples are drawn. It may differ where a window is loaded,
+and is named where the replay comes to another state."""
+BY_ITERATION = ("iterations_to_skip",)
+"""Settings that are lists of iterations: only those that the window replays have to be the same."""
+_NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A window of a job."""
+
+    job: str
+    """A name that only this start of the job has: the job's, and for its second start and later ones ``.N``."""
+    first: int
+    """First snapshot of the window, the same on every rank."""
+    last: int
+    """Last snapshot of the window, with which the state is dense on every rank."""
+    reaches: int
+    """The iteration whose dense state it gives."""
+    progress: Mapping[str, int]
+    """Iteration and consumed samples then."""
+    settings: Mapping[str, Any]
+    """Settings that another job must share to load the window."""
+    arithmetic: tuple[str, ...] = ()
+    """Arithmetic of each rank that wrote it, or one entry where all had the same; empty if it is not known. See
+    :mod:`moevement_core.util.arithmetic`.
+    """
+    is_sealed: bool = field(default=True, compare=False)
+    """True if the file has a digest of all this; those of version 1 have none."""
+
+    @property
+    def name(self) -> str:
+        """Name of the window's folder."""
+        return f"window_{self.reaches:07d}_{self.job}"
+
+    def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return in words which of a job's settings are others than those of this window."""
+        names = [name for name in settings if name in self.settings and name != DATA_SETTINGS]
+        return _differences(
+            {name: self._replayed(name, settings[name]) for name in names},
+            {name: self._replayed(name, self.settings[name]) for name in names},
+        )
+
+    def other_data(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return in words which settings of the data are others than those of this window."""
+        return _differences(settings.get(DATA_SETTINGS) or {}, self.settings.get(DATA_SETTINGS) or {})
+
+    def _replayed(self, name: str, value: Any) -> Any:
+        if name not in BY_ITERATION or not isinstance(value, list):
+            return value
+        return [iteration for iteration in value if self.first < iteration <= self.reaches]
+
+    def write(self, directory: Path) -> None:
+        """Rename it into place; its files are durable by then."""
+        path = directory / f"{self.name}.json"
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
+        with open(partial, "w", encoding="utf-8", opener=opener) as file:
+            json.dump({"version": VERSION, "digest": _digest(content), **content}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(directory)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {value}, and {then[name]} then"
+        for name, value in now.items()
+        if name in then and then[name] != value
+    ]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The inverse of :meth:`Manifest.write`.
+
+    Raises:
+        SnapshotError: it is no manifest that this program reads, or was changed after it was written.
+    """
+    try:
+        content = json.loads(read_regular(path, _MOST_BYTES))
+        version = content.pop("version")
+        if version not in (_UNSEALED, VERSION):
+            raise SnapshotError(
+                f"{path}: a manifest of version {str(version)[:20]}; this program reads {_UNSEALED} and {VERSION}"
+            )
+        if version == VERSION and content.pop("digest") != _digest(content):
+            raise SnapshotError(f"{path}: was changed or damaged after it was written; another window is needed")
+        if isinstance(content.get("arithmetic"), list):
+            content["arithmetic"] = tuple(content["arithmetic"])
+        manifest = Manifest(**content, is_sealed=version == VERSION)
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{path}: no manifest of a window ({error})") from None
+    _check(path, manifest)
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """XXH3-128 of the fields, whatever their order and the blanks between them. Finds what was changed by mistake."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    """Refuse what cannot be in a manifest, which those without a digest may say.
+
+    Raises:
+        SnapshotError: it is there.
+    """
+    numbers = (manifest.first, manifest.last, manifest.reaches)
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise SnapshotError(f"{path}: first, last and reaches are {numbers}; needs whole numbers")
+    if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
+        raise SnapshotError(f"{path}: snapshots {manifest.first} to {manifest.last}; needs a window of them")
+    if not isinstance(manifest.progress, dict) or not all(
+        isinstance(number, int) and number >= 0 for number in manifest.progress.values()
+    ):
+        raise SnapshotError(f"{path}: a progress of {str(manifest.progress)[:60]}; needs counts")
+    if not isinstance(manifest.settings, dict):
+        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs flags and values")
+    if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
+        raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs names of processors")
+    if path.name != f"{manifest.name}.json":
+        raise SnapshotError(
+            f"{path}: is the manifest of {manifest.name[:60]}; needs the name that it was written under"
+        )
+
+
+def manifests(directory: Path) -> list[Manifest]:
+    """Return all readable manifests in ``directory``, the newest first."""
+    return manifests_and_refused(directory)[0]
+
+
+def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
+    """Return all readable manifests in ``directory``, the newest first; and the reason why others, by their windows'
+    names, are not readable.
+    """
+    readable, refused = [], dict[str, str]()
+    for path in directory.glob("window_*.json"):
+        try:
+            readable.append(read_manifest(path))
+        except SnapshotError as error:
+            if _NAME.fullmatch(path.stem):
+                refused[path.stem] = str(error)
+    return sorted(readable, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True), refused
+
+
+def reach_of(name: str) -> int:
+    """The iteration whose state the window of a name gives."""
+    return int(name.split("_")[1])
+
+
+def make_window_folder(directory: Path, name: str) -> Path:
+    """Make the folder of a window and mark it as ours; returns it. Every rank that writes there calls it.
+
+    Raises:
+        OSError: it cannot be made or written.
+    """
+    folder = directory / name
+    make_folder(folder)
+    marker = folder / MARKER
+    if not marker.exists():
+        with open(marker, "w", encoding="utf-8", opener=opener) as file:
+            file.write(f"{name}: snapshots of moevement; docs/file_format.md\n")
+    return folder
+
+
+def own_windows(directory: Path) -> Iterator[str]:
+    """The names of all windows in ``directory`` that are provably this project's, finished or not."""
+    for path in directory.glob("window_*"):
+        name = path.name.removesuffix(".json")
+        if not _NAME.fullmatch(name) or path.is_symlink():
+            continue
+        if path.name != name:
+            with suppress(SnapshotError):
+                if read_manifest(path).name == name:
+                    yield name
+        elif (path / MARKER).is_file() and not (directory / f"{name}.json").exists():
+            yield name
+
+
+def remove_window(directory: Path, name: str) -> None:
+    """Delete a window that :func:`own_windows` has named; its manifest goes first, so that no half of it is loadable.
+
+    A folder in which somebody else has put something stays, with that in it.
+    """
+    (directory / f"{name}.json").unlink(missing_ok=True)
+    folder = directory / name
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if is_snapshot_file(path.name):
+            path.unlink(missing_ok=True)
+    rest = {path.name for path in folder.iterdir()}
+    if rest <= {MARKER}:  # last, so that a deletion that is cut off can be finished
+        (folder / MARKER).unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[str]) -> None:
+    """Delete windows that are needed no more, finished or not.
+
+    Args:
+        directory: where.
+        job: of its own windows those older than ``oldest`` go.
+        oldest: the name of one.
+        replaced: windows of others that go, too.
+    """
+    for name in set(own_windows(directory)):
+        if name in replaced or (name.endswith(f"_{job}") and name < oldest):
+            with suppress(OSError):
+                remove_window(directory, name)
+
+
+def remove_unfinished(directory: Path, start: str, but: str) -> None:
+    """Delete what failures have left of windows of a job that will never be finished.
+
+    Args:
+        directory: where.
+        start: of the job.
+        but: the name of the window that is being written.
+    """
+    for name in set(own_windows(directory)):
+        if is_of_job(name, start) and name != but and not (directory / f"{name}.json").exists():
+            with suppress(OSError):
+                remove_window(directory, name)
+
+
+def is_of_job(name: str, start: str) -> bool:
+    """Return whether the window ``name`` was written by ``start`` or another start of the same job."""
+    return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

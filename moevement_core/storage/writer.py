@@ -1,0 +1,363 @@
+"""Writes windows to disk beside training, one after the other: the newest that is persisted when the last is done.
+
+Every rank decides the same, from what all ranks agreed on: which window is written, and whether it is durable
+everywhere, or will never be. Then whoever is the first rank of a folder writes the manifest, and deletes what is older
+than the window before.
+
+Snapshots may leave experts to older files (``Header.on_disk``). Then the first window is written whole, and every later
+one has links to those files of the window before that hold the newest state of something.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moevement_core.errors import FolderInUse
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
+from moevement_core.storage.files import file_name, read_snapshot, write_snapshot
+from moevement_core.storage.manifest import (
+    MARKER,
+    Manifest,
+    is_of_job,
+    make_window_folder,
+    manifests,
+    own_windows,
+    remove_unfinished,
+    remove_windows,
+    sync_folder,
+)
+
+Report = Callable[[str], None]
+KEPT = 2
+"""Windows on disk: the newest, and the one before in case a node dies while manifests are renamed."""
+
+
+_Identity = tuple[int, int, str]
+"""Rank, iteration and schedule of a snapshot."""
+
+
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Window that is being written."""
+
+    manifest: Manifest
+    files: dict[_Identity, str]
+    """Files of the window that this rank writes, each with its content in the form of :attr:`Header.contents`."""
+    is_whole: bool
+    """True if each snapshot is written whole."""
+    older: dict[_Identity, str]
+    """Files of the previous window that it has links to, in the same form."""
+    writing: Writing = Writing.BUSY
+    """Progress of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Folder in which this rank writes."""
+
+    path: Path
+    writes_manifest: bool
+    """True if this is the first of the ranks that write there."""
+
+
+class WindowWriter:
+    """Writer of one rank. All methods are for the training thread; only the last of them waits for the disk.
+
+    Args:
+        folder: where.
+        job: a name of this start of the job, the same on all ranks.
+        settings: for the manifest.
+        arithmetic: likewise.
+        lease: the snapshots of this rank that belong to a window, from its first to its last: own ones, then copies
+            that this rank's folder must hold; nothing if one is missing.
+        progress_of: iteration and consumed samples of the state that a snapshot holds.
+        report: called, in words, with what goes wrong.
+        taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
+        left_behind: writers of earlier generations; while a stalled disk holds one of them up, no window is begun, so
+            that stalled ones do not take one another's buffers.
+        leaves_out: whether snapshots may leave operators to older files.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        job: str,
+        settings: dict[str, Any],
+        arithmetic: tuple[str, ...],
+        lease: Callable[[int, int], Sequence[SnapshotLease] | None],
+        progress_of: Callable[[Snapshot], Mapping[str, int]],
+        report: Report,
+        taken_over: Callable[[], str | None] = lambda: None,
+        left_behind: Sequence[WindowWriter] = (),
+        *,
+        leaves_out: bool = False,
+    ) -> None:
+        self.newest = NONE
+        """The iteration whose state the newest window on disk gives."""
+        self.written_bytes = 0
+        self.write_s = 0.0
+        self.failed = 0
+        """Windows that could not be written on some rank."""
+        self._folder, self._job = folder, job
+        self._settings, self._arithmetic = settings, arithmetic
+        self._lend, self._progress_of, self._report = lease, progress_of, report
+        self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
+        self._abandoned = False
+        self._not_written = 0
+        """Windows that this rank could not write since the last one that all ranks could: with two of them on a full
+        disk it is now one, now the other."""
+        self._found: frozenset[str] = frozenset()
+        """Windows of others that were there before; they go when the first one of this job is durable."""
+        self._window: _Window | None = None
+        """The one that the job is writing now."""
+        self._last_begun = NONE
+        self._on_disk: list[str] = []
+        self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
+        """The folder of the window that this rank wrote last, and the snapshots in it."""
+        self._durable: _Window | None = None
+        """The newest that is durable everywhere."""
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs.put(self._look_around)
+        self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
+        self._thread.start()
+
+    @property
+    def writing(self) -> Writing:
+        """Progress of this rank with the window that the job is writing, which is reported to all ranks."""
+        return self._window.writing if self._window else Writing.NOTHING
+
+    def learn(self, writing: Writing) -> None:
+        """Take in how far all ranks are. Nothing is concluded before the last of them is done with it."""
+        if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
+            self._conclude(self._window, writing)
+
+    def begin(self, first: int, last: int) -> None:
+        """A window is persisted everywhere: write it, unless another one is being written."""
+        if self._window is not None or first <= self._last_begun:
+            return
+        self._last_begun = first
+        is_stalled = any(writer.is_alive for writer in self._left_behind)
+        leased = None if is_stalled else self._lend(first, last)
+        reaches, progress = last, {}
+        if leased is not None:
+            newest = next(lease.snapshot for lease in leased if lease.snapshot.iteration == last)
+            reaches, progress = newest.header.state, dict(self._progress_of(newest))
+        before = self._durable
+        # Snapshots say what is written of them; where nothing is durable yet, that is everything.
+        is_whole = before is None or not self._leaves_out
+        files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
+        older: dict[_Identity, str] = {}
+        if before is not None and not is_whole:
+            older = _still_needed(files, before.files | before.older)
+            first = min(first, before.manifest.first)
+        manifest = Manifest(self._job, first, last, reaches, progress, self._settings, self._arithmetic)
+        window = self._window = _Window(manifest, files, is_whole, older)
+        if leased is None:
+            self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")
+        else:
+            self._jobs.put(lambda: self._write(window, leased))
+
+    def finish(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
+        """Finish the window that is being written, so that another one may begin; every rank calls it.
+
+        Args:
+            agree: the least of all ranks' answers.
+            timeout_s: how long to wait for the disk.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.writing is Writing.BUSY and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.learn(agree(self.writing))
+
+    def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
+        """Finish the window that is being written, and end; every rank calls it.
+
+        Args:
+            agree: the least of all ranks' answers.
+            timeout_s: how long to wait for the disk.
+        """
+        self.finish(agree, timeout_s)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def abandon(self) -> None:
+        """Give up after a failure; does not wait for the disk.
+
+        A window that is being written is no window: it gets no further file and no manifest, and what there is of it
+        is deleted when the job writes the next. Its buffers stay leased until the disk lets go of them. A window that
+        all ranks have agreed on is durable, and gets its manifest.
+        """
+        self._abandoned, self._window = True, None
+        self._jobs.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether its thread works, or waits for work."""
+        return self._thread.is_alive()
+
+    def _conclude(self, window: _Window, writing: Writing) -> None:
+        """Finish ``window``, which all ranks have begun, with the result that all agreed on."""
+        self._window = None
+        if writing is Writing.FAILED:
+            self.failed += 1
+            self._jobs.put(lambda: self._discard(window))
+            return
+        self._durable = window
+        if self._not_written:
+            self._report(f"windows can be written again, after {self._not_written} that could not be")
+            self._not_written = 0
+        if self._folder.writes_manifest:
+            self._jobs.put(lambda: self._commit(window.manifest))
+        else:
+            self.newest = window.manifest.reaches
+
+    # On the writer's thread
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _look_around(self) -> None:
+        with suppress(OSError):
+            self._found = frozenset(self._windows_of_others())
+            own = {manifest.name for manifest in manifests(self._folder.path) if manifest.job == self._job}
+            self._on_disk = sorted(own)[-KEPT:]
+
+    def _windows_of_others(self) -> set[str]:
+        return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
+
+    def _refuse_if_taken_over(self) -> None:
+        """Two jobs that write to one folder would delete each other's windows.
+
+        Raises:
+            FolderInUse: another job has the folder now, or has begun to write to it.
+        """
+        if (other := self._taken_over()) is not None:
+            raise FolderInUse(
+                f"the folder was taken over by {other}; this job writes and deletes nothing there any more"
+            )
+        new = self._windows_of_others() - self._found
+        if others := [name for name in new if not is_of_job(name, self._job)]:
+            raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
+
+    def _write(self, window: _Window, leased: Sequence[SnapshotLease]) -> None:
+        folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
+        try:
+            self._refuse_if_taken_over()
+            if self._folder.writes_manifest:
+                remove_unfinished(self._folder.path, self._job, but=window.manifest.name)
+            make_window_folder(self._folder.path, window.manifest.name)
+            for lease in leased:
+                if self._abandoned:
+                    return
+                if self._is_linked(folder, _identity(lease.snapshot), window.files):
+                    continue
+                snapshot = lease.snapshot if window.is_whole else lease.snapshot.for_disk()
+                write_snapshot(folder, snapshot, lambda: not self._abandoned)
+                self.written_bytes += snapshot.header.payload_bytes
+            for identity in window.older:
+                self._bring(identity, folder)
+            sync_folder(folder)
+            self._last_written = folder, window.files
+        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+            if not self._abandoned:
+                self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
+        else:
+            self.write_s += time.perf_counter() - began_s
+            window.writing = Writing.DURABLE
+        finally:
+            for lease in leased:
+                lease.release()
+
+    def _bring(self, identity: _Identity, folder: Path) -> None:
+        """A file of the newest durable window into ``folder``: as a link, or as a copy on a disk that has none."""
+        assert self._durable is not None
+        name = file_name(*identity[:2])
+        before = self._folder.path / self._durable.manifest.name / name
+        with suppress(OSError):
+            os.link(before, folder / name)
+            return
+        write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
+
+    def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
+        """Return whether the file became a link to that of the previous window, where windows overlap; False on a disk
+        without links.
+        """
+        before, written = self._last_written
+        if before is None or written.get(identity) != wanted[identity]:
+            return False
+        name = file_name(*identity[:2])
+        try:
+            os.link(before / name, folder / name)
+        except OSError:  # or the window before is gone: then it is written
+            return False
+        return True
+
+    def _commit(self, manifest: Manifest) -> None:
+        try:
+            self._refuse_if_taken_over()
+            manifest.write(self._folder.path)
+            self.newest = manifest.reaches
+            self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
+            remove_windows(self._folder.path, self._job, min(self._on_disk), self._found)
+        except OSError as error:
+            self._report(f"the manifest of iteration {manifest.reaches} cannot be written: {error.strerror}")
+        except FolderInUse as error:
+            self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
+
+    def _discard(self, window: _Window) -> None:
+        """Remove what this rank wrote of an abandoned window, so that a full disk does not stay full."""
+        folder = self._folder.path / window.manifest.name
+        with suppress(OSError):  # at the end: other ranks' files are still there
+            for rank, iteration, _ in (*window.files, *window.older):
+                (folder / file_name(rank, iteration)).unlink(missing_ok=True)
+            if [path.name for path in folder.iterdir()] == [MARKER]:
+                (folder / MARKER).unlink(missing_ok=True)
+            folder.rmdir()
+
+    def _fail(self, window: _Window, why: str) -> None:
+        window.writing = Writing.FAILED
+        self._not_written += 1
+        if not self._not_written & (self._not_written - 1):  # the 1st, 2nd, 4th, 8th ... is reported
+            first, so_far = window.manifest.first, f" ({self._not_written} by now)" if self._not_written > 1 else ""
+            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next is tried")
+
+
+def _identity(snapshot: Snapshot) -> _Identity:
+    return snapshot.header.rank, snapshot.iteration, snapshot.header.schedule
+
+
+def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
+    """Return the content of a snapshot's file."""
+    header = snapshot.header
+    return header.contents if is_whole or header.on_disk is None else header.on_disk.contents
+
+
+def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:
+    """Return the older files of each rank that hold the newest full state of some operator."""
+    needed = {}
+    for rank in {rank for rank, *_ in files}:
+        newest = np.zeros(0, dtype=np.bool_)
+        everything = {**before, **files}
+        for identity in sorted(
+            (identity_ for identity_ in everything if identity_[0] == rank), key=lambda identity_: -identity_[1]
+        ):
+            is_full = contents_of(everything[identity]) == Saved.FULL
+            newest = newest if newest.size else np.zeros_like(is_full)
+            if identity not in files and (is_full & ~newest).any():
+                needed[identity] = everything[identity]
+            if identity in files or identity in needed:
+                newest |= is_full
+    return needed

@@ -1,0 +1,1 @@
+"""Place of a rank among the others, and the channels between them."""

@@ -1,0 +1,64 @@
+"""Address at which other ranks reach this one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import psutil
+
+from moevement_core.comms.connections import Connections
+from moevement_core.errors import ConfigError
+from moevement_core.rendezvous.store import store_address
+from moevement_core.replication.config import CopiesConfig
+
+INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+"""Variable with the interfaces that torch's ranks listen on; this project follows it."""
+
+
+def own_address(interfaces: Sequence[str] = ()) -> str:
+    """Return the address at which this rank listens for others.
+
+    It is that of the rank's interface, if there are any; else of the one that ``GLOO_SOCKET_IFNAME`` names; else of the
+    one that leads to the store.
+
+    Args:
+        interfaces: names of interfaces that every node has; ranks of a node take them in turn, by their local rank.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
+    if interfaces:
+        interface = interfaces[int(os.environ.get("LOCAL_RANK", "0")) % len(interfaces)]
+        return _address_of(interface, f"--moevement-interfaces {interface}")
+    if name := os.environ.get(INTERFACE_ENV, "").partition(",")[0]:
+        return _address_of(name, f"{INTERFACE_ENV}={name}")
+    host, port = store_address() or (
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", "1")),
+    )
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing, and finds the way
+        return str(probe.getsockname()[0])
+
+
+def connections_of(copies: CopiesConfig) -> Connections:
+    """Return connections of this rank over the interface and with the streams that the flags name.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
+    return Connections(own_address(copies.interfaces), copies.streams, is_source=bool(copies.interfaces))
+
+
+def _address_of(interface: str, asked: str) -> str:
+    addresses = psutil.net_if_addrs().get(interface, ())
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in addresses:
+            if address.family == family and not address.address.startswith("fe80"):
+                return address.address
+    raise ConfigError(
+        f"{asked}: this host has no such interface with an address; it has {', '.join(sorted(psutil.net_if_addrs()))}"
+    )

@@ -1,0 +1,167 @@
+"""Host memory that each rank may use and will need, and what changes where the need is larger.
+
+Before training begins all ranks know what each of them needs, so all come to the same, and the message of a refusal is
+enough for every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from moevement_core.engine.config import BudgetConfig, KeepOwn
+from moevement_core.errors import ConfigError
+from moevement_core.util.host_memory import SHARE, node_memory
+
+Kept = Callable[[Sequence["AtPeer"]], Sequence[int]]
+"""Host memory that each rank needs for what it keeps of others, from what snapshots of each rank take on a peer."""
+
+
+@dataclass(frozen=True)
+class AtPeer:
+    """Host memory that snapshots of a rank take on each of its peers."""
+
+    nbytes: int
+    slots: tuple[int, ...] = ()
+    """Bytes of each snapshot of a window."""
+    count: int = 0
+    """Number of snapshots kept at a time."""
+    staging: int = 0
+    """Bytes of a part that is received before it is added to a sum."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Host memory that this rank may use."""
+
+    nbytes: float
+    why: str
+
+
+def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded: bool = True) -> Allowed:
+    """Returns what the flags say, or a share of what the node has.
+
+    Args:
+        budget: the flags.
+        nodes: the node of every rank.
+        rank: this one.
+        is_bounded: whether what is needed is known beforehand; what is not has no cap by default.
+    """
+    if budget.host_memory_bytes is not None:
+        return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
+    if not is_bounded:
+        return Allowed(math.inf, "no cap")
+    memory, ranks = node_memory(), nodes.count(nodes[rank])
+    among = f" for {ranks} ranks" if ranks > 1 else ""
+    return Allowed(memory.nbytes * SHARE / ranks, f"{SHARE:.0%} of {memory}{among}")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Host memory that one rank needs, in bytes."""
+
+    snapshots: int
+    """Bytes for its own snapshots, where it keeps them."""
+    in_flight: int
+    """Bytes for its own snapshots that peers may not have yet."""
+    at_peer: AtPeer
+    """Bytes for its snapshots at each peer."""
+    log: int
+    """Boundary log."""
+    allowed: Allowed
+
+    def own(self, *, keeps_own: bool) -> int:
+        """Return the bytes for its own snapshots."""
+        return self.snapshots if keeps_own else self.in_flight
+
+
+@dataclass(frozen=True)
+class Total:
+    """Total host memory that a rank needs, in bytes."""
+
+    rank: int
+    own: int
+    kept: int
+    log: int
+    allowed: Allowed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for all purposes together."""
+        return self.own + self.kept + self.log
+
+    @property
+    def beyond(self) -> float:
+        """Bytes by which the need exceeds what is allowed; negative where it fits."""
+        return self.nbytes - self.allowed.nbytes
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} needs {gigabytes(self.nbytes)} GB ({self.own / 1e9:.3f} for its own snapshots, "
+            f"{self.kept / 1e9:.3f} for what it keeps for others, {self.log / 1e9:.3f} for logs)"
+        )
+
+
+def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
+    """Return what each rank needs in all, in time linear in the ranks."""
+    at_peer = kept([need.at_peer for need in needs])
+    return [
+        Total(rank, need.own(keeps_own=keeps_own), at_peer[rank], need.log, need.allowed)
+        for rank, need in enumerate(needs)
+    ]
+
+
+def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
+    """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
+    return max(totals(needs, kept, keeps_own=keeps_own), key=lambda total: (total.beyond, -total.rank))
+
+
+def decide_keep_own(
+    needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
+    may_drop: bool,
+) -> tuple[bool, Total]:  # fmt: skip
+    """Decide whether ranks keep own snapshots that all peers have, so that every rank fits into its memory; return the
+    decision and the total of the rank with the least room.
+
+    Args:
+        needs: of every rank.
+        kept: of the protection that is in force.
+        budget: the flags.
+        window: W, for the message.
+        changes: other protections: a flag, and what it would need.
+        may_drop: whether peers have all that is dropped.
+
+    Raises:
+        ConfigError: some rank has none either way; names the cheapest change that makes it fit.
+    """
+    choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
+    for keeps_own in choices if may_drop else [True]:
+        if (total := worst(needs, kept, keeps_own=keeps_own)).beyond <= 0:
+            return keeps_own, total
+    change = next(_cheapest(needs, kept, total, changes, keeps_own=keeps_own, may_drop=may_drop))
+    raise ConfigError(
+        f"host memory: {total} at W = {window}; {total.allowed.nbytes / 1e9:.3f} GB are allowed "
+        f"({total.allowed.why}). The cheapest change that makes it fit: {change}"
+    )
+
+
+def _cheapest(
+    needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own: bool,
+    may_drop: bool,
+) -> Iterator[str]:  # fmt: skip
+    """Yield changes that would make the job fit, the one that gives up the least first."""
+    if keeps_own and may_drop and worst(needs, kept, keeps_own=False).beyond <= 0:
+        yield "--moevement-keep-own auto"
+    unlogged = [replace(need, log=0) for need in needs]
+    if any(need.log for need in needs) and (left := -worst(unlogged, kept, keeps_own=keeps_own).beyond) > 0:
+        yield f"--moevement-log-memory-gb {math.floor(left / 1e6) / 1e3:.3f}"
+    for flag, other in changes:
+        if worst(needs, other, keeps_own=keeps_own or not may_drop).beyond <= 0:
+            yield flag
+    yield f"--moevement-host-memory-gb {gigabytes(total.nbytes)}, if the node has that, or another window or strategy"
+
+
+def gigabytes(nbytes: float) -> str:
+    """Rounded up, so that as much is enough."""
+    return f"{math.ceil(nbytes / 1e6) / 1e3:.3f}"

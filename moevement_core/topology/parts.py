@@ -1,0 +1,22 @@
+"""Parts of a rank that a recovery uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import OperatorState
+from moevement_core.topology.topology import Topology
+from moevement_core.trainer.binding import Binding
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of one rank in one generation."""
+
+    binding: Binding
+    topology: Topology
+    states: Mapping[str, OperatorState]
+    """Live tensors by operator."""
+    checkpointer: Checkpointer

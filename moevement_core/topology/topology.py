@@ -1,0 +1,325 @@
+"""Position of this rank among the others, and its channels to them: made at the start and again after a failure.
+
+What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new topology.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from moevement_core.comms.connections import Address, Connections
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.comms.transport import Transport
+from moevement_core.operators import Operator, OperatorKind, OperatorTable
+from moevement_core.policy.holding import most_held
+from moevement_core.recovery import flips
+from moevement_core.recovery.feed import Neighbour, Neighbours
+from moevement_core.recovery.scope import Pipeline
+from moevement_core.replication.parity.groups import WIDEST, Groups, make_groups, narrowed, still_do
+from moevement_core.replication.parity.staging import AT_ONCE
+from moevement_core.replication.placement import (
+    Copies,
+    Placement,
+    PlacementKind,
+    all_sources,
+    allowed_copies,
+    place,
+    sources_of,
+)
+from moevement_core.replication.protection import Parity
+from moevement_core.restart.injection import InjectingTransport
+from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+from moevement_core.topology import wind_down
+from moevement_core.topology.address import connections_of
+from moevement_core.topology.host_budget import AtPeer
+from moevement_core.trainer.binding import Binding, Place
+from moevement_core.trainer.config import SessionConfig
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Report of a rank to all others when the topology is made."""
+
+    place: Place
+    node: str
+    operators: Sequence[Operator]
+    peers: tuple[int, ...] | None
+    """Peers that have kept its copies until now; None on a new rank."""
+    sources: tuple[int, ...]
+    """Ranks whose copies it has kept until now."""
+    groups: Groups | None
+    """Groups of which parity has been kept until now; None on a new rank."""
+    address: Address
+    """Address at which the rank is reached."""
+
+
+@dataclass(frozen=True, eq=False)
+class Channels:
+    """Through what a rank talks to others, beside training."""
+
+    job_group: Any
+    """Process group of all ranks, for host tensors."""
+    stage_group: Any
+    """The ranks of this stage, for host tensors."""
+    agreement: Agreement
+    snapshots: Transport | None
+    """Channel for copies of snapshots; None without peers."""
+    fetches: Transport | None
+    """Separate channel for fetches: senders and receivers keep using theirs."""
+    feeds: Transport | None
+    """Channel that feeds a stage that replays alone; None where there is one stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Position of this rank, its peers, and its channels."""
+
+    rank: int
+    world: int
+    stage: int
+    stages: tuple[int, ...]
+    """The pipeline stage of every rank."""
+    nodes: tuple[str, ...]
+    """The node of every rank."""
+    table: OperatorTable
+    """Operators of this rank's stage."""
+    most_operators: int
+    """Largest number of operators of any rank of the job."""
+    most_experts: int
+    """Largest number of experts of any layer of the job; 1 without any."""
+    peers: Placement
+    """Peers of each rank, which keep its copies or the parity of its group."""
+    groups: Groups
+    """Groups of ranks of whose snapshots parity is kept; empty where copies are kept."""
+    groups_are_new: bool
+    """True if the groups differ from those of the last generation, so that their sums are empty."""
+    warning: str | None
+    """Note for operators on where copies are kept; None if nothing is unusual."""
+    channels: Channels
+    pipeline: Pipeline
+    neighbours: Neighbours
+    replica: int
+    """The smallest rank of this rank's model replica."""
+    step_spans_job: bool
+    """See :class:`~moevement_core.trainer.binding.Place`; on every rank the same answer."""
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks whose snapshots this one keeps."""
+        return list(sources_of(self.peers, self.rank))
+
+    def kept_bytes(self, at_peer: Sequence[AtPeer]) -> list[int]:
+        """Return the host memory that each rank needs for what it keeps of others, in time linear in the copies.
+
+        Args:
+            at_peer: what snapshots of each rank take on each of its peers.
+        """
+        if not self.groups:
+            return [
+                sum(at_peer[source].nbytes for source in sources) for sources in all_sources(self.peers, len(at_peer))
+            ]
+        kept = [0] * len(at_peer)
+        for group in self.groups:
+            nbytes = _of_sums([at_peer[member] for member in group.members])
+            nbytes += AT_ONCE * max(at_peer[member].staging for member in group.members)
+            for holder in group.holders:
+                kept[holder] += nbytes
+        return kept
+
+    def weaker(self) -> Iterator[tuple[str, Topology]]:
+        """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""
+        if self.groups:
+            return
+        copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
+        if copies and (members := min(nodes - copies, WIDEST)) > 1:
+            groups = make_groups(self.nodes, members, copies)
+            yield f"--moevement-protection parity:{members}+{copies}", replace(self, groups=groups)
+        for fewer in range(copies - 1, -1, -1):
+            yield f"--moevement-replicas {fewer}", replace(self, peers=[peers[:fewer] for peers in self.peers])
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """True if this is the first rank of its stage."""
+        return self.rank == self.stages.index(self.stage)
+
+
+def connect(
+    config: SessionConfig, binding: Binding, before: Topology | None = None, *, is_running: bool = False
+) -> Topology:
+    """Returns the topology of a generation; every rank of the job calls it at the same point.
+
+    Args:
+        config: the flags.
+        binding: this rank's.
+        before: that of the last generation; None on a rank that is new.
+        is_running: whether the job has begun, so that it goes on with the nodes that are left.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    connections = connections_of(config.copies)
+    ranks: list[_Rank] = all_gather_objects(
+        _Rank(
+            binding.place(),
+            config.copies.node_of(rank),
+            binding.operators(),
+            before.peers[rank] if before is not None else None,
+            tuple(before.sources) if before is not None else (),
+            before.groups if before is not None else None,
+            connections.address,
+        ),
+        _Rank,
+    )
+    connections.open(rank, [other.address for other in ranks])
+    places = [other.place for other in ranks]
+    stages = tuple(other.stage for other in places)
+    stage = stages[rank]
+    nodes = tuple(other.node for other in ranks)
+    guard = _guard(config, ranks, is_running=is_running)
+    tied = tied_stages(stages, [other.embedding_ranks for other in places])
+    pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
+    channels = Channels(
+        job_group=dist.new_group(backend="gloo"),
+        stage_group=_make_stage_groups(stages, stage),
+        agreement=_agreement(world),
+        snapshots=_for_snapshots(config, guard, connections),
+        fetches=flips.on_the_way("fetches", connections.channel("fetches")) if world > 1 else None,
+        feeds=flips.on_the_way("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
+    )
+    return Topology(
+        rank=rank,
+        world=world,
+        stage=stage,
+        stages=stages,
+        nodes=nodes,
+        table=OperatorTable(ranks=[other.operators for other in ranks if other.place.stage == stage]),
+        most_operators=max(len(other.operators) for other in ranks),
+        most_experts=_most_experts(operator for other in ranks for operator in other.operators),
+        peers=guard.peers,
+        groups=guard.groups,
+        groups_are_new=guard.groups not in [other.groups for other in ranks if other.groups is not None],
+        warning=guard.warning,
+        channels=channels,
+        pipeline=pipeline,
+        neighbours=neighbours,
+        replica=places[rank].replica,
+        step_spans_job=all(other.step_spans_job for other in places),
+    )
+
+
+def _most_experts(operators: Iterable[Operator]) -> int:
+    experts = {operator.name for operator in operators if operator.kind is OperatorKind.EXPERT}
+    return max(Counter(name.rpartition(".")[0] for name in experts).values(), default=1)
+
+
+def _agreement(world: int) -> Agreement:
+    agreement: Agreement = GroupAgreement() if world > 1 else Alone()
+    agreement.winding_down = wind_down.is_asked_for
+    return agreement
+
+
+def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connections) -> Transport | None:
+    if not any(guard.peers):
+        return None
+    transport = flips.on_the_way("snapshots", connections.channel("snapshots", is_background=True))
+    return InjectingTransport(transport) if config.drill.faults else transport
+
+
+def _make_stage_groups(stages: tuple[int, ...], own_stage: int) -> Any:
+    groups = {
+        stage: dist.new_group([rank for rank, other in enumerate(stages) if other == stage], backend="gloo")
+        for stage in sorted(set(stages))
+    }
+    return groups[own_stage]
+
+
+def _of_sums(members: Sequence[AtPeer]) -> int:
+    """Return the bytes of parity sums, each as long as the longest snapshot of an iteration."""
+    if len({(len(member.slots), member.count) for member in members}) > 1 or not members[0].slots:
+        return max(member.nbytes for member in members)
+    longest = np.array([member.slots for member in members]).max(axis=0)
+    return max(most_held(longest[:, None], members[0].count), *(member.nbytes for member in members))
+
+
+class _Guard(NamedTuple):
+    """Protection of snapshots: peers or parity groups."""
+
+    peers: Placement
+    groups: Groups
+    warning: str | None
+
+
+def _guard(config: SessionConfig, ranks: list[_Rank], *, is_running: bool) -> _Guard:
+    nodes, same_node = [other.node for other in ranks], config.copies.same_node
+    if (parity := config.copies.protection.parity) is not None:
+        return _in_parity(parity, ranks, nodes, same_node=same_node, is_running=is_running)
+    copies = allowed_copies(nodes, config.copies.replicas, same_node=same_node, is_running=is_running)
+    return _Guard(_place(config, ranks, copies), (), copies.warning)
+
+
+def _in_parity(
+    parity: Parity, ranks: list[_Rank], nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
+) -> _Guard:
+    members, blocks, warning = parity.members, parity.blocks, None
+    if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
+        nodes, warning = range(len(nodes)), f"ranks stand for nodes in {parity}, which survives processes and not nodes"
+    if is_running and len(set(nodes)) < members + blocks:
+        members, blocks = narrowed(nodes, members, blocks)
+        warning = f"{parity} has become parity:{members}+{blocks}: there are {len(set(nodes))} nodes"
+    if not blocks:
+        return _Guard([()] * len(nodes), (), "one node is left, and nobody to keep parity")
+    before = next((other.groups for other in ranks if other.groups is not None), ())
+    groups = before if still_do(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
+    holders = {rank: group.holders for group in groups for rank in group.members}
+    return _Guard([holders[rank] for rank in range(len(nodes))], groups, warning)
+
+
+def _place(config: SessionConfig, ranks: list[_Rank], copies: Copies) -> Placement:
+    groups: dict[int, list[int]] = {}
+    for rank, other in enumerate(ranks):
+        groups.setdefault(other.place.same_state, []).append(rank)
+    kind = config.copies.placement or PlacementKind.SPREAD
+    return place(
+        [other.node for other in ranks], copies.replicas, kind, list(groups.values()),
+        same_node=copies.same_node, before=_peers_before(ranks),
+    )  # fmt: skip
+
+
+def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
+    """Return the former peers of every rank; those of a new rank are known from its peers. Empty if all are new."""
+    if all(report.peers is None for report in ranks):
+        return []
+    kept_by = all_sources([report.sources for report in ranks], len(ranks))
+    return [report.peers if report.peers is not None else kept_by[rank] for rank, report in enumerate(ranks)]
+
+
+def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:
+    """The stages that have copies of one embedding.
+
+    Args:
+        stages: the stage of every rank.
+        embedding_ranks: of every rank, those whose gradients of the embedding are summed with its own.
+    """
+    tied = frozenset(stages[rank] for ranks in embedding_ranks for rank in ranks)
+    return tied if len(tied) > 1 else frozenset()
+
+
+def _find_neighbours(
+    rank: int, stages: tuple[int, ...], place: Place, tied: frozenset[int]
+) -> tuple[Pipeline, Neighbours]:
+    ranks = place.pipeline or (rank,)
+    is_ring = place.is_ring and len(ranks) > 1
+    pipeline = Pipeline(len(ranks), is_ring, tied)
+    here = ranks.index(rank)
+
+    def at(index: int) -> Neighbour | None:
+        if not is_ring and not 0 <= index < len(ranks):
+            return None
+        other = ranks[index % len(ranks)]
+        return Neighbour(other, stages[other]) if other != rank else None
+
+    return pipeline, Neighbours(at(here - 1), at(here + 1))

@@ -1,0 +1,1 @@
+"""Interface and configuration of a trainer: the binding, the commit point, the flags."""

@@ -1,0 +1,138 @@
+"""Configuration of a session: the flags of its parts, each declared where it is used."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
+from moevement_core.errors import ConfigError
+from moevement_core.monitoring.config import MetricsConfig, unserved
+from moevement_core.rendezvous.config import TimeoutsConfig
+from moevement_core.replication.config import CopiesConfig
+from moevement_core.replication.placement import PlacementKind
+from moevement_core.restart.drills import DrillConfig
+from moevement_core.storage.config import DiskConfig
+from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
+from moevement_core.strategies.gemini import Gemini
+from moevement_core.strategies.moetion import MoEtion
+from moevement_core.util.file_modes import FilesConfig, use_file_mode
+from moevement_core.util.flags import add_flags, from_args
+
+SWITCH = "--moevement-sparse-ckpt"
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """Configuration of every part of a session."""
+
+    strategy: StrategyConfig
+    copies: CopiesConfig
+    budget: BudgetConfig
+    timeouts: TimeoutsConfig
+    verify: Verify
+    disk: DiskConfig
+    drill: DrillConfig
+
+    @staticmethod
+    def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
+        """Returns what the flags of :func:`add_session_flags` say.
+
+        Raises:
+            ConfigError: a value cannot be.
+        """
+        use_file_mode(args.moevement_file_mode)  # from here on this process writes
+        if args.moevement_strategy == NO_STRATEGY:
+            raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
+        if (complaint := unserved(args.moevement_metrics_port)) is not None:
+            raise ConfigError(complaint)
+        strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
+        budget = from_args(BudgetConfig, args)
+        if strategy.selects and budget.host_memory_bytes is not None:
+            raise ConfigError(
+                f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
+                f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "
+                "--moevement-snapshot-experts"
+            )
+        if strategy.persisted is not None and disk.persist_dir is None:
+            raise ConfigError(
+                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; needs a folder to "
+                "write to"
+            )
+        copies = _copies(from_args(CopiesConfig, args), strategy, disk)
+        _refuse_to_drop(budget, copies, disk)
+        return SessionConfig(
+            strategy,
+            copies,
+            budget,
+            from_args(TimeoutsConfig, args),
+            from_args(VerifyConfig, args).verify,
+            disk,
+            from_args(DrillConfig, args),
+        )
+
+
+def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
+    """Return the copies that the strategy asks for: GEMINI's in groups, MoEtion's among replicas, none where only disk
+    counts.
+
+    Raises:
+        ConfigError: there is no disk, or copies were asked for.
+    """
+    if copies.placement is None:
+        papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
+        copies = replace(copies, placement=papers.get(strategy.name, PlacementKind.SPREAD))
+    if not strategy.to_disk_alone:
+        return copies
+    if disk.persist_dir is None:
+        raise ConfigError(
+            f"--moevement-strategy {strategy.name} without --moevement-persist-dir; needs a folder, for that is where "
+            "its checkpoints are"
+        )
+    if copies.replicas:
+        raise ConfigError(
+            f"--moevement-replicas {copies.replicas} with --moevement-strategy {strategy.name}, which gives copies to "
+            "no peer; leave it out"
+        )
+    return replace(copies, replicas=0)
+
+
+def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:
+    """Own snapshots are kept where something else needs them.
+
+    Raises:
+        ConfigError: they are not to be.
+    """
+    if budget.keep_own is not KeepOwn.NEVER:
+        return
+    for flag, needs in (
+        (f"--moevement-protection {copies.protection.parity}", copies.protection.parity is not None),
+        (f"--moevement-persist-dir {disk.persist_dir}", disk.persist_dir is not None),
+        ("--moevement-replicas 0", copies.replicas == 0),
+        ("--moevement-replicas 1", copies.replicas == 1),
+    ):
+        if needs:
+            raise ConfigError(
+                f"--moevement-keep-own {budget.keep_own} with {flag}, which needs a rank's own snapshots; give "
+                f"{KeepOwn.ALWAYS}, or leave it out"
+            )
+
+
+def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
+    """Add the flags of every part to a parser, or a group of one.
+
+    Args:
+        group: of ``argparse``.
+        has_switch: whether there is to be ``--moevement-sparse-ckpt``, without which nothing is saved.
+    """
+    if has_switch:
+        group.add_argument(
+            SWITCH,
+            action="store_true",
+            help="keep a slice of the training state in host memory, and on peers, every iteration",
+        )
+    add_flags(
+        group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
+        MetricsConfig, DrillConfig,
+    )  # fmt: skip

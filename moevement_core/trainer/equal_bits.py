@@ -1,0 +1,136 @@
+"""Test of whether replayed iterations have the lost bits, or only the same values up to the order of sums.
+
+Three things change last bits and are no error: kernels that add in no fixed order, a replacement on another kind of
+processor, and, under NCCL, a replacement in another place: the rings by which ranks sum follow nodes and devices. What
+was only loaded is exact whatever of these holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+from moevement_core.comms.exchange import all_gather_objects
+from moevement_core.recovery.plan import RecoveryPlan, Report
+from moevement_core.restart.generation import generation
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.storage.manifest import Manifest
+from moevement_core.util.arithmetic import arithmetic, is_repeatable, sums_follow_places
+
+NOT_REPEATABLE = "kernels add in no fixed order (without --deterministic-mode)"
+
+
+def placement() -> str:
+    """Return a digest of the node and device of every rank, if sums depend on them; else nothing."""
+    now = generation()
+    if now is None or not sums_follow_places():
+        return ""
+    return digest_of(now.roster.nodes, now.roster.identities)
+
+
+def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
+    """Return the digest of a placement: which node and which device each rank has.
+
+    Args:
+        nodes: by rank.
+        devices: identities, by rank; their numbers are those of each process.
+    """
+    places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
+    return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
+
+
+class PlacementHistory:
+    """Placements under which this rank has seen iterations computed, as far back as snapshots reach."""
+
+    def __init__(self) -> None:
+        self._placements: list[tuple[int, str]] = []
+        """Placements, each with the iteration after which it came into force."""
+
+    def note(self, iteration: int, placement: str, since: int = NONE) -> None:
+        """Note that iterations after ``iteration`` are computed under ``placement``.
+
+        Args:
+            iteration: whose state is live.
+            placement: the one of now.
+            since: the iteration after which other ranks have seen it in force, for a rank that has seen no iteration.
+        """
+        if not self._placements and since != NONE:
+            self._placements.append((min(iteration, since), placement))
+        while self._placements and self._placements[-1][0] >= iteration:
+            self._placements.pop()
+        if not self._placements or self._placements[-1][1] != placement:
+            self._placements.append((iteration, placement))
+
+    def unchanged_since(self, placement: str) -> int | None:
+        """Return the iteration after which all were computed under ``placement``, the one of now.
+
+        None: this rank has seen no iteration yet.
+        """
+        if not self._placements:
+            return None
+        after, newest = self._placements[-1]
+        return after if newest == placement else _NEVER
+
+    def forget_before(self, iteration: int) -> None:
+        """Forget placements under which nothing after ``iteration`` was computed."""
+        while len(self._placements) > 1 and self._placements[1][0] <= iteration:
+            self._placements.pop(0)
+
+
+_NEVER = 1 << 62
+"""Iteration that stands for "no iteration was computed under the current placement"."""
+
+
+def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
+    """Return in words why the plans may come to other last bits than those that were lost; empty if they may not.
+
+    Plans that replay no iteration are exact: state is loaded, and updates are elementwise.
+
+    Args:
+        reports: one of each rank of the job.
+        plans: those that the ranks will execute.
+    """
+    replayed = [plan.iterations for plan in plans if plan.iterations]
+    if not replayed:
+        return ""
+    kinds = sorted({report.arithmetic for report in reports})
+    if len(kinds) > 1:
+        return f"ranks are of different kinds: {' and '.join(kinds)}"
+    if not all(report.is_repeatable for report in reports):
+        return NOT_REPEATABLE
+    if min(iterations.start for iterations in replayed) <= placed_since(reports):
+        return "ranks are on other nodes or devices than when these iterations were computed first"
+    return ""
+
+
+def placed_since(reports: Sequence[Report]) -> int:
+    """Return the iteration after which all were computed where the ranks are now, as far as any rank has seen."""
+    return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
+
+
+def arithmetic_of_all() -> tuple[str, ...]:
+    """Return what bits depend on in each rank of now, or once where all have the same; every rank calls it.
+
+    Where sums depend on the placement, its digest comes last.
+    """
+    of_ranks = all_gather_objects(arithmetic(), str)
+    placed = (f"placement {placement()}",) if placement() else ()
+    return (*(of_ranks if len(set(of_ranks)) > 1 else of_ranks[:1]), *placed)
+
+
+def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
+    """Return in words why a replay of a window here may come to other bits than those that were lost; empty if not.
+
+    Args:
+        manifest: of the window.
+        here: :func:`arithmetic_of_all` of now.
+    """
+    if not manifest.arithmetic:
+        return f"{manifest.name} does not say on what processors it was written"
+    if manifest.arithmetic == here:
+        return "" if is_repeatable() else NOT_REPEATABLE
+    then, now = (" and ".join(sorted(set(kinds))) for kinds in (manifest.arithmetic, here))
+    if then == now:
+        return f"{manifest.name} was written by ranks on {then}, which other ranks are on now"
+    return f"{manifest.name} was written on {then}, and these ranks are on {now}"

@@ -1,0 +1,83 @@
+"""Description of the processor and the libraries on which the last bits of a result depend.
+
+Windows on disk outlive the machines that wrote them. Another kind of processor or another library version replays
+iterations with other last bits. That difference is not an error.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+"""Lines of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. In many virtual machines the model name is
+empty or always the same."""
+_GPU_LIBRARIES = ("transformer-engine", "triton", "apex")
+"""Distributions whose kernels a model may run on a GPU."""
+_SUMS_ON_GPUS = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+"""Environment variables that set the order in which GPU libraries add."""
+
+
+def arithmetic() -> str:
+    """Return a text that names everything in this process on which result bits depend.
+
+    Two processes with the same text compute the same bits. On GPUs that holds under two conditions: computations are
+    repeatable (:func:`is_repeatable`), and sums over ranks run on the same nodes and devices
+    (:func:`sums_follow_places`).
+    """
+    library = f"torch {torch.__version__}"
+    if torch.cuda.is_available():
+        libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {_nccl()}{library}"
+        return ", ".join([torch.cuda.get_device_name(), libraries, *_versions(_GPU_LIBRARIES), *_chosen()])
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, {library}"
+
+
+def is_repeatable() -> bool:
+    """Return True if this process computes the same bits when it repeats a computation on the same device.
+
+    A CPU always does. On a GPU some kernels add in no fixed order unless torch uses deterministic algorithms.
+    """
+    return not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()
+
+
+def sums_follow_places() -> bool:
+    """Return True if the order of sums over ranks depends on their nodes and devices: with NCCL, not with gloo."""
+    return torch.cuda.is_available()
+
+
+def _nccl() -> str:
+    if not torch.distributed.is_nccl_available():
+        return ""
+    return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, "
+
+
+def _versions(distributions: tuple[str, ...]) -> list[str]:
+    """Return the name and version of every installed distribution."""
+    installed = []
+    for name in distributions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    return installed
+
+
+def _chosen() -> list[str]:
+    """Return the settings of this process that fix the order of sums on a GPU."""
+    deterministic = "deterministic" if is_repeatable() else "not deterministic"
+    return [deterministic, *(f"{name}={os.environ[name]}" for name in _SUMS_ON_GPUS if name in os.environ)]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    fields: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        fields.setdefault(name.strip(), value.strip())
+    return " ".join([platform.machine(), *(f"{name} {fields[name]}" for name in _PROCESSOR if name in fields)])

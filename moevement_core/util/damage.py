@@ -1,0 +1,39 @@
+"""Report of damaged data: bytes in memory, in a file or on the wire that do not match their digest.
+
+The rank that finds the damage writes one line to its log. ``moevement drill`` parses that line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moevement_core import log
+
+_LINE = re.compile(r"damage found by (?P<by>.+?): (?P<what>.+); (?P<instead>.+)")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Damage that one check found, as one line of the log."""
+
+    by: str
+    """Name of the check that found the damage."""
+    what: str
+    """Description of the damaged data."""
+    instead: str
+    """Action of the rank instead of using the data."""
+
+    def __str__(self) -> str:
+        return f"damage found by {self.by}: {self.what}; {self.instead}"
+
+    @staticmethod
+    def parse(text: str) -> Damage | None:
+        """Return the damage that a log line reports, or None for any other line; the inverse of ``str``."""
+        match = _LINE.fullmatch(text)
+        return Damage(**match.groupdict()) if match else None
+
+
+def report(by: str, what: str, instead: str) -> None:
+    """Log damage as a warning of this rank; any thread may call it."""
+    log.warning(str(Damage(by, what, instead)))

@@ -1,0 +1,98 @@
+"""Exit codes of this project's processes, and the conversion of errors to them.
+
+A mistake of the user becomes one line on stderr and code 2. Another error of this project becomes one line and code 1.
+Every other exception keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from moevement_core.errors import CodeDiffers, ConfigError, DataError, MoEvementError, RunRecordError, VariableError
+
+USAGE_ERROR = 2
+BROKEN_DEVICE = 74
+"""Exit code of a process that gives its rank back because its device is unusable (``EX_IOERR`` of sysexits.h); the job
+continues."""
+REPLACES_ENV = "MOEVEMENT_REPLACES"
+"""Variable with the number of the ended member that this process replaces; such a process reports its errors itself."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code after Ctrl-C, by the convention of shells."""
+HUNG_UP = 128 + signal.SIGHUP
+"""Exit code of a command whose terminal has closed, by the convention of shells."""
+_SHOWN = 200
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def exit_cleanly() -> Iterator[None]:
+    """Convert errors that a user can correct to one line on stderr and exit code 2, and other own errors to code 1.
+
+    All ranks find the same errors, so only rank 0 prints them. Two kinds of errors are printed by the process itself:
+    those of its own environment variables or code, and all errors of a process that replaces another one.
+
+    Raises:
+        SystemExit: the ``with`` block raised one of this project's errors.
+    """
+    try:
+        yield
+    except (ConfigError, DataError, RunRecordError) as error:
+        is_alone = isinstance(error, VariableError | CodeDiffers) or REPLACES_ENV in os.environ
+        if os.environ.get("RANK", "0") == "0" or is_alone:
+            print(f"moevement: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(USAGE_ERROR) from None
+    except MoEvementError as error:
+        print(f"moevement: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def output_may_end() -> Iterator[None]:
+    """End the process quietly if the reader of standard output is gone (``| head``, a closed terminal).
+
+    Raises:
+        ConfigError: standard output cannot be written, for example because the disk is full.
+        SystemExit: the reader is gone; the exit code is that of a process that SIGPIPE or SIGHUP ends.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        # For a closed terminal, isatty() returns False.
+        is_terminal = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
+        _discard_output()
+        if is_terminal:
+            raise SystemExit(HUNG_UP) from None
+        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _discard_output() -> None:
+    """Discard buffered output, which the interpreter would otherwise try to write once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def files_are_given() -> Iterator[None]:
+    """Convert an OSError that names a file to a ConfigError, for commands whose user gives the file names.
+
+    Raises:
+        ConfigError: a file or folder cannot be read or written, and inner code has not reported it otherwise.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        shown = str(error.filename)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        raise ConfigError(f"{shown}: {error.strerror}; needs a file or folder that can be used") from None

@@ -1,0 +1,181 @@
+"""Command-line flags that are declared as fields of the configuration dataclass that holds their values.
+
+A field made by :func:`flag` carries the name, help, unit and check of its flag. :func:`add_flags` adds the flags to a
+parser, and :func:`from_args` checks the parsed values and returns the dataclass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from moevement_core.errors import ConfigError
+from moevement_core.util.numbers import Range
+
+Check = Callable[[str, Any], Any]
+"""Function of a flag's name and its value from argparse; it returns the value of the field.
+
+Raises:
+    ConfigError: the value is invalid; the message has the flag, the value and the valid values.
+"""
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Declaration of a flag whose value is a field of a configuration dataclass."""
+
+    name: str
+    help: str
+    default: Any
+    type: Callable[[str], Any]
+    check: Check
+    metavar: str | None
+    choices: Sequence[str] | None
+    action: str | None
+    nargs: str | None
+
+    @property
+    def dest(self) -> str:
+        """Name of the value in the parsed namespace."""
+        return self.name.lstrip("-").replace("-", "_")
+
+    def add_to(self, group: Any) -> None:
+        """Add the flag to a parser or to an argument group."""
+        options: dict[str, Any] = {"help": self.help}
+        if self.action != "store_true":
+            default = list(self.default) if isinstance(self.default, tuple) else self.default
+            options |= {"default": default, "type": self.type, "metavar": self.metavar, "nargs": self.nargs}
+            options |= {"choices": self.choices}
+        if self.action is not None:
+            options["action"] = self.action
+        group.add_argument(self.name, **{name: value for name, value in options.items() if value is not None})
+
+
+def flag(
+    name: str,
+    help: str,
+    *,
+    default: Any = None,
+    type: Callable[[str], Any] = str,
+    check: Check = lambda name, value: value,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    action: str | None = None,
+    nargs: str | None = None,
+) -> Any:
+    """Return a field of a configuration dataclass that the command line sets.
+
+    Args:
+        name: name of the flag, with its dashes.
+        help: text with the unit and the default.
+        default: default in argparse, before ``check``.
+        type: type of one value, for argparse.
+        check: function that checks the value and returns the value of the field.
+        metavar: placeholder in the help.
+        choices: valid values, for argparse.
+        action: action of argparse.
+        nargs: number of values, for argparse.
+    """
+    return field(metadata={"flag": Flag(name, help, default, type, check, metavar, choices, action, nargs)})
+
+
+def flags_of(config: type) -> list[tuple[Field[Any], Flag]]:
+    """Return the fields of a configuration dataclass that are flags, each with its declaration."""
+    return [(entry, entry.metadata["flag"]) for entry in fields(config) if "flag" in entry.metadata]
+
+
+def add_flags(group: Any, *configs: type) -> None:
+    """Add the flags of configuration dataclasses to a parser or to an argument group."""
+    for config in configs:
+        for _, declared in flags_of(config):
+            declared.add_to(group)
+
+
+def from_args[Config](config: type[Config], args: argparse.Namespace, **others: Any) -> Config:
+    """Return a configuration from parsed flags.
+
+    Args:
+        config: configuration dataclass.
+        args: parsed arguments, with the flags that :func:`add_flags` added.
+        others: values of the fields that are not flags.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    values = {
+        entry.name: declared.check(declared.name, getattr(args, declared.dest)) for entry, declared in flags_of(config)
+    }
+    return config(**values, **others)
+
+
+# Checks
+
+
+def at_least(least: int) -> Check:
+    """Return a check for a whole number of at least ``least``; None passes."""
+
+    def check(name: str, value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise ConfigError(f"{name} {value}; needs at least {least}")
+        return value
+
+    return check
+
+
+def each(check: Check, into: Callable[[Any], Any]) -> Check:
+    """Return a check that applies ``check`` to every value and collects the results.
+
+    Args:
+        check: check of one value.
+        into: collection of the results, such as ``tuple``.
+    """
+    return lambda name, values: into(check(name, value) for value in values)
+
+
+def positive(default: float | None) -> Check:
+    """Return a check for a number above 0, which returns ``default`` for None."""
+
+    def check(name: str, value: float | None) -> float | None:
+        if value is None:
+            return default
+        if not value > 0:
+            raise ConfigError(f"{name} {value}; needs more than 0")
+        return value
+
+    return check
+
+
+def within(least: float, most: float = math.inf) -> Check:
+    """Return a check for a finite number from ``least`` to ``most``."""
+
+    def check(name: str, value: float) -> float:
+        Range(least, most).check(name, value)
+        return value
+
+    return check
+
+
+def gigabytes(name: str, value: float | None) -> float:
+    """Return a number of gigabytes as whole bytes; infinite for None.
+
+    Rounding keeps a decimal number of gigabytes from becoming one byte too small.
+    """
+    checked = positive(math.inf)(name, value)
+    return round(checked * 1e9) if math.isfinite(checked) else checked
+
+
+def bandwidth(name: str, text: str) -> float | None:
+    """Return a rate in bytes per second from gigabytes per second; None for ``auto``."""
+    if text == AUTO:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} {text}; needs auto or gigabytes per second, more than 0")
+    return value * 1e9

@@ -1,0 +1,109 @@
+"""Handling of Ctrl-C: a command ends whatever code the signal interrupts."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_AGAIN_S = 0.1
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Return True if ``frame`` or one of its callers is importing a module.
+
+    An exception would do harm there. A compiled module aborts the process or stays half initialized. Code that tries an
+    optional import would treat the interruption as a missing module.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Interrupts:
+    """Handler that raises KeyboardInterrupt at SIGINT, and repeats it where Python cannot raise it or drops it.
+
+    An alarm repeats it. A signal handler must not start a thread, because it may have interrupted the start of another
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[int, Any]] = []
+        self._unraisable = sys.unraisablehook
+
+    def take(self) -> None:
+        """Install the handlers of SIGINT and SIGALRM, and the hook for dropped exceptions."""
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._drops
+        for number in (signal.SIGALRM, signal.SIGINT):
+            self._before.append((number, signal.signal(number, self._interrupt)))
+
+    def give_back(self, *, process_ends: bool) -> None:
+        """Restore the earlier handlers, or ignore SIGINT from now on if the process ends."""
+        if process_ends:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = self._unraisable
+        for number, handler in self._before:
+            if number != signal.SIGINT or not process_ends:
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            raise KeyboardInterrupt
+
+    def _drops(self, unraisable: Any) -> None:
+        """Repeat a KeyboardInterrupt that Python dropped in a finalizer or in a callback of the garbage collector."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            self._unraisable(unraisable)
+
+
+@contextmanager
+def interruptible(*, process_ends: bool) -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT, as soon as no module is being imported.
+
+    The ``with`` block also raises it if the interrupted code failed with another error because of it. Code that catches
+    KeyboardInterrupt may continue. The function changes nothing outside the main thread, or if SIGINT is ignored or has
+    a handler already (``nohup``, a handler of the caller).
+
+    Args:
+        process_ends: True if the process ends after the ``with`` block; it ignores SIGINT from then on.
+
+    Raises:
+        KeyboardInterrupt: SIGINT arrived.
+    """
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    interrupts = _Interrupts()
+    try:
+        interrupts.take()
+        yield
+    except Exception as error:
+        if _is_of_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        interrupts.give_back(process_ends=process_ends)
+
+
+def _is_of_interrupt(error: BaseException | None) -> bool:
+    """Return True if a KeyboardInterrupt is the error, or one of its causes or contexts."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

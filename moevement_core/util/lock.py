@@ -1,0 +1,268 @@
+"""Lock of a folder, so that one job at a time writes to it: with owner, host and heartbeat, also where several hosts
+share it.
+
+The lock is a file that its holder creates (``O_EXCL``) and rewrites every few seconds. Clocks of different hosts are
+never compared: whoever finds a lock watches it by its own clock. If the file changes, the holder lives, and the folder
+is refused. If it stays as it is for :data:`STALE_S`, or if its holder ran on this very host and has ended, it is taken
+over: the old file is renamed away, which only one of several observers can do, and a new one is created.
+
+The owner is the *job*: a process of the same job takes a lock over at once, because it has taken over the rank of the
+process that held it. The holder notices within a heartbeat that it has lost the lock and stops writing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from moevement_core.errors import FolderInUse
+from moevement_core.util.file_modes import file_mode, make_folder
+from moevement_core.util.process_identity import is_gone, machine_id, start_of
+from moevement_core.util.regular_files import read_regular
+
+LOCK = ".moevement-lock"
+BEAT_S = 2.0
+"""Seconds between heartbeats."""
+STALE_S = 15.0
+"""Seconds without a heartbeat after which an observer takes the holder for dead."""
+_LOOK_S = 0.1
+_SETTLE_S = 0.2
+"""Seconds after a takeover that another observer may take between its last look and its rename."""
+_RELEASE_S = 5.0
+_BYTES = 512
+"""Bytes of the file, whatever it holds, so that a heartbeat overwrites all of it in one write."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Holder of a lock, as the file names it."""
+
+    job: str
+    token: str
+    """Token of this acquisition."""
+    host: str
+    machine: str
+    """The boot and the process namespace in which ``pid`` means something."""
+    pid: int
+    started: str
+    """Start of the process by its kernel's count, because process ids are used again."""
+    since: float
+    """Time of the acquisition, in seconds since the epoch by the holder's clock."""
+    beat: int = 0
+
+    @staticmethod
+    def of_this_process(job: str) -> Holder:
+        """A new acquisition by this process."""
+        pid = os.getpid()
+        return Holder(
+            job, uuid.uuid4().hex, socket.gethostname(), machine_id(), pid, start_of(pid) or "", round(time.time(), 3)
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process is known to be gone; False where that cannot be known from here."""
+        return is_gone(self.machine, self.pid, self.started)
+
+    def sentence(self) -> str:
+        """Return in words which job holds the lock, and since when."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"job {self.job} (pid {self.pid} on {self.host}, since {since})"
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        return json.dumps(asdict(self)).encode().ljust(_BYTES - 1) + b"\n"
+
+    @staticmethod
+    def decode(data: bytes) -> Holder | None:
+        """The inverse of :meth:`encode`; nothing for a file that is not written yet, or is no lock."""
+        try:
+            return Holder(**json.loads(data))
+        except (ValueError, TypeError):
+            return None
+
+
+class FolderLock:
+    """A lock that this process holds, with a thread that keeps it fresh; made by :func:`acquire`.
+
+    Use as a context manager, or call :meth:`release`.
+    """
+
+    def __init__(self, folder: Path, descriptor: int, mine: Holder, report: Report, beat_s: float) -> None:
+        self.folder = folder
+        self.lost: str | None = None
+        """Holder of the lock in words, once it is not this process any more; None before."""
+        self._descriptor, self._mine, self._report, self._beat_s = descriptor, mine, report, beat_s
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep_fresh, name="moevement-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Let others have the folder. Waits a few seconds at most, however long the disk takes."""
+        self._ending.set()
+        self._thread.join(_RELEASE_S)
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    # On the lock's thread
+
+    def _keep_fresh(self) -> None:
+        while not self._ending.wait(self._beat_s) and self.lost is None:
+            with suppress(OSError):  # a disk that is away for a while; the next beat comes when it is back
+                self._beat()
+        with suppress(OSError):
+            if self.lost is None and self._holder_now() == self._mine.token:
+                (self.folder / LOCK).unlink()
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        if (data := _read(self.folder / LOCK)) is None:
+            self._create_again()
+            return
+        holder = Holder.decode(data)
+        if holder is not None and holder.token != self._mine.token:
+            self.lost = holder.sentence()
+            if holder.job != self._mine.job:
+                self._report(f"{self.folder} was taken over by {self.lost}; this job writes nothing there any more")
+            return
+        self._mine = replace(self._mine, beat=self._mine.beat + 1)
+        _write(self._descriptor, self._mine)
+
+    def _create_again(self) -> None:
+        """Create the lock file again after it was deleted, or after the folder was away and is back."""
+        if (descriptor := _create(self.folder / LOCK, self._mine)) is not None:
+            os.close(self._descriptor)
+            self._descriptor = descriptor
+
+    def _holder_now(self) -> str | None:
+        holder = Holder.decode(_read(self.folder / LOCK) or b"")
+        return holder.token if holder is not None else None
+
+
+def acquire(
+    folder: Path,
+    job: str,
+    flag: str,
+    *,
+    may_wait: bool = True,
+    report: Report = print,
+    beat_s: float = BEAT_S,
+    stale_s: float = STALE_S,
+) -> FolderLock:
+    """Lock ``folder`` for ``job``.
+
+    Args:
+        folder: made if it is not there.
+        job: a name that all processes of one job, and no others, have.
+        flag: what the user gave the folder by, for the message.
+        may_wait: whether a lock whose holder may be dead is watched for ``stale_s``; otherwise it is refused at once.
+        report: called, in words, when that takes a while, and later if another job takes the lock over.
+        beat_s: seconds between heartbeats.
+        stale_s: seconds without a heartbeat after which a holder is taken for dead.
+
+    Raises:
+        FolderInUse: another job holds it.
+        OSError: the folder cannot be made, read or written.
+    """
+    make_folder(folder)
+    path, own = folder / LOCK, Holder.of_this_process(job)
+    watched, since = None, time.monotonic()
+    while True:
+        if (descriptor := _create(path, own)) is not None:
+            if watched is None or _is_settled(path, own):
+                return FolderLock(folder, descriptor, own, report, beat_s)
+            os.close(descriptor)
+        if (content := _read(path)) is None:
+            continue  # released just now
+        holder = Holder.decode(content)
+        if holder is not None and (holder.job == job or holder.has_ended):
+            _put_aside(path, lambda data, token=holder.token: _token(data) == token)  # type: ignore[misc]
+        elif watched is None and may_wait:
+            watched, since = content, time.monotonic()
+            if holder is not None:
+                report(f"{flag} {folder}: found locked by {holder.sentence()}; seeing whether it lives")
+        elif content != watched:
+            owner = holder.sentence() if holder is not None else "a job that is only just starting"
+            raise FolderInUse(
+                f"{flag} {folder}: in use by {owner}; wait for that job or end it, or give another folder"
+            )
+        elif time.monotonic() - since > stale_s:
+            _put_aside(path, lambda data, stale=content: data == stale)  # type: ignore[misc]
+        else:
+            time.sleep(_LOOK_S)
+
+
+def other_holder(folder: Path, job: str) -> str | None:
+    """Return in words the holder of ``folder``, if it is another job than ``job``; None otherwise. Reads the file,
+    which may take long.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    holder = Holder.decode(_read(folder / LOCK) or b"")
+    return holder.sentence() if holder is not None and holder.job != job else None
+
+
+def _create(path: Path, holder: Holder) -> int | None:
+    """A descriptor of the new file; nothing if there is one already."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode().bits)
+    except FileExistsError:
+        return None
+    _write(descriptor, holder)
+    return descriptor
+
+
+def _write(descriptor: int, holder: Holder) -> None:
+    os.pwrite(descriptor, holder.encode(), 0)
+    os.fsync(descriptor)  # on a shared file system others see it only then
+
+
+def _read(path: Path) -> bytes | None:
+    """Opened again each time: only then does NFS ask the server."""
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        return None
+
+
+def _token(data: bytes) -> str | None:
+    holder = Holder.decode(data)
+    return holder.token if holder is not None else None
+
+
+def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
+    """Remove a lock whose holder is gone; one that somebody else has created meanwhile is put back."""
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return  # another observer was quicker
+    try:
+        if not is_it(_read(aside) or b""):
+            with suppress(OSError):  # if even that fails its holder finds out at its next heartbeat
+                os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _is_settled(path: Path, holder: Holder) -> bool:
+    time.sleep(_SETTLE_S)
+    return _token(_read(path) or b"") == holder.token

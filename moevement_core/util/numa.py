@@ -1,0 +1,89 @@
+"""Binding of a rank to the processors of its GPU's NUMA node, so that its host memory is on that node too.
+
+Copies from a GPU to memory of another socket cross the link between the sockets. So do reads by threads that send that
+memory. Linux places a page next to the processor that touches it first, and a thread inherits the processors of its
+creator. One call before the allocation of snapshots and the start of threads is therefore enough.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moevement_core import log
+from moevement_core.device import Device
+
+SYS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """NUMA node of this machine, by number and processors."""
+
+    number: int
+    processors: frozenset[int]
+
+
+def node_of(address: str, sys: Path = SYS) -> NumaNode | None:
+    """Return the NUMA node of a device, or None if the machine does not report it.
+
+    Args:
+        address: address of the device on the PCI bus, as ``0000:1b:00.0``.
+        sys: mount point of sysfs.
+    """
+    try:
+        number = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
+        processors = _processors(sys / f"devices/system/node/node{number}/cpulist")
+    except (OSError, ValueError):  # A container may hide the files; for number -1 there is no folder.
+        return None
+    return NumaNode(number, processors) if processors else None
+
+
+def bind_to_device(device: Device, sys: Path = SYS) -> NumaNode | None:
+    """Bind the calling thread to the processors of the device's NUMA node, and log the result.
+
+    Threads that it starts later inherit the binding. A user or Slurm has already bound a thread that may not use all
+    processors. The function does not change such a thread.
+
+    Returns:
+        The NUMA node, or None if the thread is not bound to it.
+    """
+    if (address := device.pci_address) is None or (node := node_of(address, sys)) is None:
+        return None
+    place = f"NUMA node {node.number}, that of its GPU {address}"
+    allowed = frozenset(os.sched_getaffinity(0))
+    if allowed == node.processors:
+        return node
+    if not allowed >= _online(sys):
+        if allowed & node.processors:
+            log.info(
+                f"bound already, to {len(allowed)} processors, {len(allowed & node.processors)} of them of {place}"
+            )
+        else:
+            log.warning(
+                f"bound already, to {len(allowed)} processors, none of them of {place}: copies cross sockets; bind "
+                "tasks to the node of their GPU, or leave them unbound"
+            )
+        return None
+    os.sched_setaffinity(0, node.processors)
+    log.info(f"bound to the {len(node.processors)} processors of {place}")
+    return node
+
+
+def _online(sys: Path) -> frozenset[int]:
+    """Return the processors of the machine that are online."""
+    try:
+        return _processors(sys / "devices/system/cpu/online")
+    except (OSError, ValueError):
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def _processors(path: Path) -> frozenset[int]:
+    """Return the processors in a file of the kernel, whose list has the form ``0-3,8``."""
+    processors: set[int] = set()
+    for word in path.read_text().strip().split(","):
+        if word:
+            first, _, last = word.partition("-")
+            processors.update(range(int(first), int(last or first) + 1))
+    return frozenset(processors)

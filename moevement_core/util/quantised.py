@@ -1,0 +1,45 @@
+"""FP8 weights as snapshots store them: named raw buffers without conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RawBuffer(Protocol):
+    """Buffer that only needs a size; ``torch.Tensor`` is one."""
+
+    def numel(self) -> int: ...  # noqa: D102
+
+    def element_size(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedBuffers[Buffer: RawBuffer]:
+    """Buffers of one weight in FP8.
+
+    Attributes:
+        codes: one byte for each element, in the order of the elements; a range of elements is a range of bytes.
+        scales: factors by which the codes are multiplied, by name; they belong to the whole weight.
+        others: buffers by name that are computed from the same numbers in another way, and not from these codes.
+    """
+
+    codes: Buffer
+    scales: Mapping[str, Buffer]
+    others: Mapping[str, Buffer]
+
+    @property
+    def all(self) -> dict[str, Buffer]:
+        """Codes, scales and other buffers, by name."""
+        return {"codes": self.codes, **self.scales, **self.others}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.all.values())
+
+    @property
+    def is_one_form(self) -> bool:
+        """True if codes and scales are the only buffers, so that they suffice to restore the weight."""
+        return not self.others

@@ -1,0 +1,46 @@
+"""Temporary changes that are undone even if an exception from another thread interrupts the code at any point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class UndoStack:
+    """Stack of changes to undo, the newest first.
+
+    A context manager is not enough: an exception that another thread raises may interrupt its exit. Changes then stay
+    on the stack, and the next call of :meth:`close` undoes them. An undo function may therefore be called twice, and
+    must allow that.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def push(self, undo: Callable[[], None]) -> None:
+        """Add a function that undoes a change; the caller adds it before it makes the change."""
+        self._undo.append(undo)
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Set an attribute now, and restore its present value in :meth:`close`."""
+        before = getattr(owner, name)
+        self.push(lambda: setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    @contextmanager
+    def nested(self) -> Iterator[UndoStack]:
+        """Provide a stack that the ``with`` block closes; closing the outer stack closes it too."""
+        inner = UndoStack()
+        self.push(inner.close)
+        try:
+            yield inner
+        finally:
+            inner.close()
+            if inner.close in self._undo:
+                self._undo.remove(inner.close)
+
+    def close(self) -> None:
+        """Undo all changes on the stack; an empty stack is allowed."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()

@@ -1,0 +1,28 @@
+"""Versions of the packages on which a job's bits and speed depend, read without importing the packages."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from moevement_core import __version__
+
+_PACKAGES = {"megatron-core": "megatron-core", "torch": "torch", "NVRx": "nvidia-resiliency-ext"}
+"""Distribution of each package, by the name that is displayed."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of MoEvement, of each installed package, and of Python, in this order."""
+    versions = {"moevement": __version__}
+    for name, distribution in _PACKAGES.items():
+        try:
+            versions[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**versions, "Python": platform.python_version()}
+
+
+def version_line() -> str:
+    """Return all versions in one line, in the form that a bug report needs."""
+    own, *others = (f"{name} {version}" for name, version in versions().items())
+    return f"{own} ({', '.join(others)})"

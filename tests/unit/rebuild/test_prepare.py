@@ -1,0 +1,52 @@
+"""A recovery is planned again from where snapshots are then, not from where they were when it was planned first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from moevement_core.errors import RecoveryError
+from moevement_core.rebuild import prepare as module
+from moevement_core.recovery.places import Fetch, Holding, Source
+from moevement_core.recovery.plan import RecoveryPlan, Report
+from moevement_core.recovery.sources import SnapshotSource
+from moevement_core.snapshot.snapshot import Snapshot
+
+
+class Moving(SnapshotSource):
+    """A snapshot is dropped by the rank that took it, because a peer has it now."""
+
+    def __init__(self, *places: Source) -> None:
+        self.places = list(places)
+
+    def holdings(self) -> Sequence[Holding]:
+        return [Holding(0, 1, 1, "schedule", "2", self.places[0])]
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        raise AssertionError("fetch is replaced")
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, source: Moving, last: Source) -> module.Prepared:
+    def fetch(rank: int, plan: RecoveryPlan, *_: Any) -> dict[int, Any]:
+        one: Fetch = plan.fetches[0]
+        if len(source.places) > 1:
+            source.places.pop(0)
+        snapshot = object.__new__(Snapshot)
+        return {1: snapshot if one.source is last else one}
+
+    monkeypatch.setattr(module, "all_gather_objects", lambda mine, kind: [mine])
+    monkeypatch.setattr(module, "fetch", fetch)
+    return module.prepare(Report(0, 0, ()), {Source.MEMORY: source, Source.PEER: source}, 1, None)
+
+
+def test_a_snapshot_that_a_peer_has_meanwhile_is_fetched_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 16 of the simulation: own copies were dropped between the report and the fetch, and the job was lost."""
+    found = prepared(monkeypatch, Moving(Source.MEMORY, Source.PEER), Source.PEER)
+    assert found.plans[0].fetches[0].source is Source.PEER
+
+
+def test_what_was_damaged_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecoveryError, match=r"\biteration 1\b.*\bstage 0\b"):
+        prepared(monkeypatch, Moving(Source.MEMORY), Source.PEER)
