@@ -1,9 +1,9 @@
-"""Operators: the units of snapshotting (MoEvement section 3.2), and what each of them weighs.
+"""Operators, the units of snapshotting (MoEvement section 3.2), and the bytes of their state.
 
-An operator is one expert of one layer, one gate, everything else of one layer (the non-expert), the embedding, or the
-head with the final norm. In a model without experts a whole layer is one (appendix E).
+An operator is one expert of a layer, one gate, the rest of a layer (the non-expert), the embedding, or the head with
+the final norm. In a model without experts a whole layer is one operator (appendix E).
 
-Names say where an operator stands in the *model*, never on a rank, so that all ranks speak of the same thing:
+A name gives the position of an operator in the *model*, never on a rank, so that all ranks use the same name:
 ``layers.3.experts.17``, ``layers.3.gate``, ``layers.3.non_expert``, ``layers.3``, ``embedding``, ``head``.
 """
 
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 class OperatorKind(StrEnum):
-    """Kinds of operators; experts are the ones whose popularity is counted."""
+    """Kind of an operator; the strategies count the popularity of experts only."""
 
     EXPERT = "expert"
     GATE = "gate"
@@ -37,7 +37,7 @@ class OperatorKind(StrEnum):
 
 
 class SizedTensor(Protocol):
-    """Tensor of which only the size is needed; ``torch.Tensor`` is one."""
+    """Tensor that only needs a size; ``torch.Tensor`` is one."""
 
     def numel(self) -> int: ...  # noqa: D102
 
@@ -45,27 +45,28 @@ class SizedTensor(Protocol):
 
 
 def tensor_bytes(tensors: Iterable[SizedTensor]) -> int:
-    """Bytes of ``tensors`` as they are: their dtypes, their shards. Scales of FP8 weights are tensors of their own."""
+    """Return the bytes of local ``tensors`` in their own dtypes; the scales of FP8 weights are separate tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of one operator's state on one rank.
+    """Bytes of one operator's state on one rank, by part of the state.
 
     Raises:
-        OperatorError: a size is negative or no whole number, or the full state is smaller than the compute weights,
-            which are made from it.
+        OperatorError: a size is negative or not a whole number, or the full state is smaller than the compute weights
+            that are computed from it.
     """
 
     compute: int
-    """Bytes that forward and backward read."""
+    """Bytes of compute weights, which forward and backward read."""
     master: int
-    """Bytes that the optimizer updates. In FP32 training these are the compute weights themselves, counted here too."""
+    """Bytes of master weights, which the optimizer updates. In FP32 training they are the compute weights, counted here
+    too."""
     optimizer: int
-    """Moments, and their scales and step counters."""
+    """Bytes of optimizer moments, with their scales and step counters."""
     gradient: int = 0
-    """Bytes of the reduced gradient that an update is made from; 0 for an operator that is not trained."""
+    """Bytes of the reduced gradient for an update; 0 for an operator that is not trained."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "optimizer", "gradient"):
@@ -80,7 +81,7 @@ class StateBytes:
 
     @property
     def full(self) -> int:
-        """Master weights and optimizer state: what the slot of the operator saves."""
+        """Bytes of full state: master weights and optimizer state."""
         return self.master + self.optimizer
 
     @classmethod
@@ -91,7 +92,7 @@ class StateBytes:
         optimizer: Iterable[SizedTensor],
         gradient: Iterable[SizedTensor] = (),
     ) -> StateBytes:
-        """Return the bytes of live tensors; an operator that is not trained has its compute weights as full state."""
+        """Return the bytes of live tensors; for an untrained operator, the full state is its compute weights."""
         compute_bytes, master_bytes, optimizer_bytes = (tensor_bytes(part) for part in (compute, master, optimizer))
         return cls(
             compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes, tensor_bytes(gradient)
@@ -100,7 +101,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Operator: the unit of snapshotting."""
+    """Operator of a model, the unit of snapshotting, with the bytes of its state on one rank."""
 
     name: str
     kind: OperatorKind
@@ -116,22 +117,22 @@ class Operator:
 
 
 def expert_name(layer: int, expert: int) -> str:
-    """The operator of expert ``expert`` (its number in the model, not on its rank) of layer ``layer``, from 0."""
+    """Return the name of an expert of layer ``layer``; both numbers count from 0 in the model, not on a rank."""
     return f"layers.{layer}.experts.{expert}"
 
 
 def gate_name(layer: int) -> str:
-    """The operator of the router of layer ``layer``."""
+    """Return the name of the router of layer ``layer``."""
     return f"layers.{layer}.gate"
 
 
 def non_expert_name(layer: int) -> str:
-    """The operator of everything else in layer ``layer`` of a model with experts."""
+    """Return the name of the rest of layer ``layer``, in a model with experts."""
     return f"layers.{layer}.non_expert"
 
 
 def layer_name(layer: int) -> str:
-    """The operator of a whole layer, in a model without experts."""
+    """Return the name of the whole layer ``layer``, in a model without experts."""
     return f"layers.{layer}"
 
 
@@ -140,21 +141,21 @@ HEAD = "head"
 
 
 class OperatorTable:
-    """The operators that are scheduled together, in an order of names that every rank agrees on.
+    """Table of the operators of one schedule, in an order of names that is the same on every rank.
 
-    A table has a row of bytes for each rank that takes part: with one row it is a rank by itself, with several a
-    pipeline stage, whose ranks must give an operator the same slot because they replay it together. A rank that holds
-    nothing of an operator has zeros there.
+    A table has a row of bytes for each of its ranks. A table with one row describes a single rank. A table with several
+    rows describes a pipeline stage: its ranks give an operator the same slot, because they replay it together. A rank
+    without an operator has zeros in its column.
 
-    Numbers in names compare as numbers (``layers.2`` before ``layers.10``), so the place in the table is the tie
-    breaker of every order.
+    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). The index in the table breaks ties in every
+    order of operators.
 
     Args:
-        operators: in any order; with ``ranks`` left out they are one rank's.
-        ranks: for a stage, the operators of each of its ranks.
+        operators: operators of a single rank, in any order; ignored if ``ranks`` is set.
+        ranks: operators of each rank of a stage.
 
     Raises:
-        OperatorError: no operators, a name twice on one rank, or one name with two kinds.
+        OperatorError: there is no operator, a name occurs twice on one rank, or a name has two kinds.
     """
 
     def __init__(
@@ -193,10 +194,10 @@ class OperatorTable:
     def of_matrices(
         cls, names: tuple[str, ...], kinds: tuple[OperatorKind, ...], full: Bytes, compute: Bytes, gradient: Bytes
     ) -> OperatorTable:
-        """The table that has these.
+        """Return the table with these columns; the call makes the arrays read-only.
 
         Raises:
-            OperatorError: they do not fit together.
+            OperatorError: the lengths or shapes do not match, or a name occurs twice.
         """
         shape = full.shape
         if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
@@ -211,9 +212,9 @@ class OperatorTable:
         return table
 
     def with_gradients_for_compute(self) -> OperatorTable:
-        """A table that has the bytes of gradients where this one has those of compute weights.
+        """Return a copy of the table with the bytes of gradients in the place of compute weights.
 
-        No gradient counts for more than the full state, which is saved in its place where it is the lighter one.
+        A gradient counts at most as much as the full state, because snapshots save the smaller of the two.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)
@@ -221,22 +222,22 @@ class OperatorTable:
 
     @cached_property
     def index_of(self) -> Mapping[str, int]:
-        """Position of each operator in :attr:`names`."""
+        """Index of each operator in :attr:`names`, by name."""
         return {name: index for index, name in enumerate(self.names)}
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
-        """Which operators are experts, bool ``[operators]``."""
+        """Array that is True for experts, bool ``[operators]``."""
         return np.fromiter((kind is OperatorKind.EXPERT for kind in self.kinds), dtype=bool, count=len(self))
 
     @cached_property
     def layers(self) -> npt.NDArray[np.int64]:
-        """The layer that each operator stands in, -1 for those in none, int64 ``[operators]``."""
+        """Layer of each operator, -1 outside layers, int64 ``[operators]``."""
         return np.fromiter((_layer_of(name) for name in self.names), dtype=np.int64, count=len(self))
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
-        """Return the distance of each operator from the input: embedding, layers, head, int64 ``[operators]``."""
+        """Distance of each operator from the input (embedding, layers, head), int64 ``[operators]``."""
         head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
         return np.where(head, self.layers.max(initial=0) + 1, self.layers)
 
@@ -248,13 +249,13 @@ class OperatorTable:
 
 
 def _layer_of(name: str) -> int:
-    """The layer number in an operator's name, -1 if there is none."""
+    """Return the layer number in an operator's name, -1 if it has none."""
     match = re.match(r"layers\.(\d+)", name)
     return int(match[1]) if match else -1
 
 
 def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """A sort key under which numbers compare as numbers and any two names compare."""
+    """Return a sort key that compares numbers in names as numbers, and that orders any two names."""
     parts = re.split(r"(\d+)", name)
     return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts)
 

@@ -1,6 +1,6 @@
-"""Precision regimes: in which formats weights, master weights and moments stand, and what that weighs.
+"""Precision regimes: formats of weights, master weights and moments, and the resulting bytes of state.
 
-Planning only. A live run weighs the tensors that are there (:func:`moevement_core.operators.tensor_bytes`).
+Only planning uses them. A live run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from moevement_core.operators import StateBytes
 
 
 class Scaling(StrEnum):
-    """Kinds of scales of FP8 numbers."""
+    """Kind of scales of FP8 numbers."""
 
     TENSOR = "tensor"
-    """Scale of one FP32 factor for a tensor (delayed or current scaling)."""
+    """Scale with one FP32 factor for each tensor (delayed or current scaling)."""
     BLOCK = "block"
-    """Scale of one FP32 factor for 128 x 128 elements of a weight."""
+    """Scale with one FP32 factor for 128 x 128 elements of a weight."""
     MX = "mx"
-    """MXFP8: one exponent byte for 32 elements, along rows and along columns."""
+    """Scale of MXFP8 with one exponent byte for 32 elements, along rows and along columns."""
 
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _SCALED = {"fp16", "fp8"}
-"""Formats of narrow state that has an FP32 scale for each tensor."""
+"""Formats of master weights and moments that have an FP32 scale for each tensor."""
 _BLOCK = 128
 _FACTOR_BYTES = 4
 
 
 class TensorShape(NamedTuple):
-    """A parameter as formats see it."""
+    """Size of a parameter, as far as the bytes of its formats depend on it."""
 
     elements: int
     rows: int = 0
-    """Rows of the weight of a linear layer in a transformer layer, which FP8 recipes quantise; 0 for anything else."""
+    """Rows of a linear layer's weight in a transformer layer, which FP8 recipes quantise; 0 for other parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The formats of a training regime (the columns of MoEvement's table 7) and how FP8 numbers are scaled.
+    """Formats of a training regime (the columns of MoEvement's table 7), and the scaling of FP8 numbers.
 
-    Compute weights in FP8 are those of linear layers. Norms, routers, embedding and head are in BF16 beside them.
+    Compute weights in FP8 are those of linear layers. Norms, routers, embedding and head stay in BF16.
     """
 
     compute: str
@@ -54,9 +54,9 @@ class Regime:
     second_moment: str
     scaling: Scaling = Scaling.TENSOR
     gradient: str = "fp32"
-    """Format of reduced gradients, in which redo logs them; Megatron's are FP32 with ``--bf16``."""
+    """Format in which redo logs reduced gradients; Megatron's are FP32 with ``--bf16``."""
     step_bytes: int = 0
-    """Bytes of a step counter for each tensor, which torch's Adam has and others do not."""
+    """Bytes of a step counter for each tensor; torch's Adam has one, other optimizers have none."""
 
     def __post_init__(self) -> None:
         for name in (self.compute, self.master, self.first_moment, self.second_moment, self.gradient):
@@ -68,20 +68,21 @@ class Regime:
 
     @property
     def is_narrow(self) -> bool:
-        """True if an optimizer has to know about the formats of its state (``--use-precision-aware-optimizer``)."""
+        """True if the optimizer needs support for its state's formats (``--use-precision-aware-optimizer``)."""
         return {self.master, self.first_moment, self.second_moment} != {"fp32"}
 
     @property
     def keeps_fp8(self) -> bool:
-        """True if weights are kept in FP8, in buffers of their own."""
+        """True if weights are stored in FP8, in buffers of their own."""
         return self.compute == "fp8"
 
     def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
-        """Return the bytes of an operator on one of the ``shards`` ranks that it is cut over evenly.
+        """Return the bytes of an operator on one of the ``shards`` ranks that share it evenly.
 
         Args:
-            tensors: all of it.
-            shards: ranks that each hold an equal part (Megatron's distributed optimizer). The parts are rounded up.
+            tensors: all tensors of the operator.
+            shards: number of ranks that each hold an equal part (Megatron's distributed optimizer); parts are rounded
+                up.
         """
         elements = math.ceil(sum(tensor.elements for tensor in tensors) / shards)
         quantised = math.ceil(sum(tensor.elements for tensor in tensors if self.quantises(tensor)) / shards)
@@ -89,30 +90,29 @@ class Regime:
         return self._weigh(elements, quantised, held, sum(map(self.scale_bytes, tensors)))
 
     def part_bytes(self, parts: Iterable[tuple[TensorShape, int]]) -> StateBytes:
-        """Return the bytes that a rank saves of an operator, exactly.
+        """Return the exact bytes of an operator's state that a rank saves.
 
         Args:
-            parts: its tensors, and how many elements of each the rank owns; of none it has the scales, in both.
+            parts: tensors of the operator, and the number of elements of each that the rank owns. The scales of a
+                tensor without own elements count both as compute weights and as full state.
         """
         elements = quantised = tensors = scales = alone = 0
         for tensor, owned in parts:
-            its_scales = self.scale_bytes(tensor)
-            elements, tensors, scales = elements + owned, tensors + (owned > 0), scales + its_scales
+            tensor_scales = self.scale_bytes(tensor)
+            elements, tensors, scales = elements + owned, tensors + (owned > 0), scales + tensor_scales
             quantised += owned if self.quantises(tensor) else 0
-            alone += its_scales if not owned else 0
+            alone += tensor_scales if not owned else 0
         return self._weigh(elements, quantised, tensors, scales, alone)
 
     def quantises(self, tensor: TensorShape) -> bool:
-        """Return whether a tensor is saved as FP8 compute weights.
+        """Return True if snapshots save a tensor's compute weights in FP8.
 
-        Not with MXFP8, whose snapshots save what its two forms are made from: BF16.
+        With MXFP8 they do not: snapshots save the BF16 weights from which both of its forms are computed.
         """
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
     def scale_bytes(self, tensor: TensorShape) -> int:
-        """Return the bytes of the scales of a tensor's compute weights; every rank has all of them, whichever part it
-        owns.
-        """
+        """Return the bytes of the scales of a tensor's compute weights; every rank has all of them."""
         if not self.quantises(tensor):
             return 0
         if self.scaling is Scaling.TENSOR:
@@ -120,8 +120,14 @@ class Regime:
         return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
 
     def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, alone: int = 0) -> StateBytes:
-        """Return the bytes of a part of ``elements`` in several ``tensors``; ``alone`` are scales that are full state,
-        too.
+        """Return the bytes of ``elements`` elements in ``tensors`` tensors.
+
+        Args:
+            elements: number of elements.
+            quantised: number of those elements whose compute weights are FP8.
+            tensors: number of tensors with own elements.
+            scales: bytes of scales of compute weights.
+            alone: bytes of scales that also count as full state.
         """
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
@@ -139,7 +145,8 @@ class Regime:
 
 
 MIXED = Regime("bf16", "fp32", "fp32", "fp32")
-"""Mixed precision, the default: BF16 (or FP16) compute weights, FP32 master weights and moments: 2 and 12 bytes."""
+"""Mixed precision, the default: compute weights of 2 bytes (BF16 or FP16), FP32 master weights and moments of 12 bytes.
+"""
 
 TABLE_7 = (
     Regime("fp16", "fp16", "fp16", "fp16"),
@@ -148,7 +155,7 @@ TABLE_7 = (
     Regime("fp8", "fp16", "fp8", "fp16"),
     Regime("fp8", "fp8", "fp8", "fp16"),
 )
-"""The rows of MoEvement's table 7, in its order."""
+"""Rows of MoEvement's table 7, in its order."""
 
 PRESETS: dict[str, Regime] = {
     "mixed": MIXED,
@@ -158,10 +165,12 @@ PRESETS: dict[str, Regime] = {
 
 
 def parse(text: str, scaling: Scaling = Scaling.TENSOR) -> Regime:
-    """A preset's name, or ``compute/master/first+second`` as in table 7: ``FP8/FP16/FP8+FP16``.
+    """Return the regime that a text names.
+
+    The text is a preset's name, or ``compute/master/first+second`` as in table 7, such as ``FP8/FP16/FP8+FP16``.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: the text has neither form.
     """
     if text in PRESETS:
         chosen = PRESETS[text]

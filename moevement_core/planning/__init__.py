@@ -1,1 +1,1 @@
-"""Description of a training job that does not run: model, parallel layout, cluster."""
+"""Description and checkpoint plan of a training job that does not run: model, parallel layout, cluster, cost."""

@@ -1,4 +1,4 @@
-"""The machines that a job runs on, as far as checkpointing is concerned. Bandwidths are in bytes per second."""
+"""Machines of a job, as far as checkpointing depends on them; bandwidths are in bytes per second."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE
 
 GB = 1e9
 ASSUMED_SHARE = 0.4
-"""Fraction of a node's network that copies are assumed to get where nobody has measured it, training having the rest.
+"""Assumed fraction of a node's network bandwidth for copies if it was not measured; training has the rest.
 
-At about this share the windows that MoEvement publishes for its A100 cluster follow from its network (docs/windows.md).
+With about this share, planning reproduces the windows that MoEvement publishes for its A100 cluster (docs/windows.md).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of one kind."""
+    """Cluster of nodes with the same hardware."""
 
     gpus_per_node: int
     d2h_bytes_per_s: float
-    """Copies from one GPU to pinned host memory, while all GPUs of the node copy."""
+    """Bytes per second from one GPU to pinned host memory while all GPUs of the node copy."""
     network_bytes_per_s: float
-    """Rate of all NICs of a node together."""
+    """Bytes per second of all NICs of a node together."""
     network_share: float = 1.0
-    """Fraction of it that is left for replication beside training's own traffic."""
+    """Fraction of the network bandwidth that training leaves for replication."""
     copy_bytes_per_s: float | None = None
-    """Measured rate of a node's copies, all its ranks sending beside training; None: the share applies."""
+    """Measured bytes per second of a node's copies while all its ranks send beside training; None: ``network_share``
+    applies."""
     host_memory_bytes: float | None = None
-    """Host memory of a node, if it is to be checked."""
+    """Bytes of host memory of a node; None: the plan does not check memory."""
     storage_bytes_per_s: float | None = None
-    """Rate to and from durable storage, all nodes together."""
+    """Bytes per second to and from durable storage, for all nodes together."""
     flops: float | None = None
-    """Highest rate of a GPU in the format that it computes in, floating-point operations per second ..."""
+    """Peak floating-point operations per second of a GPU in its compute format."""
     utilization: float = 0.4
-    """... and the fraction of it that matrix products of the model reach."""
+    """Fraction of ``flops`` that the model's matrix products reach."""
     link_bytes_per_s: float | None = None
-    """Rate of a GPU to the others of its node (NVLink), one direction."""
+    """Bytes per second between a GPU and the others of its node (NVLink), in one direction."""
     memory_bytes_per_s: float | None = None
-    """Rate of a GPU's own memory."""
+    """Bytes per second of a GPU's own memory."""
     overlap: float = 0.9
-    """Fraction of gradient synchronisation and parameter gathering that hides behind computation."""
+    """Fraction of gradient synchronisation and parameter gathering that overlaps with computation."""
     speeds: tuple[tuple[float, int], ...] = ()
-    """Relative speeds of nodes and how many have each, in the order of the nodes; left out all have the speed 1."""
+    """Relative speeds of nodes, each with its number of nodes, in the order of nodes; all other nodes have speed 1."""
 
     def __post_init__(self) -> None:
         AT_LEAST_ONE.check("GPUs per node", self.gpus_per_node)
-        for what, value in (
+        for quantity, value in (
             ("bandwidth from device to host", self.d2h_bytes_per_s), ("network bandwidth", self.network_bytes_per_s),
             ("copy bandwidth", self.copy_bytes_per_s),
             ("storage bandwidth", self.storage_bytes_per_s), ("host memory", self.host_memory_bytes),
             ("flops", self.flops), ("bandwidth of links", self.link_bytes_per_s),
             ("bandwidth of memory", self.memory_bytes_per_s),
         ):  # fmt: skip
-            POSITIVE.check(what, value)
+            POSITIVE.check(quantity, value)
         if not 0.0 < self.network_share <= 1.0:
             raise ConfigError(f"a network share of {self.network_share}; needs more than 0 and at most 1")
         if not 0.0 < self.utilization <= 1.0 or not 0.0 <= self.overlap <= 1.0:
@@ -64,27 +65,27 @@ class Cluster:
 
     @property
     def replication_bytes_per_s(self) -> float:
-        """Rate of the network for the snapshots of one GPU."""
+        """Bytes per second of the network for the snapshots of one GPU."""
         return self.node_copy_bytes_per_s / self.gpus_per_node
 
     @property
     def node_copy_bytes_per_s(self) -> float:
-        """Rate of the network for the snapshots of all GPUs of a node."""
+        """Bytes per second of the network for the snapshots of all GPUs of a node."""
         if self.copy_bytes_per_s is not None:
             return self.copy_bytes_per_s
         return self.network_bytes_per_s * self.network_share
 
     def link_s(self, nbytes: float) -> float:
-        """Return the seconds for which a node's links carry nothing else while each GPU sends so many bytes."""
+        """Return the seconds in which a node's links carry ``nbytes`` from each of its GPUs and no other data."""
         return nbytes * self.gpus_per_node / self.network_bytes_per_s
 
     def with_faster_network(self, factor: float) -> Cluster:
-        """Return these machines with a network, and copies over it, that many times as fast."""
+        """Return this cluster with a network, and copies over it, that are ``factor`` times as fast."""
         measured = None if self.copy_bytes_per_s is None else factor * self.copy_bytes_per_s
         return replace(self, network_bytes_per_s=factor * self.network_bytes_per_s, copy_bytes_per_s=measured)
 
     def speed_of(self, node: int) -> float:
-        """Return the speed of a node by its number; nodes that are not mentioned have the speed 1."""
+        """Return the relative speed of a node by its number; nodes beyond ``speeds`` have speed 1."""
         for speed, count in self.speeds:
             if node < count:
                 return speed
@@ -92,11 +93,11 @@ class Cluster:
         return 1.0
 
 
-# Network and memory are those that MoEvement states for its two clusters (sections 5.1 and 5.7). It gives no bandwidth
-# from device to host; 25 GB/s and 50 GB/s are round numbers below what PCIe 4.0 x16 (32 GB/s) and 5.0 x16 (64 GB/s) can
-# carry. Neither binds in any of the paper's cases, which docs/windows.md shows. The 40 Gb/s of storage are the first
-# cluster's; the second is given the same, since nothing is said of it. Links are half of the 600 and 900 GB/s that
-# NVLink carries in both directions; FLOP and memory bandwidth are the data sheets' (dense BF16; 80 GB cards).
+# MoEvement states network and memory of its two clusters (sections 5.1 and 5.7). It states no bandwidth from device to
+# host; 25 GB/s and 50 GB/s are round numbers below the limits of PCIe 4.0 x16 (32 GB/s) and 5.0 x16 (64 GB/s). These
+# bandwidths limit none of the paper's cases, as docs/windows.md shows. The paper gives the first cluster 40 Gb/s of
+# storage. It is silent about the second, which has the same here. Links are half of the 600 and 900 GB/s that NVLink
+# carries in both directions. FLOP and memory bandwidth come from the data sheets (dense BF16; 80 GB cards).
 CLUSTERS: dict[str, Cluster] = {
     "moevement-a100": Cluster(
         8, 25 * GB, 80 / 8 * GB, host_memory_bytes=880 * GB, storage_bytes_per_s=40 / 8 * GB, flops=312e12,

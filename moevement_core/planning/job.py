@@ -1,4 +1,4 @@
-"""A training job as planning and simulation see it: the operators of each stage, and what crosses stage boundaries."""
+"""Training job as planning and simulation describe it: operators of each stage, and boundary tensors."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from moevement_core.precision import Regime, TensorShape
 
 @dataclass(frozen=True, slots=True)
 class OperatorShape:
-    """Operator of one rank before it is cut over data parallelism."""
+    """Operator of one rank before data-parallel ranks divide its state."""
 
     name: str
     kind: OperatorKind
     tensors: tuple[TensorShape, ...]
-    """Parameters on this rank (after tensor parallelism)."""
+    """Parameters on this rank, after tensor parallelism."""
     shards: int
-    """Ranks with the same parameters, over which its state is cut: data times context parallelism, or expert data
+    """Number of ranks with the same parameters, which divide the state: data times context parallelism, or expert data
     parallelism."""
 
     @property
     def parameters(self) -> int:
-        """Elements of all its tensors."""
+        """Number of elements in all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
 
 class Part(NamedTuple):
-    """Elements of one tensor that are one rank's."""
+    """Part of one tensor that one rank owns."""
 
     operator: int
-    """Position among the operators of the stage."""
+    """Index of the operator in its stage."""
     tensor: int
-    """Position among the tensors of the operator."""
+    """Index of the tensor in its operator."""
     elements: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """Pipeline stage; its ranks differ in which experts they hold and not in how many, so one stands for all."""
+    """Pipeline stage; its ranks hold different experts but equally many, so one rank describes all."""
 
     operators: tuple[OperatorShape, ...]
     sends_per_micro_batch: int
-    """Tensors that a rank sends over a stage boundary for each micro-batch, forward and backward, all chunks."""
+    """Number of tensors that a rank sends over stage boundaries for each micro-batch, forward and backward, in all
+    chunks."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """Parts that each rank owns, in order, by whether weights are kept in FP8, which have buffers of their own. Empty
-    where only Megatron could say it.
-    """
+    """Parts that each rank owns, in the order of ranks, for weights kept in FP8 (True) or not (False). FP8 weights have
+    buffers of their own. The mapping is empty if the parts are unknown, because only Megatron can compute them."""
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Tables of its ranks that were made, which many plans of one job ask for."""
+    """Cache of tables by regime and expert-parallel size (0: one rank), because many plans of one job need the same
+    table."""
 
     def table(self, regime: Regime) -> OperatorTable:
-        """The operators of one rank, each cut evenly over the ranks that share it."""
+        """Return the table of one rank, with each operator divided evenly over the ranks that share it."""
         if (regime, 0) not in self._tables:
             self._tables[regime, 0] = OperatorTable(
                 Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
@@ -65,9 +66,10 @@ class StageShape:
         return self._tables[regime, 0]
 
     def tables_of_ranks(self, regime: Regime, expert_parallel: int) -> OperatorTable:
-        """The operators of the stage with a row for each of its ranks, as a live job has them.
+        """Return the table of the stage with a row for each of its ranks, as a live job has it.
 
-        Where nobody knows what each rank owns there is a row for each expert-parallel rank, with state cut evenly.
+        If the parts that ranks own are unknown, the table has a row for each expert-parallel rank, with evenly divided
+        state.
         """
         if (regime, expert_parallel) not in self._tables:
             self._tables[regime, expert_parallel] = OperatorTable(ranks=self._rows(regime, expert_parallel))
@@ -92,7 +94,9 @@ class StageShape:
                 if shape.kind is OperatorKind.EXPERT:
                     name = f"{layer}.{first * local[layer] + int(number)}"
                 state = (
-                    regime.part_bytes((tensor, own.get((place, at), 0)) for at, tensor in enumerate(shape.tensors))
+                    regime.part_bytes(
+                        (tensor, own.get((place, number), 0)) for number, tensor in enumerate(shape.tensors)
+                    )
                     if parts
                     else even[place]
                 )
@@ -101,8 +105,7 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """Return the bytes of state that each rank of the stage saves, exactly; empty where it is not known what a rank
-        owns.
+        """Return the exact bytes of state that each rank of the stage saves; an empty list if their parts are unknown.
         """
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
@@ -118,7 +121,7 @@ class StageShape:
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """A job: model and parallel layout."""
+    """Shape of a job: its model and its parallel layout."""
 
     name: str
     ranks: int
@@ -127,20 +130,21 @@ class JobShape:
     expert_parallel: int
     context_parallel: int
     data_parallel: int
-    """Megatron's: ranks / (tensor x pipeline x context), so experts are inside it."""
+    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). Expert parallelism divides it
+    further."""
     micro_batches: int
-    """Micro-batches of an iteration on each data-parallel rank."""
+    """Number of micro-batches of an iteration on each data-parallel rank."""
     boundary_bytes: int
     """Bytes of one tensor that a rank sends over a stage boundary."""
     regime: Regime
-    """The formats that the job's own flags ask for."""
+    """Formats that the job's own flags set."""
     stages: tuple[StageShape, ...]
     chunks: int = 1
-    """Virtual stages of a stage."""
+    """Number of virtual stages of each stage."""
     tokens: int = 0
-    """Tokens of a micro-batch on a rank, after context parallelism."""
+    """Number of tokens of a micro-batch on a rank, after context parallelism."""
     experts_per_token: int = 0
-    """Top-k of the routers; 0 without experts."""
+    """Number of experts that a router chooses for a token (top-k); 0 without experts."""
     seq_length: int = 0
     hidden_size: int = 0
 
@@ -150,13 +154,13 @@ class JobShape:
 
     @property
     def tied_stages(self) -> frozenset[int]:
-        """Stages with copies of one embedding, whose gradient is a sum over all of them: they roll back together."""
+        """Stages with copies of one embedding. Its gradient is a sum over all of them, so they roll back together."""
         holds = [any(operator.kind is OperatorKind.EMBEDDING for operator in stage.operators) for stage in self.stages]
-        return frozenset(stage for stage, it_does in enumerate(holds) if it_does) if sum(holds) > 1 else frozenset()
+        return frozenset(stage for stage, has_embedding in enumerate(holds) if has_embedding) if sum(holds) > 1 else frozenset()
 
     @property
     def layout(self) -> str:
-        """Sizes of the parallel dimensions, in the words of the field."""
+        """Sizes of the parallel dimensions above 1, in the usual notation, such as ``PP2 DP4``."""
         parts = {
             "PP": self.pipeline_parallel, "TP": self.tensor_parallel, "CP": self.context_parallel,
             "EP": self.expert_parallel, "DP": self.data_parallel,
@@ -164,5 +168,6 @@ class JobShape:
         return " ".join(f"{name}{size}" for name, size in parts.items() if size > 1) or "one rank"
 
     def log_bytes_of(self, stage: StageShape) -> int:
-        """Bytes of boundary tensors that a rank of ``stage`` logs in an iteration (MoEvement section 3.4)."""
+        """Return the bytes of boundary tensors that a rank of ``stage`` logs in an iteration (MoEvement section 3.4).
+        """
         return stage.sends_per_micro_batch * self.micro_batches * self.boundary_bytes

@@ -1,4 +1,4 @@
-"""Profile of a real run, measured by ``moevement profile`` and read by the simulator, in seconds and bytes."""
+"""Profile of a real run in seconds and bytes; ``moevement profile`` measures it, and the simulator reads it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """Profile of one pipeline stage, the slowest of its ranks."""
+    """Profile of one pipeline stage, measured on the slowest of its ranks."""
 
     forward_s: float
-    """Forward seconds of a micro-batch, all chunks, with the communication that is inside (all-to-all, tensor
-    parallelism).
+    """Forward seconds of a micro-batch in all chunks, with the communication inside (all-to-all, tensor parallelism).
     """
     backward_s: float
     layers: int
     parameters: int
     """Number of parameters on a rank."""
     layer_activation_bytes: int
-    """Bytes that one layer keeps for its backward pass of a micro-batch, as a mean over the stage's layers."""
+    """Bytes that one layer keeps for the backward pass of a micro-batch, as a mean over the stage's layers."""
     layer_output_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeProfile:
-    """Profile of all stages at one size of micro-batches."""
+    """Profile of all stages at one micro-batch size."""
 
     tokens: int
-    """Tokens of a micro-batch on a rank."""
+    """Number of tokens of a micro-batch on a rank."""
     micro_batches: int
     iteration_s: float
-    """Median, without the timers that the other seconds come from."""
+    """Median seconds of an iteration without the timers that measure the other seconds."""
     sync_s: float
-    """Seconds of gradient reduction and parameter gathering that training waits for."""
+    """Seconds that training waits for gradient reduction and parameter gathering."""
     update_s: float
     send_s: float
     """Seconds to send a boundary tensor to the next stage."""
@@ -54,21 +53,28 @@ class SizeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Affine:
-    """``T(m, p) = a(p) + b(p) m`` for one collective on a group of p ranks (MoEvement, appendix C)."""
+    """Time model ``T(m, p) = a(p) + b(p) m`` of one collective on a group of p ranks (MoEvement, appendix C)."""
 
     collective: str
     ranks: int
     a_s: float
     b_s_per_byte: float
     samples: tuple[tuple[int, float], ...] = ()
-    """Bytes of a rank's message, seconds."""
+    """Measured pairs: bytes of a rank's message, and seconds."""
 
     @classmethod
     def fit(cls, collective: str, ranks: int, samples: Sequence[tuple[int, float]]) -> Affine:
-        """Least squares of relative errors, so that small messages count as much as large ones; neither is negative.
+        """Return the least-squares fit of relative errors, with ``a`` and ``b`` not negative.
+
+        Relative errors give small messages as much weight as large ones.
+
+        Args:
+            collective: name of the collective.
+            ranks: number of ranks in the measured group.
+            samples: pairs of bytes and seconds.
 
         Raises:
-            ConfigError: fewer than two sizes.
+            ConfigError: the samples have fewer than two sizes.
         """
         if len({size for size, _ in samples}) < 2:
             raise ConfigError(f"{len(samples)} samples of {collective}; needs two sizes at least")
@@ -85,12 +91,13 @@ class Affine:
         )  # fmt: skip
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of a message of ``nbytes`` for each rank."""
+        """Return the seconds of the collective with a message of ``nbytes`` from each rank."""
         return self.a_s + self.b_s_per_byte * nbytes
 
     def among(self, ranks: int) -> Affine:
-        """Return what it is among another number of ranks, 2 or more, if it is a ring: as many steps more or fewer, and
-        of a message ``(ranks - 1) / ranks`` moved.
+        """Return the model for another number of ranks, 2 or more, under the assumption of a ring.
+
+        The number of steps scales with ``ranks - 1``, and the moved part of a message with ``(ranks - 1) / ranks``.
         """
         steps, moved = ((ranks - 1) / (self.ranks - 1), (1 - 1 / ranks) / (1 - 1 / self.ranks))
         return replace(self, ranks=ranks, a_s=steps * self.a_s, b_s_per_byte=moved * self.b_s_per_byte, samples=())
@@ -98,28 +105,27 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A run on some ranks."""
+    """Profile of a run, by micro-batch size, with the bandwidths and collectives of its ranks."""
 
     device: str
-    """``cuda`` or ``cpu``, with its name."""
+    """Kind of the device, ``cuda`` or ``cpu``, with its name."""
     backend: str
     ranks: int
     pipeline: int
     chunks: int
     d2h_bytes_per_s: float
-    """Copies of a rank to its host while all copy."""
+    """Bytes per second that a rank copies to its host while all ranks copy."""
     network_bytes_per_s: float
-    """Rate of all ranks together, from the largest messages between two ranks."""
+    """Bytes per second of all ranks together, measured with the largest messages between two ranks."""
     storage_bytes_per_s: float
-    """Rate of all ranks writing at once and waiting until it is durable."""
+    """Bytes per second of all ranks that write at once, until the data is durable."""
     contention: float | None = None
-    """Share of the seconds in which links could carry nothing but copies to peers, by which those lengthened training,
-    from iterations with copies and without; None: not measured.
-    """
+    """Seconds by which copies to peers lengthened training, over the seconds in which links could carry the copies
+    alone. Measured from iterations with and without copies; None: not measured."""
     cores: int = 0
-    """Processors that ranks share if they compute on the host; 0 if each has its own device."""
+    """Number of processors that ranks share for computation; 0 if each rank has a device of its own."""
     sizes: tuple[SizeProfile, ...]
-    """Profiles by size of micro-batches."""
+    """Profiles of the run, one for each measured micro-batch size."""
     collectives: tuple[Affine, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -130,19 +136,21 @@ class Profile:
 
     @property
     def ranks_of_stage(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.ranks // self.pipeline
 
     @property
     def cluster(self) -> Cluster:
-        """The machine that was measured, as one node for each rank."""
+        """Cluster of the measured machine, with one node for each rank."""
         return Cluster(
             1, self.d2h_bytes_per_s, self.network_bytes_per_s / self.ranks, storage_bytes_per_s=self.storage_bytes_per_s
         )
 
     def fit(self, collective: str, ranks: int) -> Affine | None:
-        """Return the time of a collective among so many ranks, from the nearest number that was measured; None: none
-        was, or one rank has nobody to wait for.
+        """Return the time model of a collective among ``ranks`` ranks, from the nearest measured number of ranks.
+
+        Returns:
+            None if the collective was not measured, or for fewer than two ranks, which do not wait.
         """
         fits = [fit for fit in self.collectives if fit.collective == collective and fit.ranks > 1]
         if not fits or ranks < 2:
@@ -150,17 +158,17 @@ class Profile:
         return min(fits, key=lambda fit: abs(math.log(fit.ranks / ranks))).among(ranks)
 
     def save(self, path: Path) -> None:
-        """Write it as YAML."""
+        """Write the profile to a YAML file, and create the file's folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"format": FORMAT, **_plain(asdict(self))}, sort_keys=False, width=120)
         path.write_text("# moevement profile; docs/simulator.md\n" + text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a profile from a file.
+        """Return the profile in a file.
 
         Raises:
-            ConfigError: it is none, or of another format.
+            ConfigError: the file is unreadable, is not a profile, or has another format.
         """
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -196,7 +204,7 @@ def _size(values: Mapping[str, Any]) -> SizeProfile:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in the form that YAML writes without tags."""
+    """Return a value in a form that YAML writes without tags."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,9 +1,9 @@
-"""A transformer with experts and its layout by numbers, for planning and simulation without Megatron.
+"""Transformer with experts and its layout in numbers, for planning and simulation without Megatron.
 
-Sizes are those that Megatron makes (a test compares operator by operator), for the parts that papers' models have:
-dense and MoE layers, shared experts, grouped-query and multi-latent attention, LayerNorm or RMSNorm, gated or plain
-experts, no biases in linear layers. What it does not have, Megatron describes from its flags
-(``megatron.moevement.describe``). Fields are named as Megatron's flags.
+Sizes equal those of Megatron, and a test compares them operator by operator. The description covers the models of
+papers: dense and MoE layers, shared experts, grouped-query and multi-latent attention, LayerNorm or RMSNorm, gated or
+plain experts, and linear layers without biases. Megatron itself describes all other models from its flags
+(``megatron.moevement.describe``). Fields have the names of Megatron's flags.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.precision import MIXED, Regime, TensorShape
 
 VOCABULARY_MULTIPLE = 128
-"""Multiple to which Megatron pads the vocabulary, times tensor parallelism."""
+"""Factor of the padding: Megatron pads the vocabulary to a multiple of it times the tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiLatentAttention:
-    """DeepSeek's attention; widths of what is projected down and up again."""
+    """Multi-latent attention (DeepSeek), described by the widths of its low-rank projections."""
 
     q_lora_rank: int
     kv_lora_rank: int
@@ -34,7 +34,7 @@ class MultiLatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """Transformer with experts, by numbers."""
+    """Transformer with experts, described by its sizes."""
 
     num_layers: int
     hidden_size: int
@@ -44,20 +44,20 @@ class Transformer:
     ffn_hidden_size: int = 0
     """Hidden size of the feed-forward part of dense layers."""
     num_experts: int = 0
-    """Experts of a layer; 0 is a dense model."""
+    """Number of experts in a layer; 0: a dense model."""
     moe_router_topk: int = 1
     moe_ffn_hidden_size: int = 0
     """Hidden size of an expert."""
     moe_shared_expert_intermediate_size: int = 0
     """Hidden size of all shared experts of a layer together."""
     moe_layer_freq: int = 1
-    """Every how many-th layer has experts, from the first on ..."""
+    """Distance between layers with experts, counted from the first layer."""
     dense_layers: int = 0
-    """... and how many layers at the beginning have none."""
+    """Number of first layers without experts."""
     num_query_groups: int = 0
-    """Number of query groups; 0 is one for each head."""
+    """Number of query groups; 0: one group for each head."""
     kv_channels: int = 0
-    """Channels of a head; 0 is the hidden size over the heads."""
+    """Number of channels of a head; 0: hidden size divided by heads."""
     swiglu: bool = True
     normalization: str = "RMSNorm"
     untie_embeddings_and_output_weights: bool = True
@@ -78,7 +78,7 @@ class Transformer:
             raise ConfigError("layers without experts and no ffn_hidden_size; needs their width")
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, is a mixture of experts."""
+        """Return True if a layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer >= self.dense_layers and layer % self.moe_layer_freq == 0
 
     @property
@@ -87,12 +87,12 @@ class Transformer:
         return (TensorShape(self.hidden_size),) * (2 if self.normalization == "LayerNorm" else 1)
 
     def mlp(self, width: int, tensor_parallel: int) -> tuple[TensorShape, ...]:
-        """Tensors of two linear layers with an activation between, on one rank."""
+        """Return the tensors of two linear layers with an activation in between, on one rank."""
         inner = width // tensor_parallel
         return _linear(inner * (2 if self.swiglu else 1), self.hidden_size), _linear(self.hidden_size, inner)
 
     def attention(self, tensor_parallel: int) -> tuple[TensorShape, ...]:
-        """Tensors of the attention of a layer on one rank, its norms of low ranks included."""
+        """Return the tensors of a layer's attention on one rank, with the norms of its low-rank projections."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if latent := self.multi_latent_attention:
             down_kv = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
@@ -116,7 +116,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of a model over ranks, and its batch."""
+    """Layout of a model over ranks, and the sizes of its batch."""
 
     ranks: int
     global_batch_size: int
@@ -126,11 +126,11 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """Tensor parallelism of experts; 0 is that of the rest."""
+    """Tensor-parallel size of experts; 0: ``tensor``."""
     chunks: int = 1
     """Virtual stages of a stage."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage, or of each chunk in the order of the model; left out they are spread evenly."""
+    """Number of layers of each stage, or of each chunk in the order of the model; empty: evenly spread."""
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -148,39 +148,39 @@ class Layout:
                 f"{self.ranks} ranks with expert parallelism {self.expert} on {self.pipeline} stages; needs a multiple "
                 f"of {experts}"
             )
-        each = self.micro_batch_size * self.data
-        if self.global_batch_size < 1 or self.micro_batch_size < 1 or self.global_batch_size % each:
+        batch = self.micro_batch_size * self.data
+        if self.global_batch_size < 1 or self.micro_batch_size < 1 or self.global_batch_size % batch:
             raise ConfigError(
                 f"global batch {self.global_batch_size} of micro-batches of {self.micro_batch_size} on {self.data} "
-                f"data-parallel ranks; needs a multiple of {each}"
+                f"data-parallel ranks; needs a multiple of {batch}"
             )
 
     @property
     def data(self) -> int:
-        """Data-parallel size; experts are inside it."""
+        """Data-parallel size; expert parallelism divides it further."""
         return self.ranks // (self.pipeline * self.tensor * self.context)
 
     @property
     def expert_tensor_size(self) -> int:
-        """Tensor parallelism of experts."""
+        """Tensor-parallel size of experts."""
         return self.expert_tensor or self.tensor
 
     @property
     def expert_data(self) -> int:
-        """Ranks with the same experts."""
+        """Number of ranks with the same experts."""
         return self.ranks // (self.pipeline * self.expert * self.expert_tensor_size)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of an iteration on a data-parallel rank."""
+        """Number of micro-batches of an iteration on a data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
 
 def describe(name: str, model: Transformer, layout: Layout, regime: Regime = MIXED) -> JobShape:
-    """Return the shape of the job.
+    """Return the shape of the job with this model and layout.
 
     Raises:
-        ConfigError: a layout that the model does not take.
+        ConfigError: the layout does not fit the model.
     """
     if model.num_experts % layout.expert:
         raise ConfigError(
@@ -230,12 +230,13 @@ def _stages(model: Transformer, layout: Layout) -> Iterator[StageShape]:
 
 
 def _evenly(layers: int, parts: int) -> tuple[int, ...]:
-    """Cut layers as evenly as possible; the rest goes to the parts in the middle, since embedding and head are at the
-    ends.
+    """Return the number of layers of each part, as even as possible.
+
+    Parts in the middle get the remainder, because embedding and head are at the ends.
     """
-    each, left = divmod(layers, parts)
+    share, left = divmod(layers, parts)
     first = (parts - left) // 2
-    return tuple(each + (first <= part < first + left) for part in range(parts))
+    return tuple(share + (first <= part < first + left) for part in range(parts))
 
 
 def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]) -> Iterator[OperatorShape]:
@@ -250,7 +251,7 @@ def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]
     for layer in layers:
         yield from _layer(model, layout, layer)
     if last:
-        # The output layer, if tied, is the embedding, of which a copy is here.
+        # A tied output layer is the embedding, of which the last stage has a copy.
         yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (TensorShape(words),)), dense)
         if tied and stage > 0:
             yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(words),), dense)

@@ -121,7 +121,8 @@ class BoundaryLog:
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration: later sends belong to it, and its earlier sends are dropped."""
-        self._iteration = iteration  # This line is first, so that no exception leaves a partial iteration that seems complete.
+        # This comes first: an exception must not leave a partial iteration as complete.
+        self._iteration = iteration
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
         self._buffers.begin_iteration()
