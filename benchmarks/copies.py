@@ -95,10 +95,10 @@ def _sent_and_received(data: torch.Tensor, target: torch.Tensor, chunk: int, rou
     return tuple(seconds[name] / (rounds * NBYTES / GB) for name in ("send", "receive"))  # type: ignore[return-value]
 
 
-def report(found: dict[str, float], rounds: int) -> str:
+def report(results: dict[str, float], rounds: int) -> str:
     """Return the text of the page."""
-    rows = [[name, f"{seconds:.3f} s"] for name, seconds in found.items()]
-    small = found[f"send, {CHUNKS[0] >> 10} KiB at a time"] / SLOW_LINK_S
+    rows = [[name, f"{seconds:.3f} s"] for name, seconds in results.items()]
+    small = results[f"send, {CHUNKS[0] >> 10} KiB at a time"] / SLOW_LINK_S
     return f"""# Processor time of copies
 
     python -m benchmarks.copies --rounds {rounds}        (writes this file)

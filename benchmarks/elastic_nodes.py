@@ -207,7 +207,7 @@ def _saved(folder: Path) -> int:
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
-def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], given: argparse.Namespace) -> str:
+def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], arguments: argparse.Namespace) -> str:
     """Return the text of the page."""
     static = played.get("static")
     rows = []
@@ -233,14 +233,14 @@ def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]],
     ]  # fmt: skip
     when = ", ".join(f"{at_s:.0f} s ({len(nodes)})" for at_s, nodes in events)
     what = "\n".join(f"- **{system}**: {WHAT[system]}" for system in played)
-    length_s = given.length / given.speedup
+    length_s = arguments.length / arguments.speedup
     unequal = [system for system, result in played.items() if result.is_unequal]
     equal = "in all of them" if not unequal else f"in all but those of {', '.join(unequal)}"
     return f"""# Nodes that come and go, live
 
     python -m benchmarks.elastic_nodes TRACE.csv        (writes this file and the plot)
 
-The trace `{given.trace.stem}` from {given.begin:.0f} s on, {given.length:.0f} s of it in {length_s:.0f} s, on six nodes that
+The trace `{arguments.trace.stem}` from {arguments.begin:.0f} s on, {arguments.length:.0f} s of it in {length_s:.0f} s, on six nodes that
 are network namespaces under Slurm, a rank on each. Nodes are lost at {when}; a node that was lost is booted again at once,
 and back when its processes are. Nobody has a spare.
 

@@ -108,7 +108,7 @@ def main() -> None:
         arguments.iterations, arguments.mtbf, arguments.repeats, arguments.links, arguments.strategies
     )
     results, until = Results.read(FILE), time.monotonic() + 60 * arguments.minutes
-    missing = [job for job in measuring.planned() if job not in results.found]
+    missing = [job for job in measuring.planned() if job not in results.by_job]
     if missing and arguments.minutes:
         _prepare()
         with tempfile.TemporaryDirectory() as folder:
@@ -128,12 +128,12 @@ def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted
     samples = {
         rate: list(_predicted(rate, list(results.samples(those))))
         for rate, those in of_rates.items()
-        if any(job in results.found for job in those)
+        if any(job in results.by_job for job in those)
     }
     jobs = Jobs(
         measuring.iterations, measuring.mtbf_s, measuring.repeats, samples,
         {rate: list(results.halved(of_rates[rate])) for rate in samples},
-        [_words(job) for job in planned if job not in results.found],
+        [_words(job) for job in planned if job not in results.by_job],
     )  # fmt: skip
     if NO_LIMIT in samples:
         plot(samples[NO_LIMIT], plotted)

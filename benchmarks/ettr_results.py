@@ -34,7 +34,7 @@ class Results:
     """Results of the jobs of the benchmark."""
 
     path: Path
-    found: dict[Planned, Sample | Halved]
+    by_job: dict[Planned, Sample | Halved]
     measured: dict[Planned, str]
     """Date, machine and versions of each."""
 
@@ -49,7 +49,7 @@ class Results:
     def _keep(self, line: str) -> None:
         kept = json.loads(line)
         planned = Planned(**kept["job"])
-        self.found[planned] = (Halved if planned.is_halved else Sample)(**kept["result"])
+        self.by_job[planned] = (Halved if planned.is_halved else Sample)(**kept["result"])
         self.measured[planned] = kept["measured"]
 
     def add(self, planned: Planned, result: Sample | Halved, measured: str) -> None:
@@ -72,12 +72,12 @@ class Results:
 
     def samples(self, planned: list[Planned]) -> Iterator[Sample]:
         """Yield the samples of those jobs that have one, in the order of the jobs."""
-        for one in planned:
-            if isinstance(its := self.found.get(one), Sample):
-                yield its
+        for job in planned:
+            if isinstance(result := self.by_job.get(job), Sample):
+                yield result
 
     def halved(self, planned: list[Planned]) -> Iterator[Halved]:
         """Yield the results of those jobs whose links were halved, in the order of the jobs."""
-        for one in planned:
-            if isinstance(its := self.found.get(one), Halved):
-                yield its
+        for job in planned:
+            if isinstance(result := self.by_job.get(job), Halved):
+                yield result

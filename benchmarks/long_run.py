@@ -109,10 +109,10 @@ class Run:
     record_bytes: int
 
 
-def play(given: argparse.Namespace, out: Path) -> Run:
+def play(arguments: argparse.Namespace, out: Path) -> Run:
     """Run the job from its start to its end, kill its processes at random moments, and return the result."""
     record = RunRecord(out / "run")
-    length_s, draw = 3600 * given.hours, random.Random(given.seed)
+    length_s, draw = 3600 * arguments.hours, random.Random(arguments.seed)
     command = [
         sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", "--spares", "4", "--ranks-per-node",
         str(PER_NODE), *PRESET, *FLAGS, "--train-iters", str(int(MOST_PER_SECOND * length_s) + 200), "--moevement-sparse-ckpt", "--moevement-protection", "copies:1",
@@ -126,11 +126,11 @@ def play(given: argparse.Namespace, out: Path) -> Run:
         while record.newest_metric() is None and process.poll() is None:
             time.sleep(0.1)
         began_s = time.monotonic()
-        moments = sorted(draw.uniform(0.02, 0.97) * length_s for _ in range(given.kills))
+        moments = sorted(draw.uniform(0.02, 0.97) * length_s for _ in range(arguments.kills))
         due_s = 0.0
         while process.poll() is None and (now_s := time.monotonic() - began_s) < length_s:
             if now_s >= due_s:
-                due_s += given.every
+                due_s += arguments.every
                 samples.append({"at_s": now_s, **sample(process.pid, out)})
                 with (out / "samples.jsonl").open("a") as file:
                     file.write(json.dumps(samples[-1]) + "\n")
@@ -293,7 +293,7 @@ def _line(name: str, groups: Sequence[Sequence[tuple[float, float]]]) -> Line:
     return Line(name, mean, 3600 * slope, 3600 * error)
 
 
-def report(given: argparse.Namespace, run: Run) -> str:
+def report(arguments: argparse.Namespace, run: Run) -> str:
     """Return the text of the page."""
     fitted = lines_of(run.samples)
     rows = [
@@ -308,7 +308,7 @@ def report(given: argparse.Namespace, run: Run) -> str:
     hours = run.samples[-1]["at_s"] / 3600
     return f"""# A long run
 
-    python -m benchmarks.long_run --hours {given.hours:g} --kills {given.kills} --seed {given.seed}
+    python -m benchmarks.long_run --hours {arguments.hours:g} --kills {arguments.kills} --seed {arguments.seed}
 
 One job for {hours:.2f} h: the laptop model a quarter the size, PP2 x EP2 on four ranks in nodes of two, with spares;
 {run.iterations} iterations, {run.kills} kills by SIGKILL at random moments, {run.nodes} of them of all processes of a

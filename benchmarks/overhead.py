@@ -45,19 +45,19 @@ def main() -> None:
     OUTPUT.write_text(report(json.loads(printed.splitlines()[-1])), encoding="utf-8")
 
 
-def report(told: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Return the text of the page, from the command's JSON."""
-    lengths = list(told["lengths"].values())
+    lengths = list(results["lengths"].values())
     head = " | ".join(
-        f"{length['iteration_s']:.2f} s an iteration ({name})" for name, length in told["lengths"].items()
+        f"{length['iteration_s']:.2f} s an iteration ({name})" for name, length in results["lengths"].items()
     )
     rows = "\n".join(f"| {label} | {' | '.join(text(length) for length in lengths)} |" for label, text in ROWS)
     return f"""# What snapshots cost
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.overhead writes this file)
 
-A 57 M parameter MoE in BF16 on {told["nproc"]} data-parallel ranks with the distributed optimizer, 228 MB of full state a rank, a
-window of 6 ({told["replicas"]} replica(s), on nodes of their own in name); *replay* is the aligned sparse window, *redo* has FP32 gradients
+A 57 M parameter MoE in BF16 on {results["nproc"]} data-parallel ranks with the distributed optimizer, 228 MB of full state a rank, a
+window of 6 ({results["replicas"]} replica(s), on nodes of their own in name); *replay* is the aligned sparse window, *redo* has FP32 gradients
 in place of compute weights. Snapshots off, captured, and captured and sent take turns in blocks of one run, one run for
 each way to recover; ratios are of neighbouring blocks, median and quartiles. The capture's share of an iteration is bounded
 by its processor time, because the copy thread and training share the same two cores here.
@@ -66,8 +66,8 @@ by its processor time, because the copy thread and training share the same two c
 |---|{"---|" * len(lengths)}
 {rows}
 
-{measured_on("torch", "megatron-core")}, gloo. {told["nproc"]} ranks share two cores: every byte that is sent is also received,
-checked and kept on the same machine, {told["nproc"] * told["replicas"]} streams at once, so the second ratio says what replication costs *this* machine and
+{measured_on("torch", "megatron-core")}, gloo. {results["nproc"]} ranks share two cores: every byte that is sent is also received,
+checked and kept on the same machine, {results["nproc"] * results["replicas"]} streams at once, so the second ratio says what replication costs *this* machine and
 little about nodes with NICs. Other programs ran meanwhile, so the ratios spread widely; the processor times are the firmer
 numbers. Nothing was measured on a GPU.
 """

@@ -159,7 +159,9 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
     )  # fmt: skip
 
 
-def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began: float) -> Iterator[Failure]:
+def failures_in(
+    recorded_failures: list[dict[str, Any]], metrics: list[dict[str, Any]], began: float
+) -> Iterator[Failure]:
     """Yield the failures of a job. Each rank counts as a node.
 
     A recovery that another failure interrupts leaves no account of its own, only a gap in the count of generations. The
@@ -167,7 +169,7 @@ def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began
     spaces any others evenly between that time and the failure with an account.
     """
     generation = 0
-    for account in told:
+    for account in recorded_failures:
         ranks = [int(text.split()[1]) for text in account["failures"]]
         missing = account["generation"] - generation - 1
         last = max((line["time"] for line in metrics if line["time"] <= account["failed_at"]), default=began)

@@ -39,10 +39,10 @@ def main() -> None:
     OUTPUT.write_text(report(json.loads(printed.splitlines()[-1])), encoding="utf-8")
 
 
-def report(told: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Return the text of the page, from the command's JSON."""
-    kinds = [told["measured"][kind] for kind in ("normal", "stage", "all")]
-    ways = told["killed"]
+    kinds = [results["measured"][kind] for kind in ("normal", "stage", "all")]
+    ways = results["killed"]
     killed = "\n".join(
         f"| {name} | {' | '.join(f'{parts[name]:.2f}' for parts in ways.values())} |"
         for name in next(iter(ways.values()))
@@ -52,20 +52,20 @@ def report(told: dict[str, Any]) -> str:
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.recovery writes this file)
 
-An MoE of {told["stages"]} layers on {told["stages"]} pipeline stages of one rank each, {told["micro_batches"]} micro-batches an iteration, an aligned window of
-{told["window"]}. In one run the ranks of one stage in the middle and the ranks of all stages lose their memory in turns, and come
+An MoE of {results["stages"]} layers on {results["stages"]} pipeline stages of one rank each, {results["micro_batches"]} micro-batches an iteration, an aligned window of
+{results["window"]}. In one run the ranks of one stage in the middle and the ranks of all stages lose their memory in turns, and come
 back bit for bit (each time every byte is compared). Medians, of a replay for each replayed iteration.
 
 | | normal iteration | one stage alone | all stages |
 |---|---|---|---|
 {rows}
 
-A stage alone has no pipeline bubble and need not share the machine with the others: here {told["stages"]} ranks share two cores, so the
+A stage alone has no pipeline bubble and need not share the machine with the others: here {results["stages"]} ranks share two cores, so the
 ratio of wall seconds flatters it, and the one of processor seconds (those of the ranks that wait included) is the firmer
 number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
 processes stay: detection, restart and regrouping are not in these numbers.
 
-**With processes killed**: in four jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL, in turns in forward, backward,
+**With processes killed**: in four jobs a rank of stage {results["stages"] // 2} is killed {results["kills"]} times by SIGKILL, in turns in forward, backward,
 reduction and gather, with one spare. In the first it is restored by redo, in the second its stage replays, in the third
 logs have no room, so that all stages roll back, and in the fourth they do so from what peers hold of each
 (`--moevement-keep-own never`). Medians, seconds; Megatron's `--inprocess-*` timeouts as they are by

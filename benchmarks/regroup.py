@@ -89,7 +89,7 @@ def _made(world: int, pipeline: int, expert: int) -> list[str]:
             f"{cpu_s:.2f}"]  # fmt: skip
 
 
-def report(rows: list[list[str]], made: list[list[str]]) -> str:
+def report(rows: list[list[str]], groups_made: list[list[str]]) -> str:
     """Return the text of the page."""
     header = (
         "ranks", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore", "total", "kills",
@@ -111,7 +111,7 @@ connections over a network grow.
 own part grows with all of them, though it is a member of twenty. Connections to the other members come on top (NCCL
 makes them at a group's first collective), and the store's answers.
 
-{table(("ranks", "pipeline", "expert", "calls of new_group", "groups it is in", "members of these", "seconds", "processor"), made)}
+{table(("ranks", "pipeline", "expert", "calls of new_group", "groups it is in", "members of these", "seconds", "processor"), groups_made)}
 
 All process groups are made again, also those without a lost rank. Gloo's survivors have had their sockets shut down (that is
 how they are freed from waiting), and a group that was interrupted in a collective cannot be used again, with NCCL neither:

@@ -29,9 +29,9 @@ def main() -> None:
     draw(results, PLOT)
 
 
-def report(told: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """Return the text of the page, from the command's JSON."""
-    routings = told["routings"]
+    routings = results["routings"]
     head = " | ".join(
         f"{routing} routing (S = {routing_results['skewness']:.3f})" for routing, routing_results in routings.items()
     )
@@ -39,7 +39,7 @@ def report(told: dict[str, Any]) -> str:
         f"| {share:.0%} | "
         + " | ".join(_ratio(routing_results["ratios"][index]) for routing_results in routings.values())
         + " |"
-        for index, share in enumerate(told["shares"])
+        for index, share in enumerate(results["shares"])
     )
     normal = " | ".join(f"{routing_results['normal_s']:.2f} s" for routing_results in routings.values())
     rounds = next(iter(routings.values()))["rounds"]
@@ -47,7 +47,7 @@ def report(told: dict[str, Any]) -> str:
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.replay writes this file and the plot)
 
-A 57 M parameter MoE in BF16 (4 layers, 8 experts, top 2) on {told["nproc"]} expert-parallel ranks. Iterations are replayed with a
+A 57 M parameter MoE in BF16 (4 layers, 8 experts, top 2) on {results["nproc"]} expert-parallel ranks. Iterations are replayed with a
 growing share of operators frozen; operators become active in the order of a window, the least popular first, so the last
 ones to be active are the popular experts and what serves every token. Time over that of the same round with nothing
 frozen, median and quartiles of {rounds} rounds; shares take turns within a round.
@@ -73,7 +73,7 @@ def _ratio(quartiles: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def draw(told: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draw median and quartiles of the replay's time over the share of frozen operators."""
     import matplotlib
 
@@ -81,10 +81,10 @@ def draw(told: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
-    for routing, routing_results in told["routings"].items():
+    for routing, routing_results in results["routings"].items():
         low, middle, high = zip(*routing_results["ratios"], strict=True)
-        axis.plot(told["shares"], middle, marker="o", label=f"{routing}, S = {routing_results['skewness']:.3f}")
-        axis.fill_between(told["shares"], low, high, alpha=0.2)
+        axis.plot(results["shares"], middle, marker="o", label=f"{routing}, S = {routing_results['skewness']:.3f}")
+        axis.fill_between(results["shares"], low, high, alpha=0.2)
     axis.set(xlabel="share of operators frozen", ylabel="time over a normal iteration", ylim=(0, 1.2))
     axis.grid(alpha=0.3)
     axis.legend()

@@ -42,15 +42,15 @@ def run(words: list[str]) -> tuple[float, dict[str, Any]]:
     return statistics.median(seconds), json.loads(printed.splitlines()[-1])
 
 
-def report(one_s: float, sweep_s: float, told: dict[str, Any]) -> str:
+def report(one_s: float, sweep_s: float, results: dict[str, Any]) -> str:
     """Return the text of the page."""
     rows = "\n".join(
         f"| {result['mtbf_s'] / 60:g} min | {result['strategy']} | {result['interval']} | "
         f"{result['ettr_formula']:.3f} | "
         f"{result['ettr']:.3f} ± {result['ettr_confidence']:.3f} |"
-        for result in told["results"]
+        for result in results["results"]
     )
-    trainings = sum(len(result["failures"]) for result in told["results"])
+    trainings = sum(len(result["failures"]) for result in results["results"])
     return f"""# The simulator
 
     moevement {" ".join(SWEEP)}        (python -m benchmarks.simulator writes this file)

@@ -100,7 +100,7 @@ def advise(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(result: Worth) -> Iterator[str]:
-    best = result.ours[0]
+    best = result.strategies[0]
     way = f"{_called(best)} with {best.spares} spare node{'s' * (best.spares != 1)}"
     if not fits(best.strategy):
         yield "[bold red]Not with these nodes[/bold red]: no strategy fits into the host memory of a node."
@@ -112,8 +112,8 @@ def _verdict(result: Worth) -> Iterator[str]:
             f"[bold]You do not need this[/bold]: even the cheapest strategy, {way}, "
             f"{_saved(result.today[0], best, result.saved_interval_h)}."
         )
-    if result.yours is not None and result.yours is not result.today[0]:
-        yield f"As you save now, it {_saved(result.yours, best)}."
+    if result.at_user_interval is not None and result.at_user_interval is not result.today[0]:
+        yield f"As you save now, it {_saved(result.at_user_interval, best)}."
     least = f"{LEAST_SHARE:.1%} of the job's GPU hours"
     if result.break_even_s == 0:
         yield f"At no failure rate would it save {least}."
@@ -152,10 +152,10 @@ def _table(job: Scenario, result: Worth) -> Table:
         caption="every: iterations between saves, or W; saving: what checkpoints add; failures: work cut off or "
         "repeated, waiting, recovering; spares: idle nodes; GB: host memory of a node",
     )  # fmt: skip
-    for way in (*result.today, *result.ours):
-        is_ours = way in result.ours
+    for way in (*result.today, *result.strategies):
+        is_ours = way in result.strategies
         sparse = isinstance(way.strategy, MoEvement)
-        if way is result.ours[0]:
+        if way is result.strategies[0]:
             table.add_section()
         table.add_row(
             _called(way) if is_ours else way.name,
@@ -163,7 +163,7 @@ def _table(job: Scenario, result: Worth) -> Table:
             f"{way.saving_h:,.0f}", f"{way.failing_h:,.0f}", f"{way.spares_h:,.0f}", f"{way.total_h:,.0f}",
             f"{way.total_h / (gpus * MONTH_H):.2%}",
             f"{node_bytes(way.strategy) / GB:,.0f}" + ("" if fits(way.strategy) else ", does not fit"),
-            style="bold" if way in (result.today[0], result.ours[0]) else "",
+            style="bold" if way in (result.today[0], result.strategies[0]) else "",
         )  # fmt: skip
     return table
 
@@ -172,7 +172,7 @@ def _assumed(
     job: Scenario, result: Worth, arguments: argparse.Namespace, restart_s: float, repair_s: float
 ) -> Iterator[str]:
     """Yield sentences with the assumptions behind the numbers, and the source of each."""
-    saved, best = job.checkpointing, result.ours[0]
+    saved, best = job.checkpointing, result.strategies[0]
 
     def source(flag: str, is_default: bool = True) -> str:
         return f"assumed, --{flag}" if is_default and getattr(arguments, flag) is None else "given"
@@ -215,7 +215,7 @@ def _as_json(job: Scenario, result: Worth) -> dict[str, Any]:
         "saved_gpu_hours": result.saved_h,
         "saved_confidence": result.saved_interval_h if math.isfinite(result.saved_interval_h) else None,
         "break_even_mtbf_s": result.break_even_s if math.isfinite(result.break_even_s) else None,
-        "today": [_way_as_json(way) for way in result.today], "ours": [_way_as_json(way) for way in result.ours],
+        "today": [_way_as_json(way) for way in result.today], "ours": [_way_as_json(way) for way in result.strategies],
     }  # fmt: skip
 
 

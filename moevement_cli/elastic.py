@@ -179,10 +179,10 @@ def _print(results: dict[System, list[Trained]], nodes: Sequence[float], argumen
         console.print(sentence)
 
 
-def compared(found: Mapping[System, Sequence[Trained]]) -> str | None:
+def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
     """Return a sentence on the lead of the system with the most iterations. None: there is only one system."""
     iterations = {
-        system: statistics.mean(training.iterations for training in trained) for system, trained in found.items()
+        system: statistics.mean(training.iterations for training in trained) for system, trained in results.items()
     }
     first, *others = sorted(iterations, key=lambda system: iterations[system], reverse=True)
     if not others:

@@ -100,10 +100,10 @@ def plan(arguments: argparse.Namespace) -> int:
     return CHECK_FAILED if arguments.check and not (fits(checkpoints) and checkpoints.is_carried) else 0
 
 
-def fits(made: CheckpointPlan) -> bool:
+def fits(plan: CheckpointPlan) -> bool:
     """Return True if a node has enough host memory, or if its memory is not known."""
-    memory = made.given.cluster.host_memory_bytes
-    return memory is None or made.host_memory_of_node <= memory
+    memory = plan.given.cluster.host_memory_bytes
+    return memory is None or plan.host_memory_of_node <= memory
 
 
 def input_of(arguments: argparse.Namespace) -> PlanInput:
@@ -395,9 +395,9 @@ def _size(value: float) -> str:
     return f"{value:.0f} B"
 
 
-def as_json(made: CheckpointPlan) -> dict[str, Any]:
+def as_json(plan: CheckpointPlan) -> dict[str, Any]:
     """Return all numbers of the tables and the slots of every stage as plain data, in bytes and seconds."""
-    return _as_json(made) | {"redo": _as_json(made.redo())}
+    return _as_json(plan) | {"redo": _as_json(plan.redo())}
 
 
 def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:

@@ -1,25 +1,27 @@
-"""The engine of MoEvement: fault tolerance for training, without any knowledge of a trainer. This is the tour.
+"""Engine of MoEvement: fault tolerance for any trainer; this docstring is a tour of the package.
 
-Every rank of a job makes a :class:`Session` on top of a :class:`Binding`, which describes its trainer: which operators
-the rank holds (:class:`Operator`, :class:`OperatorState`), what an iteration changes beside them, how an update is
-made, and how an iteration is run again. From then on:
+Every rank of a job creates a :class:`Session` on a :class:`Binding`, which describes the trainer. The binding provides
+the operators of the rank (:class:`Operator`, :class:`OperatorState`) and the other state that an iteration changes. It
+also defines how the trainer updates weights and re-executes an iteration. From then on:
 
 1. **In every iteration** the session captures a slice of the state, ``SS_t``, while the next iteration runs
-   (``engine/``), as a :class:`Strategy` plans it (``strategies/``, ``policy/``), and sends it to peers on other nodes
-   (``replication/``). What crosses pipeline stages is logged (``boundary_log.py``). ``persistence/`` writes windows of
-   slices to disk. An optimizer step is committed (:class:`Commit`): a failure leaves it whole or undone.
-2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) notice, and give its rank to a
-   spare. All other ranks are interrupted, whatever they wait for, and enter training again (``restart/``).
-3. **Ranks meet** (``session/rejoin.py``), agree on the iteration to resume (``recovery/agree.py``), plan the way there
-   from what each of them holds (``recovery/plan.py``), fetch it, and replay the stages that lost their state
-   (``recovery/replay.py``), while their neighbours feed them from logs. Everything is verified (``recovery/check.py``).
+   (``engine/``). A :class:`Strategy` plans the slices (``strategies/``, ``policy/``). Senders send them to peers on
+   other nodes (``replication/``). A log keeps tensors that cross pipeline stages (``recovery/boundary_log.py``). A
+   writer writes windows of slices to disk (``storage/``). A commit point makes an optimizer step atomic under failures
+   (:class:`Commit`).
+2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) detect the failure and give the
+   rank to a spare. All survivors are interrupted, even in a wait, and enter training again (``restart/``).
+3. **Ranks meet** (``session/rejoin.py``) and agree on the iteration to resume (``recovery/agree.py``). They plan the
+   recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch them. The stages that lost their
+   state replay (``recovery/replay.py``), and their neighbours feed them from logs. Digests verify the result
+   (``recovery/check.py``).
 
-:func:`train` and :func:`iterations` do it for a loop of one's own: read ``examples/plain_torch/train.py`` first, then
-``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and ``strategies/``.
-``simulator/`` costs the same strategies at any scale, without running anything.
+:func:`train` and :func:`iterations` do all that for a custom training loop. Read ``examples/plain_torch/train.py``
+first, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and
+``strategies/``. ``simulator/`` computes the cost of the same strategies at any scale, without a job.
 
-Names are imported when they are first used: planning and simulation work without loading torch.distributed.
-Nothing below this package imports ``megatron``; a unit test keeps it so.
+Names are imported at their first use, so planning and simulation work without torch.distributed. Nothing in this
+package imports ``megatron``, which a unit test checks.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ _HOMES = {
     "snapshot.snapshot": ("Snapshot", "StateTensor"),
     "strategies": ("Strategy",),
 }  # fmt: skip
-"""The public names, by the module that each lives in."""
+"""Public names, by the module that defines them."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)
 

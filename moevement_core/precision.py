@@ -86,8 +86,8 @@ class Regime:
         """
         elements = math.ceil(sum(tensor.elements for tensor in tensors) / shards)
         quantised = math.ceil(sum(tensor.elements for tensor in tensors if self.quantises(tensor)) / shards)
-        held = math.ceil(len(tensors) / shards)
-        return self._weigh(elements, quantised, held, sum(map(self.scale_bytes, tensors)))
+        owned = math.ceil(len(tensors) / shards)
+        return self._weigh(elements, quantised, owned, sum(map(self.scale_bytes, tensors)))
 
     def part_bytes(self, parts: Iterable[tuple[TensorShape, int]]) -> StateBytes:
         """Return the exact bytes of an operator's state that a rank saves.
@@ -96,13 +96,13 @@ class Regime:
             parts: tensors of the operator, and the number of elements of each that the rank owns. The scales of a
                 tensor without own elements count both as compute weights and as full state.
         """
-        elements = quantised = tensors = scales = alone = 0
+        elements = quantised = tensors = scales = full_scales = 0
         for tensor, owned in parts:
             tensor_scales = self.scale_bytes(tensor)
             elements, tensors, scales = elements + owned, tensors + (owned > 0), scales + tensor_scales
             quantised += owned if self.quantises(tensor) else 0
-            alone += tensor_scales if not owned else 0
-        return self._weigh(elements, quantised, tensors, scales, alone)
+            full_scales += tensor_scales if not owned else 0
+        return self._weigh(elements, quantised, tensors, scales, full_scales)
 
     def quantises(self, tensor: TensorShape) -> bool:
         """Return True if snapshots save a tensor's compute weights in FP8.
@@ -119,7 +119,7 @@ class Regime:
             return _FACTOR_BYTES
         return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
 
-    def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, alone: int = 0) -> StateBytes:
+    def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, full_scales: int = 0) -> StateBytes:
         """Return the bytes of ``elements`` elements in ``tensors`` tensors.
 
         Args:
@@ -127,7 +127,7 @@ class Regime:
             quantised: number of those elements whose compute weights are FP8.
             tensors: number of tensors with own elements.
             scales: bytes of scales of compute weights.
-            alone: bytes of scales that also count as full state.
+            full_scales: bytes of scales that also count as full state.
         """
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
@@ -135,7 +135,7 @@ class Regime:
             elements * _ELEMENT_BYTES[name] + (tensors * _FACTOR_BYTES if name in _SCALED else 0)
             for name in (self.master, self.first_moment, self.second_moment)
         )
-        optimizer = first + second + tensors * self.step_bytes + alone
+        optimizer = first + second + tensors * self.step_bytes + full_scales
         return StateBytes(
             compute=compute,
             master=max(master, compute - optimizer),

@@ -110,12 +110,12 @@ def _resolve(name: str) -> Any:
     return owner
 
 
-def page(found: dict[str, Differences]) -> str:
+def page(by_version: dict[str, Differences]) -> str:
     """Return the text of the page."""
-    rows = [f"| {version} | {len(differences) or 'nothing'} |" for version, differences in found.items()]
+    rows = [f"| {version} | {len(differences) or 'nothing'} |" for version, differences in by_version.items()]
     details = [
         f"## {version}\n\n" + "\n".join(f"- `{name}` {what}" for name, what in sorted(differences.items())) + "\n"
-        for version, differences in found.items()
+        for version, differences in by_version.items()
         if differences
     ]
     return INTRODUCTION + "\n".join([*rows, "", *details])

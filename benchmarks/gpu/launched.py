@@ -109,9 +109,9 @@ def _job(words: list[str], run_dir: Path, environment: Mapping[str, str] | None)
     return RunRecord(run_dir)
 
 
-def is_equal(one: RunRecord, other: RunRecord) -> bool:
+def is_equal(first: RunRecord, other: RunRecord) -> bool:
     """Return True if two runs have the same bits, as ``moevement verify`` compares them."""
-    return compare(one, other).first_difference is None
+    return compare(first, other).first_difference is None
 
 
 def events(record: RunRecord, kind: str) -> list[dict[str, object]]:

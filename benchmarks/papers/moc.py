@@ -108,10 +108,10 @@ def draw(axis: Any, name: str, points: list[Point]) -> None:
     axis.set(title=f"{name}: seconds of an iteration", yscale="log")
 
 
-def report(made: dict[str, list[Point]]) -> str:
+def report(by_panel: dict[str, list[Point]]) -> str:
     """Return the text of the page."""
     parts = []
-    for name, points in made.items():
+    for name, points in by_panel.items():
         rows = [
             [place.label, f"{place.compute_s:.2f}", f"{place.full_s:.2f}", f"{place.partial_s:.2f}",
              *(f"{seconds:.2f}" for seconds in place.durations),
@@ -123,7 +123,7 @@ def report(made: dict[str, list[Point]]) -> str:
             "persisted, TB", "an eighth, TB",
         )  # fmt: skip
         parts.append(f"## {name}\n\n{table(header, rows)}")
-    first, h100 = made["a. DP and EP, A800"], made["c. DP and EP, H100"]
+    first, h100 = by_panel["a. DP and EP, A800"], by_panel["c. DP and EP, H100"]
     hidden = [place.label for place in first if place.full_s <= place.compute_s]
     eighth = [place.label for place in first if place.partial_s <= place.compute_s]
     text = "\n\n".join(parts)
@@ -147,7 +147,7 @@ network a node, 200 and 450 GB/s of NVLink, state of 12 bytes a parameter, which
 | on H100 a snapshot of everything does not hide even at 1024 | {"it does not" if h100[-1].full_s > h100[-1].compute_s else "it does"} |
 | persisted bytes grow with the GPUs, snapshots of a GPU do not | {first[-1].full_bytes / first[0].full_bytes:.0f} times the bytes, {first[-1].full_s / first[0].full_s:.2f} times the snapshot |
 | longer sequences take longer and save the same | yes |
-| a larger hidden size lengthens snapshots more than passes | {made["e. hidden size, 256 A800"][-1].full_s / made["e. hidden size, 256 A800"][0].full_s:.1f} and {made["e. hidden size, 256 A800"][-1].compute_s / made["e. hidden size, 256 A800"][0].compute_s:.1f} times |
+| a larger hidden size lengthens snapshots more than passes | {by_panel["e. hidden size, 256 A800"][-1].full_s / by_panel["e. hidden size, 256 A800"][0].full_s:.1f} and {by_panel["e. hidden size, 256 A800"][-1].compute_s / by_panel["e. hidden size, 256 A800"][0].compute_s:.1f} times |
 
 What lengthens an iteration with the number of GPUs is all-to-all over the network alone; how much follows from bandwidths
 that the paper does not give, and so does where the curves cross.

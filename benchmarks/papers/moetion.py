@@ -108,7 +108,7 @@ def share(strategy: Strategy) -> float:
     return strategy.copied_bytes * strategy.interval / strategy.costs.full_bytes
 
 
-def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
+def draw(axes: Any, by_model: dict[str, dict[str, Strategy]]) -> None:
     """Draw one panel for each figure."""
     panels = (
         ("4: checkpoint, GB", lambda strategy: share(strategy) * strategy.costs.job_bytes / GB),
@@ -117,7 +117,7 @@ def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
         ("7: wasted seconds of a failure", wasted_s),
     )
     for axis, (title, value) in zip(axes, panels, strict=True):
-        for number, (model, own) in enumerate(made.items()):
+        for number, (model, own) in enumerate(by_model.items()):
             places = [place + 0.4 * number for place in range(len(own))]
             axis.bar(places, [value(strategy) for strategy in own.values()], 0.4, label=model)
             axis.set_xticks([place + 0.2 for place in range(len(own))], list(own), rotation=20, fontsize=7)
@@ -126,10 +126,10 @@ def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
         axis.legend(fontsize=7)
 
 
-def report(made: dict[str, dict[str, Strategy]]) -> str:
+def report(by_model: dict[str, dict[str, Strategy]]) -> str:
     """Return the text of the page."""
     rows = []
-    for model, own in made.items():
+    for model, own in by_model.items():
         for name, strategy in own.items():
             rows.append(
                 [model, name, f"{strategy.costs.iteration_s:.2f}",
@@ -178,14 +178,15 @@ GPUs' peak and two replicas are assumed. Widths make up the published parameters
 | full state of 1.6B-64E is 587 GB | 10 bytes a parameter; mixed precision with FP32 master weights and moments has 12 (704 GB) |
 | 6 of 64 experts make it 61 GB | {share_of(MODELS[0]):.0f} GB, non-experts included |
 | Gemini stalls 28 s in every iteration, CheckFreq 100 s | {
-        made["MoE-GPT-1.6B-64E"]["gemini, every iteration"].overhead_s:.1f} s; writing takes {
-        checkpoint_s(made["MoE-GPT-1.6B-64E"]["checkfreq"]):.0f} s |
+        by_model["MoE-GPT-1.6B-64E"]["gemini, every iteration"].overhead_s:.1f} s; writing takes {
+        checkpoint_s(by_model["MoE-GPT-1.6B-64E"]["checkfreq"]):.0f} s |
 | Gemini checkpoints 6 times in 100 iterations, CheckFreq 2 | {
-        100 / made["MoE-GPT-1.6B-64E"]["gemini, without stalls"].interval:.1f} and {
-        100 / made["MoE-GPT-1.6B-64E"]["checkfreq"].interval:.1f} |
-| CheckFreq wastes 331.9 s on 1.6B-64E | {wasted_s(made["MoE-GPT-1.6B-64E"]["checkfreq"]):.0f} s |
+        100 / by_model["MoE-GPT-1.6B-64E"]["gemini, without stalls"].interval:.1f} and {
+        100 / by_model["MoE-GPT-1.6B-64E"]["checkfreq"].interval:.1f} |
+| CheckFreq wastes 331.9 s on 1.6B-64E | {wasted_s(by_model["MoE-GPT-1.6B-64E"]["checkfreq"]):.0f} s |
 | MoEtion wastes {MODELS[0].wasted_s} and {MODELS[1].wasted_s} s | {
-        wasted_s(made["MoE-GPT-1.6B-64E"]["moetion"]):.1f} and {wasted_s(made["MoE-GPT-2.9B-16E"]["moetion"]):.1f} s |
+        wasted_s(by_model["MoE-GPT-1.6B-64E"]["moetion"]):.1f} and {
+        wasted_s(by_model["MoE-GPT-2.9B-16E"]["moetion"]):.1f} s |
 
 - A dense checkpoint of 587 GB that stalls 28 s goes at 21 GB/s of all ranks together: half of what one node's links carry, as
   in MoEvement's table 7 (benchmarks/papers/table7.md). At the stated links of all sixteen nodes it takes two seconds.

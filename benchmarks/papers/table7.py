@@ -98,9 +98,9 @@ def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) 
     return rows
 
 
-def report(bandwidths: list[list[str]], ratios: list[list[str]], found: list[float]) -> str:
+def report(bandwidths: list[list[str]], ratios: list[list[str]], bandwidths_found: list[float]) -> str:
     """Return the text of the page."""
-    middle = statistics.median(found)
+    middle = statistics.median(bandwidths_found)
     first = (
         "compute/master/moments", "full state", "a checkpoint of Gemini delays by, s", "implies, GB/s", "W published",
         "W at stated bandwidths", "W at the implied one", "CheckFreq every, published", "at stated", "at implied",
@@ -117,7 +117,7 @@ def report(bandwidths: list[list[str]], ratios: list[list[str]], found: list[flo
 DeepSeek-MoE on 128 H100, pipeline 8. **One number is fitted, and only here and where it is named**: Gemini's published
 interval times its published overhead is the delay of one checkpoint, so full state over that delay (and the iteration that
 hides as much again) is the bandwidth of all ranks together. In fourteen of fifteen cells it comes out between
-{found[1] / GB:.1f} and {found[-1] / GB:.1f} GB/s (once {found[0] / GB:.1f}), median {middle / GB:.1f} GB/s, whatever the precision. The
+{bandwidths_found[1] / GB:.1f} and {bandwidths_found[-1] / GB:.1f} GB/s (once {bandwidths_found[0] / GB:.1f}), median {middle / GB:.1f} GB/s, whatever the precision. The
 stated bandwidths are 16 nodes of 200 Gb/s: 400 GB/s. So the published dense checkpoints go at half of what *one* node sends,
 as if two copies of everything left through one node. Nothing in the paper says why.
 

@@ -87,22 +87,22 @@ def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
     return each * replicas + torch.minimum(ends, more) - torch.minimum(ends - replicas, more)
 
 
-def to_slots(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
+def to_slots(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> torch.Tensor:
     """Return the map of tokens to slots, bool ``[T, S]``; each token is in one slot of each expert it is routed to.
 
     Args:
         routing_map: bool ``[T, E]``.
         table: slots of the layer.
-        its: shares of this rank.
+        shares_: shares of this rank.
     """
     if has_kernels(routing_map):
         from moevement_kernels.triton_dispatch import to_slots_kernel
 
-        return to_slots_kernel(routing_map, table.expert, its.begin, its.end)
-    return to_slots_reference(routing_map, table, its)
+        return to_slots_kernel(routing_map, table.expert, shares_.begin, shares_.end)
+    return to_slots_reference(routing_map, table, shares_)
 
 
-def to_slots_reference(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
+def to_slots_reference(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> torch.Tensor:
     """Compute :func:`to_slots` in torch."""
     place = (routing_map.cumsum(0) - 1)[:, table.expert]
-    return routing_map[:, table.expert] & (place >= its.begin) & (place < its.end)
+    return routing_map[:, table.expert] & (place >= shares_.begin) & (place < shares_.end)

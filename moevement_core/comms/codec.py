@@ -16,10 +16,10 @@ from moevement_core.policy.schedule import Schedule
 
 
 class Plain:
-    """Nested plain data with tensors in it, of no type that is known beforehand; tuples stay tuples.
+    """Nested plain data with tensors, for values without a known type. Tuples stay tuples.
 
     Args:
-        value: what :func:`moevement_core.comms.plain.flatten` takes.
+        value: any value that :func:`moevement_core.comms.plain.flatten` accepts.
     """
 
     __slots__ = ("value",)
@@ -34,14 +34,14 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """The inverse of :func:`encode`.
+    """Return the value of bytes that :func:`encode` made in another process.
 
     Args:
-        data: from another process.
-        kind: the type that it has to be of.
+        data: received bytes.
+        kind: expected type of the value.
 
     Raises:
-        ExchangeError: it is of another type, or nothing that :func:`encode` made.
+        ExchangeError: the value has another type, or :func:`encode` did not make the bytes.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
@@ -108,15 +108,15 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def pack_schedule(schedule: Schedule) -> tuple[str, bytes]:
-    """The name of its class, and its fields."""
+    """Return the class name of a schedule, and its encoded fields."""
     return type(schedule).__name__, encode(schedule)
 
 
 def unpack_schedule(packed: tuple[str, bytes]) -> Schedule:
-    """The inverse of :func:`pack_schedule`.
+    """Return the schedule of a name and fields that :func:`pack_schedule` made.
 
     Raises:
-        ExchangeError: there is no such schedule here.
+        ExchangeError: this process knows no schedule class of that name.
     """
     name, data = packed
     known = {kind.__name__: kind for kind in _all_kinds(Schedule)}

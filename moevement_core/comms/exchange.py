@@ -13,19 +13,19 @@ from moevement_core.comms.codec import decode, encode
 from moevement_core.errors import ExchangeError
 
 
-def all_gather_objects(mine: Any, kind: Any, group: Any = None) -> list[Any]:
-    """Returns what every rank gave, by rank; every rank of ``group`` calls it at the same point.
+def all_gather_objects(local: Any, kind: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks, by rank. Every rank of ``group`` calls it at the same point.
 
     Args:
-        mine: of this rank.
-        kind: the type of it, the same on all ranks; what comes is checked against it.
-        group: of all ranks, where none is given.
+        local: value of this rank.
+        kind: type of the values, the same on all ranks; received values are checked against it.
+        group: process group; None for all ranks.
 
     Raises:
-        ExchangeError: something else came. On every rank alike.
+        ExchangeError: a received value has another type. On every rank alike.
     """
     device, world = torch.device(_get_object_coll_device(group)), dist.get_world_size(group)
-    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8)
     sizes = torch.zeros(world, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()], device=device), group=group)
     known = sizes.tolist()
@@ -37,19 +37,19 @@ def all_gather_objects(mine: Any, kind: Any, group: Any = None) -> list[Any]:
     return [_decoded(rows[rank, :size], kind, rank) for rank, size in enumerate(known)]
 
 
-def broadcast_object(mine: Any, kind: Any, source: int = 0) -> Any:
-    """Returns what the rank ``source`` gave; every rank calls it at the same point.
+def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
+    """Return the value of the rank ``source``. Every rank calls it at the same point.
 
     Args:
-        mine: of this rank; of no concern on any but ``source``.
-        kind: see :func:`all_gather_objects`.
-        source: a rank.
+        local: value to send; ignored on all ranks but ``source``.
+        kind: type of the value; see :func:`all_gather_objects`.
+        source: rank that sends its value.
 
     Raises:
-        ExchangeError: something else came. On every rank alike.
+        ExchangeError: the received value has another type. On every rank alike.
     """
     device = torch.device(_get_object_coll_device(None))
-    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8) if dist.get_rank() == source else None
+    data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8) if dist.get_rank() == source else None
     size = torch.tensor([data.numel() if data is not None else 0], device=device)
     dist.broadcast(size, source)
     received = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
@@ -58,16 +58,16 @@ def broadcast_object(mine: Any, kind: Any, source: int = 0) -> Any:
 
 
 def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
-    """Returns what ``answer`` gives on rank 0, where alone it is called; every rank calls this at the same point.
+    """Call ``answer`` on rank 0, and return its result on every rank. Every rank calls this at the same point.
 
-    For what ranks may see differently (a file, the time), so that each of them goes on alike.
+    Use it for facts that ranks may see differently, such as a file or the time, so that all ranks decide alike.
 
     Args:
-        answer: where it raises, the others wait for it.
-        kind: see :func:`all_gather_objects`.
+        answer: function that only rank 0 calls. If it raises, the other ranks keep waiting.
+        kind: type of the result; see :func:`all_gather_objects`.
 
     Raises:
-        ExchangeError: something else came. On every rank alike.
+        ExchangeError: the received result has another type. On every rank alike.
     """
     return broadcast_object(answer() if dist.get_rank() == 0 else None, kind)
 

@@ -118,16 +118,16 @@ class OwnSnapshots:
                 else:
                     self._read.add(held)
 
-    def give_back(self, gone: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+    def give_back(self, unneeded: Mapping[int, npt.NDArray[np.bool_]]) -> None:
         """Free parts of snapshots that no restore point needs.
 
         A snapshot with readers is left as it is; the caller repeats the call in the next iteration.
 
         Args:
-            gone: operators to free, by iteration, bool ``[operators]``.
+            unneeded: operators to free, by iteration, bool ``[operators]``.
         """
         with self._lock:
-            for iteration, operators in gone.items():
+            for iteration, operators in unneeded.items():
                 held = self._held.get(iteration)
                 if held is None or held.snapshot is None or held.users or held.dropped:
                     continue

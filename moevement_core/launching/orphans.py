@@ -48,17 +48,17 @@ class Orphans:
         """True if :meth:`step` should be called now: for a while after a process has ended, and while orphans live."""
         return self._look_at <= time.monotonic() <= self._until
 
-    def step(self, ours: Collection[int], living: Collection[int]) -> None:
+    def step(self, started_pids: Collection[int], living: Collection[int]) -> None:
         """Collect orphans that have ended, and kill those that still live after the grace time.
 
         Args:
-            ours: process ids that the supervisor has started and not yet seen to end. Ids of ended processes are
-                excluded, because the kernel may give them to other processes.
+            started_pids: process ids that the supervisor has started and not yet seen to end. Ids of ended processes
+                are excluded, because the kernel may give them to other processes.
             living: members whose processes live.
         """
         now = time.monotonic()
         self._look_at = now + LOOK_S
-        members = {process: _member_of(process) for process in _adopted(ours)}
+        members = {process: _member_of(process) for process in _adopted(started_pids)}
         left = [process for process, member in members.items() if member is not None and member not in living]
         self._since = {process: self._since.get(process, now) for process in left}
         for process, since in self._since.items():
@@ -67,7 +67,7 @@ class Orphans:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
-    def release_device(self, member: int, ours: Collection[int]) -> bool:
+    def release_device(self, member: int, started_pids: Collection[int]) -> bool:
         """Kill the orphans of an ended member that have a device open; return True if no such orphan is left.
 
         While an orphan lives, the device has no memory for the replacement. So the supervisor reports the death only
@@ -75,11 +75,13 @@ class Orphans:
 
         Args:
             member: the member that has ended.
-            ours: process ids that the supervisor has started and not yet seen to end.
+            started_pids: process ids that the supervisor has started and not yet seen to end.
         """
         if not glob(DEVICE_FILES):
             return True
-        holders = [process for process in _adopted(ours) if _member_of(process) == member and _holds_device(process)]
+        holders = [
+            process for process in _adopted(started_pids) if _member_of(process) == member and _holds_device(process)
+        ]
         for process in holders:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

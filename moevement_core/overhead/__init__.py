@@ -1,1 +1,1 @@
-"""Measurement of what saving costs training, while the job trains: quiet iterations, compared with their neighbours."""
+"""Measurement of what saving costs training, by comparison of quiet iterations with their neighbours."""

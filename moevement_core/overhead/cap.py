@@ -1,7 +1,8 @@
-"""Bytes that an iteration may save, from the measured cost of what is saved now.
+"""Control of the bytes that an iteration saves, by the measured cost of saving.
 
-The cost of copies, digests and sends grows with the bytes that an iteration saves. So bytes follow the measured share:
-fewer as soon as it is surely above the cap (multiplicative decrease), more, step by step, while it is below half of it.
+The cost of copies, digests and sends grows with the bytes that an iteration saves. The control reduces the bytes as
+soon as the cost is clearly above the cap (multiplicative decrease). It raises them step by step while the cost is below
+half of the cap.
 """
 
 from __future__ import annotations
@@ -9,39 +10,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RECENT = 16
-"""Comparisons that decide on what is saved next, at most: older ones may be of other links."""
+"""Most comparisons in a decision about the bytes; older ones may belong to other links."""
 FEWEST = 4
-"""Comparisons with quiet iterations before a measurement says anything."""
+"""Fewest comparisons with quiet iterations for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
-"""Comparisons that are enough where the share, less so many standard errors, is so many times the cap: training is
-then worth more than certainty."""
+"""Fewest comparisons for an early decrease: ``FEWEST_CLEAR`` suffice if the cost, less ``SURE`` standard errors, is
+above ``CLEAR`` times the cap. A quick reaction is then worth more than certainty."""
 FEWEST_TO_GROW = 8
-"""Comparisons before more bytes are saved than now."""
+"""Fewest comparisons before the bytes may grow."""
 AIM = 0.7
-"""Share of the cap that fewer bytes aim at, so that the next measurement is not above it again."""
+"""Share of the cap at which a change of the bytes aims, so that the next measurement stays below the cap."""
 LEAST_STEP, MOST_STEP = 1 / 16, 2.0
-"""Factors by which bytes change at a time, at most."""
+"""Smallest and largest factor by which the bytes change at a time."""
 OVERHEAD_CAP = 0.02
-"""Share of training time that saving may cost, by default."""
+"""Default cap: share of training time that saving may cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The measured cost of what is saved now, of all ranks together."""
+    """Measured cost of the present saving, over all ranks together."""
 
     share: float
-    """Share of training time."""
+    """Share of training time that saving costs."""
     error: float
     """Standard error of :attr:`share`."""
     comparisons: float
-    """Quiet iterations that were compared with their neighbours, a mean over ranks."""
+    """Number of quiet iterations that were compared with their neighbours, as a mean over ranks."""
 
 
 def factor(evidence: Evidence | None, cap: float) -> float:
-    """Return the factor by which the bytes that an iteration saves should change; 1.0: they should not.
+    """Return the factor by which the bytes that an iteration saves should change; 1.0: no change.
 
     Args:
-        evidence: the measured cost; None before anything is measured.
+        evidence: measured cost; None: nothing is measured yet.
         cap: share of training time that saving may cost.
     """
     if evidence is None:
@@ -56,7 +57,7 @@ def factor(evidence: Evidence | None, cap: float) -> float:
 
 
 class CapWatch:
-    """Watch of a cost that stays above the cap: where a window is given, or nothing rarer can be saved.
+    """Watch for a cost that stays above the cap, because the window is imposed or windows cannot become rarer.
 
     Args:
         cap: share of training time that saving may cost.
@@ -67,8 +68,8 @@ class CapWatch:
         self._is_above = False
 
     def has_passed(self, evidence: Evidence) -> bool:
-        """Return whether the cost of what has been saved for long is surely above the cap, and was not before."""
-        if evidence.comparisons < RECENT:  # what is saved has just changed, or little is known
+        """Return True if a long-measured cost is clearly above the cap, and was not so at the last call."""
+        if evidence.comparisons < RECENT:  # The saving has changed lately, or there are few measurements.
             return False
         was_above, self._is_above = self._is_above, evidence.share - evidence.error > self.cap
         return self._is_above and not was_above

@@ -1,9 +1,9 @@
-"""The share of training time that saving costs, estimated from quiet iterations and their neighbours.
+"""Estimate of the share of training time that saving costs, from quiet iterations and their neighbours.
 
-A machine whose speed drifts slows a quiet iteration as much as those beside it, so each quiet iteration is compared
-with its own neighbours: ``median(saving neighbours) / quiet - 1``. That is the cost of digests and sends, which pause
-in quiet iterations or have nothing to do there. Where few iterations save, each of them is compared with the quiet ones
-around it instead. What goes on in every iteration, on the training thread, is timed directly.
+Drift in a machine's speed affects a quiet iteration and its neighbours equally. The estimate therefore compares each
+quiet iteration with its own neighbours: ``median(saving neighbours) / quiet - 1``. That ratio is the cost of digests
+and sends, which pause in quiet iterations or have nothing to do. If few iterations save, the estimate compares each of
+them with the quiet iterations around it. A clock measures the training thread's own work in every iteration.
 """
 
 from __future__ import annotations
@@ -17,79 +17,79 @@ from dataclasses import dataclass, field
 from moevement_core.overhead.cap import RECENT, Evidence
 
 REACH = 2
-"""Neighbours on each side of a quiet iteration that it is compared with."""
+"""Number of neighbours on each side that a quiet iteration is compared with."""
 REMEMBERED = 64
-"""Comparisons that an estimate is made from, at most; older ones are forgotten, for load and links change."""
+"""Most comparisons in an estimate; older ones are forgotten, because load and links change."""
 ITERATIONS = 256
-"""Iterations from which the share is taken of those that save, and what the training thread does itself."""
+"""Most iterations in the share of saving iterations and in the cost on the training thread."""
 CONFIDENCE = 0.95
 MAD_TO_DEVIATION = 1.4826
-"""Standard deviation over median absolute deviation, of a normal distribution."""
+"""Ratio of the standard deviation to the median absolute deviation, for a normal distribution."""
 MEDIAN_TO_MEAN = 1.2533
-"""Standard error of a median over that of a mean, of a normal distribution."""
+"""Ratio of the standard error of a median to that of a mean, for a normal distribution."""
 DISTURBED = 3.0
-"""A quiet iteration, or a neighbour, that takes this many times as long as the median of its neighbourhood had
-something else beside it: a dense save, an evaluation, a pause of the host."""
+"""Factor on the median time of a neighbourhood. A quiet iteration or neighbour that takes longer was disturbed, for
+example by a dense save, an evaluation or a pause of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An iteration as one rank has timed it."""
+    """Times of one iteration on one rank."""
 
     iteration: int
     train_s: float
-    """Seconds of the iteration, without the three that follow."""
+    """Seconds of the iteration, without ``copy_s``, ``policy_s`` and ``stall_s``."""
     copy_s: float
-    """Seconds of the training thread for the snapshot: boundary record and issuing copies."""
+    """Seconds of the training thread for the snapshot: boundary record, and issue of the copies."""
     policy_s: float
-    """Seconds of the training thread for deciding order and window."""
+    """Seconds of the training thread for the decision about order and window."""
     stall_s: float
     """Seconds that training waited for copies."""
     digest_cpu_s: float
-    """Processor seconds of the background thread that makes digests."""
+    """Processor seconds of the background thread that computes digests."""
     send_cpu_s: float
     """Processor seconds of the threads that send and receive copies."""
     is_quiet: bool
-    """True if nothing was digested or sent beside it: background work paused, or there was none."""
+    """True if no digest or send ran beside the iteration, because background work paused or had nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The cost of saving, as shares of the time that an iteration takes without it."""
+    """Cost of saving, in shares of the time of an iteration without saving."""
 
     share: float
     """Share of training time for all parts together, as a mean over saving and quiet iterations."""
     low: float | None
-    """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations for one."""
+    """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     high: float | None
     """Upper end of the same interval."""
     copy: float
     digest: float
-    """Digests' part of what pauses in quiet iterations, in proportion to processor time."""
+    """Share of digests: their part, by processor time, of the work that pauses in quiet iterations."""
     send: float
-    """The rest of what pauses in quiet iterations: sending copies to peers, and receiving theirs."""
+    """Share of sends: the rest of the work that pauses in quiet iterations, with receiving of other ranks' copies."""
     policy: float
     stall: float
     quiet_s: float
-    """Seconds that an iteration takes without saving, median."""
+    """Median seconds of an iteration without saving."""
     quiet_iterations: int
-    """Quiet iterations that the estimate was made from."""
+    """Number of comparisons in the estimate."""
 
 
 @dataclass
 class OverheadEstimate:
-    """The estimate of one rank, from the iterations that it is given one after the other."""
+    """Estimate of the cost on one rank, from consecutive iterations."""
 
     _recent: deque[Timed] = field(default_factory=lambda: deque(maxlen=2 * REACH + 1))
-    """The newest iterations, without a gap."""
+    """Newest consecutive iterations, one neighbourhood."""
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Saving neighbours over quiet iteration, less 1."""
+    """Ratios of saving to quiet iterations, minus 1, of the newest comparisons."""
     _quiet_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _all: deque[Timed] = field(default_factory=lambda: deque(maxlen=ITERATIONS))
-    """The newest iterations, for what is timed directly."""
+    """Newest iterations, for the cost on the training thread."""
 
     def add(self, timed: Timed) -> None:
-        """Take in the next iteration; one that does not follow the last begins a new neighbourhood."""
+        """Add the next iteration; a gap in the numbers starts a new neighbourhood."""
         if self._recent and timed.iteration != self._recent[-1].iteration + 1:
             self._recent.clear()
         self._recent.append(timed)
@@ -98,17 +98,18 @@ class OverheadEstimate:
             self._compare(self._recent[REACH])
 
     def forget(self) -> None:
-        """Forget what saving cost: what is saved, or over which links, has changed. Training itself has not."""
+        """Forget the cost of saving, because the saved bytes or the links have changed; keep the quiet times."""
         self._recent.clear()
         self._ratios.clear()
         self._all.clear()
 
     def _compare(self, middle: Timed) -> None:
-        """Compare an iteration with those around it that are of the other kind, if enough of them are."""
+        """Compare an iteration with the neighbours of the other kind, saving or quiet, if there are enough of them."""
         others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
         undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
-        # A saving iteration may well take as long because it saves: it counts, and medians bear with a few that do not.
+        # A saving iteration may take long because it saves, so it always counts. The median tolerates a few disturbed
+        # ones.
         is_disturbed = middle.is_quiet and middle.train_s > DISTURBED * usual_s
         has_enough = len(others) > REACH or self._is_at_edge(middle)
         if not has_enough or not undisturbed or is_disturbed or middle.train_s <= 0:
@@ -119,23 +120,23 @@ class OverheadEstimate:
         self._quiet_s.append(quiet_s)
 
     def _is_at_edge(self, middle: Timed) -> bool:
-        """Return whether it is the first or the last of some that save one after the other, between quiet ones."""
+        """Return True if ``middle`` is the first or last of several saving iterations next to quiet ones."""
         recent = list(self._recent)
         sides = recent[:REACH], recent[-REACH:]
         return not middle.is_quiet and any(all(near.is_quiet for near in side) for side in sides)
 
     @property
     def quiet_s(self) -> float | None:
-        """Seconds that an iteration takes without saving, median; None before the first quiet one."""
+        """Median seconds of an iteration without saving; None before the first comparison."""
         return statistics.median(list(self._quiet_s)[-RECENT:]) if self._quiet_s else None
 
     @property
     def _saving_share(self) -> float:
-        """Share of the newest iterations beside which something was digested or sent."""
+        """Share of the newest iterations that a digest or send accompanied."""
         return statistics.fmean(not comparison.is_quiet for comparison in self._all)
 
     def _on_training_thread(self) -> list[float]:
-        """Return the training thread's part of the cost: copies, policy, stalls, as shares."""
+        """Return the cost on the training thread as shares: copies, policy and stalls."""
         quiet_s = statistics.median(self._quiet_s)
         timed = zip(
             *((comparison.copy_s, comparison.policy_s, comparison.stall_s) for comparison in self._all), strict=True
@@ -143,7 +144,7 @@ class OverheadEstimate:
         return [statistics.fmean(values) / quiet_s for values in timed]
 
     def evidence(self) -> Evidence:
-        """Return the newest of what is known of the cost, for who decides what is saved next."""
+        """Return the newest measurement, on which decisions about the saved bytes rest."""
         newest = list(self._ratios)[-RECENT:]
         if len(newest) < 2:
             return Evidence(0.0, 0.0, len(newest))
@@ -154,7 +155,7 @@ class OverheadEstimate:
         return Evidence(sum(self._on_training_thread()) + share * middle, share * error, len(newest))
 
     def measured(self) -> Overhead | None:
-        """Return what saving costs; None before a quiet iteration could be compared."""
+        """Return the cost of saving; None before the first comparison."""
         if not self._ratios:
             return None
         saving_share = self._saving_share
@@ -176,11 +177,11 @@ class OverheadEstimate:
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
-    """Return the ends of a confidence interval of the median, whatever the distribution; None, None of too few values.
+    """Return a confidence interval of the median for any distribution; None, None for too few values.
 
-    The ends are order statistics: of ``n`` values the median lies between the ``k``-th smallest and the ``k``-th
-    largest with probability ``1 - 2 P(B < k)``, where ``B`` is binomial with ``n`` draws of one half. See David and
-    Nagaraja, Order Statistics, section 7.1.
+    The ends are order statistics. The median lies between the ``k``-th smallest and the ``k``-th largest of ``n``
+    values with probability ``1 - 2 P(B < k)``. Here ``B`` is binomial with ``n`` draws of probability one half. See
+    David and Nagaraja, Order Statistics, section 7.1.
     """
     ordered, count = sorted(values), len(values)
     outside, ends = 0.0, 0

@@ -1,4 +1,4 @@
-"""Meter of what saving costs one rank's training, iteration by iteration."""
+"""Meter of the cost of saving for one rank's training, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.overhead.quiet import is_quiet
 
 PAUSE_LIMIT = 3.0
-"""A pause ends after so many times the length of an iteration; the iteration is not counted as quiet then."""
+"""Factor on the length of an iteration after which a pause ends; the iteration then does not count as quiet."""
 SETTLING = 2
-"""Iterations of a job that do not count: the first one captures a whole window, and both compile and allocate."""
+"""Number of first iterations of a job that do not count: the first one captures a whole window, and both compile and
+allocate."""
 FIRST_LIMIT_S = 60.0
-"""Seconds after which a pause ends while no length is known."""
+"""Seconds after which a pause ends while the length of an iteration is unknown."""
 
 
 class OverheadMeter:
-    """Clock of one rank: the training thread tells it when an iteration begins and ends.
+    """Clock of one rank's iterations, which the training thread starts and stops.
 
     Args:
-        began_at: the iteration whose state the job began from, the same on all ranks.
-        pause: of this rank's background work; begun and ended here.
+        began_at: iteration whose state the job began from, the same on all ranks.
+        pause: pause of this rank's background work; the meter begins and ends it.
     """
 
     def __init__(self, began_at: int, pause: Pause) -> None:
         self._began_at, self._pause = began_at, pause
         self._estimate = OverheadEstimate()
         self.is_measuring = True
-        """True if there are quiet iterations; a benchmark that turns saving off and on itself has none."""
+        """True if there are quiet iterations; a benchmark that switches saving on and off itself has none."""
         self._iteration = -1
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False
@@ -36,10 +37,10 @@ class OverheadMeter:
         """Begin ``iteration``, for which the training thread has captured a snapshot.
 
         Args:
-            iteration: the iteration that begins.
+            iteration: iteration that begins.
             begin_s: seconds of the training thread for snapshot and policy.
-            policy_s: those of them for order and window.
-            stall_s: those of them that were waits for copies.
+            policy_s: part of ``begin_s`` for the decision about order and window.
+            stall_s: part of ``begin_s`` in which the thread waited for copies.
         """
         self._iteration, self._policy_s, self._stall_s = iteration, policy_s, stall_s
         self._copy_s = max(0.0, begin_s - policy_s - stall_s)
@@ -53,15 +54,16 @@ class OverheadMeter:
         self, iteration: int, step_s: float, stall_s: float, digest_cpu_s: float, send_cpu_s: float, *,
         is_saving: bool = True,
     ) -> None:  # fmt: skip
-        """End ``iteration``; does nothing for one that was not begun here.
+        """End ``iteration``; an iteration that did not begin here is ignored.
 
         Args:
-            iteration: the iteration that ends.
-            step_s: seconds that it took, after :meth:`begin`.
-            stall_s: seconds of them in which training waited for copies.
-            digest_cpu_s: processor seconds for digests since the iteration before.
-            send_cpu_s: processor seconds for sending and receiving copies since the iteration before.
-            is_saving: whether a snapshot was copied, digested, sent or written beside it, or waited for that.
+            iteration: iteration that ends.
+            step_s: seconds since :meth:`begin`.
+            stall_s: part of ``step_s`` in which training waited for copies.
+            digest_cpu_s: processor seconds for digests since the previous iteration.
+            send_cpu_s: processor seconds for sending and receiving copies since the previous iteration.
+            is_saving: True if a snapshot was copied, digested, sent or written beside the iteration, or waited for one
+                of these.
         """
         has_lasted = self._pause.end()
         if iteration != self._iteration or (self._is_quiet and not has_lasted):
@@ -82,17 +84,17 @@ class OverheadMeter:
 
     @property
     def quiet_s(self) -> float | None:
-        """Seconds that an iteration takes without saving, median; None before the first comparison."""
+        """Median seconds of an iteration without saving; None before the first comparison."""
         return self._estimate.quiet_s
 
     def evidence(self) -> Evidence:
-        """Return what is known of the cost of what is saved now."""
+        """Return the measured cost of the present saving."""
         return self._estimate.evidence()
 
     def forget(self) -> None:
-        """Begin again: what is saved from now on is something else."""
+        """Discard the measured cost, because the saved bytes or the links have changed."""
         self._estimate.forget()
 
     def measured(self) -> Overhead | None:
-        """Return what saving costs; None before a quiet iteration could be compared with its neighbours."""
+        """Return the cost of saving; None before the first comparison of a quiet iteration with its neighbours."""
         return self._estimate.measured()

@@ -1,8 +1,9 @@
-"""Cost of sparse checkpointing for a job, before it runs: window, slots, traffic, host memory, rollback.
+"""Cost of sparse checkpointing for a job that does not run yet: window, slots, traffic, host memory, rollback.
 
-The arithmetic is that of the live run: the same tables, windows and bounds. What only a run knows is assumed: every
-operator is cut evenly over the ranks that share it, experts are equally popular, and copies and sends go at the
-bandwidths given.
+The plan uses the tables, windows and bounds of a live run. Its assumptions replace what only a run knows:
+
+* The ranks that share an operator divide it evenly. * Experts are equally popular. * Copies and sends reach the
+bandwidths of the cluster description.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
-"""Rate of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
+"""Bytes per second of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
 _MASTER_BYTES = 4
 """Bytes of an element of the widest tensor in a snapshot."""
 INTERRUPTED = 0.5
-"""Iterations of work that a failure takes from the iteration under way, on average; no replay counts them."""
+"""Mean iterations of work that a failure destroys in the iteration under way; a replay does not count them."""
 DENSE_OVERHEAD = 0.03
 """CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
 
 
 @dataclass(frozen=True)
 class PlanInput:
-    """Everything a plan follows from."""
+    """Inputs of a plan: job, cluster, formats and choices of checkpointing."""
 
     job: JobShape
     cluster: Cluster
@@ -61,30 +62,29 @@ class PlanInput:
     iteration_s: float
     kind: WindowKind = WindowKind.ALIGNED
     replicas: int = 2
-    """Copies of each snapshot, or blocks of parity of each group."""
+    """Number of copies of each snapshot, or of blocks of parity for each group."""
     window: int | None = None
-    """An imposed window; left out it is chosen."""
+    """Imposed window in iterations; None: the plan chooses it."""
     period: int | None = None
-    """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
+    """Imposed iterations from the start of one window to the next; None: the plan chooses them by ``overhead_cap``."""
     contention: float = 0.0
-    """Share of the seconds in which links could carry nothing but the copies, by which those lengthen training; 0 hides
-    them wholly.
-    """
+    """Seconds by which copies lengthen training, over the seconds in which links could carry the copies alone; 0: no
+    effect."""
     overhead_cap: float = OVERHEAD_CAP
-    """Share of an iteration's time that this may be, before windows become rarer."""
+    """Largest share of training time that copies may cost before windows become rarer."""
     recovery: Recovery = Recovery.REPLAY
     """Way to recover: replay or redo."""
     members: int = 0
-    """Members of a group of whose snapshots parity is kept; 0: copies are kept."""
+    """Number of members in a parity group; 0: peers keep copies."""
     keeps_own: bool = True
-    """True if ranks keep their own snapshots when all peers have them."""
+    """True if ranks keep own snapshots that all peers have."""
     to_disk: bool = False
-    """True if windows are written to disk, too."""
+    """True if ranks also write windows to disk."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage, of which one rank stands for all."""
+    """Plan of one stage, in the figures of one rank that stands for all ranks of the stage."""
 
     shape: StageShape
     table: OperatorTable
@@ -92,21 +92,21 @@ class StagePlan:
     ordering: Ordering
     budget: Budget
     own: Window
-    """The smallest window that this stage needs."""
+    """Smallest window of this stage alone."""
     window: Window
-    """Slots of the stage in the window of the job."""
+    """Window of the job, cut into slots of this stage."""
     log_bytes: int
-    """Boundary log of an iteration."""
+    """Bytes of boundary log in an iteration."""
     rest: int
-    """Iterations between a window of the job and the next one."""
+    """Iterations from the end of a window of the job to the start of the next one."""
     is_redone: bool
-    """True if slots hold gradients where they would hold compute weights."""
+    """True if slots hold gradients in the place of compute weights."""
     ranks: OperatorTable
-    """Operators with a row for each rank; ranks have whole experts and unequal parts of layers."""
+    """Operators with a row for each rank; ranks hold whole experts, and unequal parts of other operators."""
 
     @property
     def weighed(self) -> OperatorTable:
-        """The table that slots are cut by."""
+        """Table whose bytes decide the slots."""
         return self.table.with_gradients_for_compute() if self.is_redone else self.table
 
     @cached_property
@@ -117,13 +117,13 @@ class StagePlan:
 
     @cached_property
     def schedule(self) -> SparseSchedule:
-        """Schedule by which a live rank of the stage saves."""
+        """Schedule that a live rank of the stage would use."""
         kind = RedoSchedule if self.is_redone else SparseSchedule
         return kind(self.table, self.order, self.window, rest=self.rest)
 
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """Bytes of each snapshot of a window on each of its ranks, in the window of the job."""
+        """Bytes of each snapshot of a window, for each rank of the stage, with the window of the job."""
         ranks = self.ranks
         order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
@@ -139,47 +139,51 @@ class StagePlan:
 
     @property
     def full_bytes(self) -> int:
-        """Full state of all its operators: a dense checkpoint of the rank."""
+        """Bytes of full state of all operators, as a dense checkpoint of the rank has."""
         return int(self.table.full.sum())
 
     @property
     def compute_bytes(self) -> int:
-        """Compute weights of all its operators."""
+        """Bytes of compute weights of all operators."""
         return int(self.table.compute.sum())
 
 
 def _first_order(table: OperatorTable, ordering: Ordering) -> Order:
-    """Return the order before any popularity is known."""
+    """Return the order of operators in a first window, when no popularity is known."""
     return order_operators(table, np.zeros(len(table)), ordering)
 
 
 class CheckpointPlan:
-    """The plan of a job; every figure is of one rank unless it says otherwise.
+    """Plan of a job, with figures of one rank unless stated otherwise.
+
+    Args:
+        inputs: inputs of the plan.
 
     Raises:
-        WindowError: no bandwidth, no iteration time, more replicas than there are other nodes.
+        WindowError: the inputs lack a bandwidth or an iteration time, need more nodes for replicas or parity, or impose
+            an impossible window or period.
     """
 
-    def __init__(self, given: PlanInput) -> None:
-        self.given = given
-        self._nodes = nodes = math.ceil(given.job.ranks / given.cluster.gpus_per_node)
-        if given.members and nodes < given.members + given.replicas:
+    def __init__(self, inputs: PlanInput) -> None:
+        self.given = inputs
+        self._nodes = nodes = math.ceil(inputs.job.ranks / inputs.cluster.gpus_per_node)
+        if inputs.members and nodes < inputs.members + inputs.replicas:
             raise WindowError(
-                f"parity:{given.members}+{given.replicas} on {nodes} nodes; needs {given.members + given.replicas}"
+                f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs {inputs.members + inputs.replicas}"
             )
-        if 0 < nodes - 1 < given.replicas:
+        if 0 < nodes - 1 < inputs.replicas:
             raise WindowError(
-                f"{given.replicas} replicas on {nodes} nodes; needs as many other nodes: at most {nodes - 1} replicas, "
-                "or more nodes"
+                f"{inputs.replicas} replicas on {nodes} nodes; needs as many other nodes: at most {nodes - 1} "
+                "replicas, or more nodes"
             )
-        cut = [self._stage(shape) for shape in given.job.stages]
-        if given.window is not None and given.window > (most := max(len(stage.table) for stage in cut)):
+        plans = [self._stage(shape) for shape in inputs.job.stages]
+        if inputs.window is not None and inputs.window > (most := max(len(stage.table) for stage in plans)):
             raise WindowError(
-                f"window {given.window}: no stage has more than {most} operators, so slots would be empty; needs "
+                f"window {inputs.window}: no stage has more than {most} operators, so slots would be empty; needs "
                 f"{most} or less"
             )
-        self.size: int = given.window or max(stage.own.size for stage in cut)
-        """W of the job, iterations: the largest that one of its stages needs."""
+        self.size: int = inputs.window or max(stage.own.size for stage in plans)
+        """Window W of the job in iterations: imposed, or the largest among its stages."""
         stages = [
             stage
             if stage.own.size == self.size
@@ -187,57 +191,58 @@ class CheckpointPlan:
                 stage,
                 window=impose_window(stage.weighed, stage.order, self.size, stage.own.kind, stage.budget.bytes),
             )
-            for stage in cut
+            for stage in plans
         ]
-        if given.period is not None and not self.size <= given.period <= MOST_PERIOD:
+        if inputs.period is not None and not self.size <= inputs.period <= MOST_PERIOD:
             raise WindowError(
-                f"period {given.period}: windows have {self.size} iterations; needs {self.size} to {MOST_PERIOD}"
+                f"period {inputs.period}: windows have {self.size} iterations; needs {self.size} to {MOST_PERIOD}"
             )
-        self.period: int = given.period or max(self.size, *map(self._shortest_period, stages))
-        """Iterations from one window of the job to the next: W, and the rest after it."""
+        self.period: int = inputs.period or max(self.size, *map(self._shortest_period, stages))
+        """Iterations from the start of one window of the job to the next: W and the rest after it."""
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
-        given = self.given
-        table = shape.table(given.regime)
-        dense = not any(o.kind is OperatorKind.EXPERT for stage in given.job.stages for o in stage.operators)
+        inputs = self.given
+        table = shape.table(inputs.regime)
+        dense = not any(o.kind is OperatorKind.EXPERT for stage in inputs.job.stages for o in stage.operators)
         ordering = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
         order = _first_order(table, ordering)
-        log_bytes = given.job.log_bytes_of(shape)
+        log_bytes = inputs.job.log_bytes_of(shape)
         budget = Budget(
-            given.iteration_s,
-            given.cluster.d2h_bytes_per_s,
-            given.cluster.replication_bytes_per_s,
-            given.replicas,
+            inputs.iteration_s,
+            inputs.cluster.d2h_bytes_per_s,
+            inputs.cluster.replication_bytes_per_s,
+            inputs.replicas,
             reserved_d2h_bytes=log_bytes,
         )
-        if is_redone := given.recovery is Recovery.REDO:
+        if is_redone := inputs.recovery is Recovery.REDO:
             order = order_of(table)
             own = choose_window(table.with_gradients_for_compute(), order, budget, WindowKind.ROLLING)
         else:
-            own = choose_window(table, order, budget, given.kind)
-        ranks = shape.tables_of_ranks(given.regime, given.job.expert_parallel)
+            own = choose_window(table, order, budget, inputs.kind)
+        ranks = shape.tables_of_ranks(inputs.regime, inputs.job.expert_parallel)
         return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, 0, is_redone, ranks)
 
     def _shortest_period(self, stage: StagePlan) -> int:
-        """Return the fewest iterations from one window to the next in which copies slow training by the cap at most, or
-        the most that a live job takes.
+        """Return the fewest iterations from one window to the next at which copies slow training by at most the cap.
+
+        The result is at most :data:`MOST_PERIOD`, the longest period of a live job.
         """
         slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
         return math.ceil(min(MOST_PERIOD, slowed_s / (self.given.overhead_cap * self._iteration_s)))
 
     def contended_s(self, sent_bytes: float) -> float:
-        """Return the seconds by which training takes longer beside copies of so many bytes of a rank to each peer."""
+        """Return the seconds by which training slows while a rank copies ``sent_bytes`` to each of its peers."""
         return self.given.contention * self.given.cluster.link_s(self.given.replicas * sent_bytes)
 
     @cached_property
     def binding_stage(self) -> StagePlan:
-        """The stage that needs the largest window, of several the one with the heaviest slot."""
+        """Stage that needs the largest window; among several, the one with the heaviest slot."""
         return max(self.stages, key=lambda stage: (stage.own.size, stage.window.peak_bytes))
 
     @property
     def lag(self) -> int:
-        """L: iterations that the heaviest slot takes to reach the peers once it is in host memory."""
+        """Lag L in iterations: the time to send the heaviest slot from host memory to all peers."""
         return math.ceil(max(stage.budget.send_s(stage.window.peak_bytes) for stage in self.stages) / self._iteration_s)
 
     @property
@@ -246,7 +251,7 @@ class CheckpointPlan:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that training waits for copies, a window's average iteration on the stage that waits longest."""
+        """Seconds that training waits for copies in an average iteration, on the stage that waits longest."""
         return max(
             sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.period
             for stage in self.stages
@@ -263,38 +268,42 @@ class CheckpointPlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Iterations of work that a failure costs on average, half of the interrupted one among them."""
+        """Mean iterations of work that a failure costs, with half of the interrupted iteration."""
         return self.binding_stage.schedule.expected_rollback(self.lag)
 
     @property
     def average_replayed(self) -> float:
-        """Committed iterations that a recovery replays on average."""
+        """Mean committed iterations that a recovery replays."""
         return self.expected_rollback - INTERRUPTED
 
     @property
     def most_replayed(self) -> int:
-        """Committed iterations that a recovery replays at most."""
+        """Most committed iterations that a recovery replays."""
         return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
-        """Host bytes for all snapshots of a rank that are kept at a time, the mean over the ranks of its stage.
+        """Return the host bytes for all kept snapshots of one rank, as a mean over the ranks of its stage.
 
         Args:
-            stage: of the rank.
-            lag: iterations by which peers may trail; left out as many as are set aside on the rank itself.
+            stage: plan of the rank's stage.
+            lag: iterations by which peers may lag; None: as many as the rank itself provides memory for.
         """
         return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
 
     def own_memory(self, stage: StagePlan) -> int:
-        """Return the host bytes of a rank's own snapshots."""
-        keeps_own = self.given.keeps_own or self.given.to_disk  # it writes its own to disk
+        """Return the bytes of host memory for a rank's own snapshots."""
+        keeps_own = self.given.keeps_own or self.given.to_disk  # Windows on disk are written from own snapshots.
         if keeps_own or self.given.members or not self.given.replicas:
             return self.snapshot_memory(stage)
         in_flight = math.ceil(np.mean([most_held(kept[:, :1], IN_FLIGHT) for kept in stage.kept]))
         return min(self.snapshot_memory(stage), in_flight)
 
     def parity_memory(self, stage: StagePlan) -> int:
-        """Host bytes of a sum over the snapshots of a group, as long as the longest, and of what comes at a time."""
+        """Return the bytes of host memory for one sum over the snapshots of a parity group.
+
+        The sum is as long as the longest snapshot. The result includes memory for the blocks that arrive at the same
+        time.
+        """
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
             tensor.elements * _MASTER_BYTES // operator.shards
@@ -304,8 +313,10 @@ class CheckpointPlan:
         return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
-        """Return the bytes held of each snapshot. Parts of sums, and of what is written to disk, are not released by
-        themselves.
+        """Return the bytes that each snapshot of a window holds, for each rank of a stage.
+
+        Sums and files contain whole snapshots, so no part of a snapshot is released early with parity or windows on
+        disk.
         """
         is_whole = self.given.members or self.given.to_disk
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
@@ -314,7 +325,10 @@ class CheckpointPlan:
         return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.given.to_disk)
 
     def log_memory(self, stage: StagePlan) -> int:
-        """Host bytes for the boundary log: as many iterations as a recovery may begin with, and the one under way."""
+        """Return the bytes of host memory for the boundary log.
+
+        It holds all iterations from which a recovery may begin, and the iteration under way.
+        """
         reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.given.to_disk)
         return reach * stage.log_bytes
 
@@ -324,12 +338,10 @@ class CheckpointPlan:
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Host bytes of a rank of the heaviest stage: own snapshots, those of others or its share
-        of parity, and logs.
-        """
+        """Host bytes of a rank of the heaviest stage: own snapshots, copies or its share of parity, and logs."""
         heaviest = max(self.stages, key=self.snapshot_memory)
         if self.given.members:
-            groups = -(-self._nodes // self.given.members)  # of one rank of each node
+            groups = -(-self._nodes // self.given.members)  # A group has one rank of each of its nodes.
             kept = math.ceil(self.given.replicas * groups * self.parity_memory(heaviest) / self._nodes)
         else:
             kept = self.given.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
@@ -337,12 +349,15 @@ class CheckpointPlan:
 
     @property
     def host_memory_of_node(self) -> int:
-        """Host bytes of a node: all three for every rank."""
+        """Bytes of host memory of a node: own snapshots, copies or parity, and logs of all its ranks."""
         return sum(self.host_memory) * min(self.given.cluster.gpus_per_node, self.given.job.ranks)
 
     @cached_property
     def paper_window(self) -> PaperWindow:
-        """Algorithm 1 on the heaviest stage: operators all of the average size, device-to-host bandwidth only."""
+        """Result of Algorithm 1 of the paper on the heaviest stage.
+
+        All operators have the mean size, and the bandwidth from device to host is the only limit.
+        """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         count = len(stage.table)
         return find_window_size(
@@ -355,38 +370,45 @@ class CheckpointPlan:
         )
 
     def bandwidth_for(self, size: int) -> float:
-        """Bytes per second for the snapshots of one rank, each counted once, from which W is ``size`` or smaller."""
+        """Return the bandwidth in bytes per second at which the window of the job is ``size`` iterations or fewer.
+
+        Args:
+            size: window in iterations.
+
+        Returns:
+            Bandwidth for the snapshots of one rank, with each snapshot counted once.
+        """
         return max(peak_of_window(s.weighed, s.order, size, s.own.kind) for s in self.stages) / self._iteration_s
 
     @property
     def fetch_s(self) -> float:
-        """Seconds until a rank has all slots of a window from one peer, and on its device."""
+        """Seconds until a rank has fetched all slots of a window from one peer and copied them to its device."""
         cluster = self.given.cluster
         nbytes = max(int(stage.window.slot_bytes[0].sum()) for stage in self.stages)
         return nbytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
 
     @property
     def updates_s(self) -> float:
-        """Seconds in which a rank makes updates of a window again: each reads and writes its full state."""
+        """Seconds in which a rank repeats the updates of a window; each update reads and writes its full state."""
         if self.given.recovery is Recovery.REPLAY:
             return 0.0
         return (self.size - 1) * 2 * max(stage.full_bytes for stage in self.stages) / DEVICE_BYTES_PER_S
 
     def redo(self) -> CheckpointPlan:
-        """The same job, recovered by redo."""
+        """Return the plan of the same job with recovery by redo."""
         return CheckpointPlan(replace(self.given, recovery=Recovery.REDO))
 
     @property
     def is_carried(self) -> bool:
-        """True if every slot is copied and sent while an iteration runs."""
+        """True if every slot is copied and sent within one iteration."""
         return not any(stage.window.over_budget for stage in self.stages)
 
     def dense(self, interval: int | None = None) -> DensePlan:
-        """Return the plan of dense checkpoints in peers' memory, of the same model at the same bandwidths.
+        """Return the plan of dense checkpoints in peers' memory, for the same model and bandwidths.
 
         Args:
-            interval: iterations from one to the next; left out the shortest that stalls within the bound on overhead
-                and at which one checkpoint ends before the next begins.
+            interval: iterations from one checkpoint to the next. None: the shortest interval that meets two conditions:
+                stalls stay within :data:`DENSE_OVERHEAD`, and one checkpoint ends before the next begins.
         """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         copy_s = stage.full_bytes / self.given.cluster.d2h_bytes_per_s
@@ -409,61 +431,65 @@ class CheckpointPlan:
         return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
 
     def alternatives(self) -> Iterator[tuple[str, int]]:
-        """Yield changes of W: twice each bandwidth, the other window kind, fewer replicas, other regimes, each with its
-        W.
+        """Yield changes of the inputs, each in words and with the window W that follows.
+
+        The changes are twice each bandwidth, the other kind of window, longer iterations, one replica less and other
+        regimes.
         """
-        given = replace(self.given, window=None)
-        cluster, scaling = given.cluster, given.regime.scaling
+        inputs = replace(self.given, window=None)
+        cluster, scaling = inputs.cluster, inputs.regime.scaling
         faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
         faster_network = cluster.with_faster_network(2)
-        other = WindowKind.ROLLING if given.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
+        other = WindowKind.ROLLING if inputs.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
         changes = {
-            "twice the bandwidth from device to host": replace(given, cluster=faster_copies),
-            "twice the network bandwidth": replace(given, cluster=faster_network),
-            f"{other} window": replace(given, kind=other),
-            "iterations twice as long": replace(given, iteration_s=2 * given.iteration_s),
+            "twice the bandwidth from device to host": replace(inputs, cluster=faster_copies),
+            "twice the network bandwidth": replace(inputs, cluster=faster_network),
+            f"{other} window": replace(inputs, kind=other),
+            "iterations twice as long": replace(inputs, iteration_s=2 * inputs.iteration_s),
         }
-        if given.replicas:
-            changes["one replica less"] = replace(given, replicas=given.replicas - 1)
+        if inputs.replicas:
+            changes["one replica less"] = replace(inputs, replicas=inputs.replicas - 1)
         for regime in TABLE_7:
-            changes[f"regime {regime}"] = replace(given, regime=replace(regime, scaling=scaling))
-        for what, change in changes.items():
-            yield what, CheckpointPlan(change).size
+            changes[f"regime {regime}"] = replace(inputs, regime=replace(regime, scaling=scaling))
+        for name, change in changes.items():
+            yield name, CheckpointPlan(change).size
 
 
 @dataclass(frozen=True)
 class DensePlan:
-    """A dense checkpoint of the heaviest rank: Gemini's, in peers' memory, with CheckFreq's bound on overhead."""
+    """Plan of dense checkpoints of the heaviest rank, in peers' memory (Gemini) with CheckFreq's overhead bound."""
 
     bytes: int
     copy_s: float
     send_s: float
-    """Seconds until every peer has it."""
+    """Seconds to send a checkpoint to every peer."""
     stall_s: float
-    """Seconds by which one checkpoint delays training: a copy that outlasts the iteration it hides in."""
+    """Seconds by which one checkpoint delays training: the copy is longer than the iteration that hides it."""
     interval: int
-    """The shortest interval, iterations, at which stalls stay within 3% and one checkpoint ends before the next."""
+    """Iterations from one checkpoint to the next; by default the fewest with stalls within 3% and no overlap of
+    checkpoints."""
 
     lag: int
-    """Iterations from the state that a checkpoint holds until every peer has it."""
+    """Iterations from the state that a checkpoint holds until every peer has the checkpoint."""
     host_memory: tuple[int, int, int]
-    """Bytes of a rank that ``--moevement-strategy dense`` sets aside: own snapshots, those of others, and logs."""
+    """Bytes of host memory that ``--moevement-strategy dense`` allocates on a rank: own checkpoints, copies, and logs.
+    """
 
     def fetch_s(self, cluster: Cluster) -> float:
-        """Seconds until a rank has it from one peer, and on its device."""
+        """Return the seconds in which a rank fetches a checkpoint from one peer and copies it to its device."""
         return self.bytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
 
     @property
     def expected_rollback(self) -> float:
-        """Iterations of work that a failure costs on average: half the interval (MoEvement section 3.6) and the lag."""
+        """Mean iterations of work that a failure costs: half the interval (MoEvement section 3.6) and the lag."""
         return self.interval / 2 + self.lag
 
     @property
     def average_replayed(self) -> float:
-        """Committed iterations that are replayed on average."""
+        """Mean committed iterations that a recovery replays."""
         return self.expected_rollback - INTERRUPTED
 
     @property
     def most_replayed(self) -> int:
-        """Committed iterations that are replayed at most."""
+        """Most committed iterations that a recovery replays."""
         return self.interval - 1 + self.lag

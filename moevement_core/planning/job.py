@@ -105,8 +105,7 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """Return the exact bytes of state that each rank of the stage saves; an empty list if their parts are unknown.
-        """
+        """Return the exact bytes of state that each rank of the stage saves; an empty list if they are unknown."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
@@ -156,7 +155,7 @@ class JobShape:
     def tied_stages(self) -> frozenset[int]:
         """Stages with copies of one embedding. Its gradient is a sum over all of them, so they roll back together."""
         holds = [any(operator.kind is OperatorKind.EMBEDDING for operator in stage.operators) for stage in self.stages]
-        return frozenset(stage for stage, has_embedding in enumerate(holds) if has_embedding) if sum(holds) > 1 else frozenset()
+        return frozenset(stage for stage, is_held in enumerate(holds) if is_held) if sum(holds) > 1 else frozenset()
 
     @property
     def layout(self) -> str:
@@ -168,6 +167,5 @@ class JobShape:
         return " ".join(f"{name}{size}" for name, size in parts.items() if size > 1) or "one rank"
 
     def log_bytes_of(self, stage: StageShape) -> int:
-        """Return the bytes of boundary tensors that a rank of ``stage`` logs in an iteration (MoEvement section 3.4).
-        """
+        """Return the bytes of boundary tensors that a rank of ``stage`` logs per iteration (MoEvement section 3.4)."""
         return stage.sends_per_micro_batch * self.micro_batches * self.boundary_bytes

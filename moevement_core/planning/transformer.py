@@ -234,27 +234,27 @@ def _evenly(layers: int, parts: int) -> tuple[int, ...]:
 
     Parts in the middle get the remainder, because embedding and head are at the ends.
     """
-    share, left = divmod(layers, parts)
-    first = (parts - left) // 2
-    return tuple(share + (first <= part < first + left) for part in range(parts))
+    share, remainder = divmod(layers, parts)
+    first = (parts - remainder) // 2
+    return tuple(share + (first <= part < first + remainder) for part in range(parts))
 
 
 def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]) -> Iterator[OperatorShape]:
     """Yield the operators of the first rank of a stage, in Megatron's order."""
     dense, tensor = layout.data * layout.context, layout.tensor
     multiple = VOCABULARY_MULTIPLE * tensor
-    words = math.ceil(model.vocab_size / multiple) * multiple * model.hidden_size // tensor
+    elements = math.ceil(model.vocab_size / multiple) * multiple * model.hidden_size // tensor
     tied = not model.untie_embeddings_and_output_weights
     last = stage == layout.pipeline - 1
     if stage == 0:
-        yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(words),), dense)
+        yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(elements),), dense)
     for layer in layers:
         yield from _layer(model, layout, layer)
     if last:
         # A tied output layer is the embedding, of which the last stage has a copy.
-        yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (TensorShape(words),)), dense)
+        yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (TensorShape(elements),)), dense)
         if tied and stage > 0:
-            yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(words),), dense)
+            yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(elements),), dense)
 
 
 def _linear(rows: int, columns: int) -> TensorShape:

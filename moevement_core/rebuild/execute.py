@@ -1,6 +1,6 @@
-"""A prepared recovery is carried out: stages that lost their state replay, the others feed them, all of it is verified.
+"""Execution of a prepared recovery: stages that lost their state replay, the others feed them, and all ranks verify it.
 
-Every rank calls :func:`carry_out` at the same point; what any of them finds wrong, all of them raise.
+Every rank calls :func:`carry_out` at the same point. An error that one rank finds is raised on all.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ def carry_out(
     lost: LostTokens,
     take_again: TakeAgain | None,
 ) -> tuple[Recovery, Mapping[str, Any]]:
-    """Replay what was prepared and compare; every rank calls it, inside the training loop.
+    """Execute a prepared recovery, and compare its result. Every rank calls it, inside the training loop.
 
     Stages that keep their state feed those that replay, and wait.
 
     Args:
-        parts: of this rank.
-        prepared: by every rank.
-        lost: tokens of this stage whose updates are not in what is restored.
-        take_again: of what was saved before and is of no use any more; see :class:`RunAgain`.
+        parts: parts of this rank.
+        prepared: prepared recovery, with the snapshots of this rank.
+        lost: tokens of this stage whose updates are missing in the restored state.
+        take_again: function that captures snapshots again, if the earlier ones are invalid; see :class:`RunAgain`.
 
     Returns:
-        What was done, and the record of the last iteration that was run again; empty if none was.
+        Summary over all ranks, and the record of the last iteration that this rank re-executed; empty without one.
 
     Raises:
-        RecoveryError: what was recovered is not what was lost (on every rank alike), or a snapshot is of another model.
+        RecoveryError: the recovered state differs from the lost one (on every rank alike), or a snapshot belongs to
+            another model.
     """
     began, began_cpu = time.perf_counter(), time.process_time()
-    plan = prepared.mine
+    plan = prepared.own_plan
     with_all = any(len(each_plan.ranks) == parts.topology.world for each_plan in prepared.plans)
     shared_from = _shared_from(parts, plan)
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now, enabled=prepared.is_comparable)
@@ -85,7 +86,7 @@ def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
 
 
 def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
-    """The first iteration in which any copy of an embedding is active; None without copies on several stages."""
+    """Return the first iteration in which a copy of the embedding is active; None without copies on several stages."""
     if not parts.topology.pipeline.tied:
         return None
     index = parts.topology.table.index_of.get(EMBEDDING)

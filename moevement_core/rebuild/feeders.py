@@ -1,4 +1,4 @@
-"""Ranks that keep their state feed neighbours that replay, from their boundary logs."""
+"""Threads of survivors that feed replaying neighbours from boundary logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from moevement_core.topology.parts import Parts
 
 
 class Feeder(threading.Thread):
-    """Feeds one neighbour in one direction."""
+    """Thread that feeds one neighbour in one direction.
+
+    Args:
+        parts: parts of this rank.
+        peer: rank that is fed.
+        direction: direction of the fed tensors.
+        iterations: iterations that the neighbour replays.
+    """
 
     def __init__(self, parts: Parts, peer: int, direction: Direction, iterations: Sequence[int]) -> None:
         super().__init__(name=f"moevement-feed-{peer}-{direction.name.lower()}", daemon=True)
@@ -22,7 +29,7 @@ class Feeder(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Feed; on the thread."""
+        """Send the logged tensors of all iterations. The thread calls it."""
         log, transport = self._parts.binding.boundary_log, self._parts.topology.channels.feeds
         assert log is not None
         assert transport is not None
@@ -30,14 +37,14 @@ class Feeder(threading.Thread):
             self.fed_bytes = feed(
                 self._parts.topology.rank, self._peer, self._direction, self._iterations, log, transport
             )
-        except Exception as error:  # shown on the training thread
+        except Exception as error:  # finish() raises it on the training thread
             self._error = error
 
     def finish(self) -> None:
-        """Wait until everything is fed.
+        """Wait until all tensors are sent.
 
         Raises:
-            Exception: it could not be; the one that is fed has died, maybe.
+            Exception: sending failed, for example because the neighbour failed.
         """
         self.join()
         if self._error is not None:
@@ -46,7 +53,7 @@ class Feeder(threading.Thread):
 
 def start_feeders(parts: Parts, prepared: Prepared) -> list[Feeder]:
     """Start a feeder for each neighbour that replays, if this rank does not replay."""
-    if prepared.mine is not None:
+    if prepared.own_plan is not None:
         return []
     feeders = []
     for neighbour, direction in (

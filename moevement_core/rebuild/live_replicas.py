@@ -1,8 +1,8 @@
-"""A rank that was lost takes its state from one that has the same, live: no iteration and no update is made again.
+"""Source of state for failed ranks: a live replica holds the same state, so no iteration and no update is repeated.
 
-Without sharding every data-parallel replica has all of the state, and each saves a part of it. Of the part that a lost
-rank saved, a live replica makes a snapshot when it is asked, as the lost one would have made it. With that a recovery
-goes on as with any other dense snapshot.
+Without sharding, every data-parallel replica holds all of the state, and each saves a part of it. A live replica makes
+a snapshot of the part that the failed rank saved, when a recovery opens it. The recovery uses it like any other dense
+snapshot.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Twins(SnapshotSource):
     """Source of live state that this rank can give to failed ranks that held the same.
 
     Args:
-        binding: the trainer.
-        topology: of this generation.
-        mark: of the iteration whose state is live here; None: that of none is.
+        binding: binding of the trainer.
+        topology: topology of this generation.
+        mark: mark of the iteration whose state is live on this rank; None if this rank has no state.
     """
 
     def __init__(self, binding: Binding, topology: Topology, mark: Mark | None) -> None:
         self._binding, self._topology, self._mark = binding, topology, mark
 
     def stands_for(self, until: int, lost: Collection[int]) -> Mapping[int, int]:
-        """The lost ranks whose state is live here; the operators of their stage, by rank."""
+        """Return the failed ranks whose state is live on this rank, each with its stage's number of operators."""
         if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
             return {}
         return {rank: len(self._topology.table) for rank in self._binding.twins() if rank in lost}
@@ -60,12 +60,12 @@ class Twins(SnapshotSource):
         return ()
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return a snapshot of live state as ``owner`` would have made it; None if this rank is elsewhere."""
+        """Return a snapshot of live state as ``owner`` would have made it; None if another iteration is live."""
         mark = self._mark
         if mark is None or mark.iteration != iteration:
             return None
         states, table = self._binding.states_of_twin(owner), self._topology.table
-        # As a snapshot has it, which is taken when the next iteration begins: after what was due between the two.
+        # A snapshot is taken when the next iteration begins, after any evaluation or save scheduled between the two.
         boundary = mark.boundary if mark.resumed is None else mark.resumed
         marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})
         tensors = [tensor for name in table.names if name in states for tensor in states[name].full if tensor.nbytes]

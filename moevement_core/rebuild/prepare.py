@@ -1,4 +1,4 @@
-"""The way back to a lost state, planned alike on every rank: report -> plan -> fetch, until everything is there."""
+"""Preparation of a recovery, alike on every rank: report -> plan -> fetch, until all planned snapshots are fetched."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Prepared:
     """Plans, one for each segment of stages that replay together, and the snapshots of this rank, checked."""
 
     plans: tuple[RecoveryPlan, ...]
-    mine: RecoveryPlan | None
+    own_plan: RecoveryPlan | None
     """Plan of this rank; None if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
     outcomes: Mapping[int, Any]
@@ -44,17 +44,19 @@ class Prepared:
     sums have another order.
     """
     other_arithmetic: str = ""
-    """Why the last bits may be others than those that were lost, in words; empty if they may not. Then a difference is
-    reported and is no error, and snapshots are taken again of what was replayed beyond those that it began from: a
-    window holds no two histories."""
+    """Reason, in words, why the last bits may differ from the lost ones; empty if they may not.
+
+    With a reason, a difference is reported and is no error. Snapshots of replayed iterations are then captured again,
+    because a window must not mix two histories.
+    """
     keeps_first: bool = True
     """True if the snapshots that the replay began from are kept, because the next recovery may begin from them. False
     for those written on other processors, with which no replay here can be compared.
     """
     placed_since: int = NONE
-    """The iteration after which all were computed where the ranks are now, as far as any rank has seen."""
+    """Iteration after which all iterations were computed under the current placement, as far as any rank knows."""
     other_data: Sequence[str] = ()
-    """Flags of the data that are others than those of the job that wrote a window, in words."""
+    """Data flags that differ from those of the job that wrote the window, in words."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Scope:
     lost: frozenset[int]
     """Stages without their state."""
     left_out: Collection[int]
-    """Iterations that never ran: nothing was sent in them."""
+    """Iterations that never ran, so ranks sent nothing in them."""
 
     @property
     def feeding(self) -> set[int]:
@@ -84,24 +86,26 @@ def prepare(
     *,
     may_redo: bool = True,
 ) -> Prepared:
-    """Plan from what every rank has, fetch it, and plan again without what could not be had; every rank calls it.
+    """Plan a recovery from the reports of all ranks, and fetch its snapshots. Every rank calls it.
+
+    If a snapshot cannot be fetched, the ranks plan again without it.
 
     Args:
-        report: what this rank has, but for its snapshots.
-        sources: where those are, by source.
-        until: the iteration to reach; nothing for the first dense state that the snapshots give.
-        transport: between ranks.
-        scope: the stages to roll back; nothing for all.
-        lost_ranks: those of all ranks that have lost their state, if others have not.
-        may_redo: whether they may make updates again.
+        report: report of this rank, without its snapshots.
+        sources: sources of this rank's snapshots, by kind.
+        until: iteration whose state is recovered; None for the first dense state that the snapshots give.
+        transport: channel between ranks for fetches; None for a single rank.
+        scope: stages to roll back; None for all stages.
+        lost_ranks: ranks that lost their state, if other ranks of their stages have not.
+        may_redo: True if failed ranks may repeat their updates from logged gradients.
 
     Raises:
-        RecoveryError: there is no way back. On every rank alike.
+        RecoveryError: the state is unrecoverable. On every rank alike.
     """
     began = time.perf_counter()
     of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
     while True:
-        # Each time anew: a snapshot that a peer came to have meanwhile may be dropped by who took it, and is there now.
+        # Holdings change between attempts: a rank may drop a snapshot as soon as its peers have it.
         reports = [_without(each, unavailable) for each in _of_all(_with_snapshots(report, sources))]
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
         flips.at_plans(report.rank, plans, sources)
@@ -129,14 +133,14 @@ def prepare(
 
 
 def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
-    """The report of this rank with what is in its sources now."""
+    """Return the report of this rank with the snapshots that its sources hold now."""
     distinct = {id(source): source for source in sources.values()}.values()
     holdings = tuple(holding for source in distinct for holding in source.holdings())
     return replace(report, holdings=holdings, summed=tuple(sum_ for source in distinct for sum_ in source.summed()))
 
 
 def _of_all(report: Report) -> list[Report]:
-    """The reports of all ranks."""
+    """Exchange the reports of all ranks, and return them by rank. Collective."""
     local = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
     return [
         replace(other, outcomes=outcomes.value) for other, outcomes in all_gather_objects(local, tuple[Report, Plain])
@@ -167,7 +171,11 @@ def _plans(
 
 
 def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
-    """Every neighbour of the segment can feed it all that it needs."""
+    """Check that the logs of all neighbours cover the iterations that the segment replays.
+
+    Raises:
+        RecoveryError: a neighbour has no log of one of the iterations.
+    """
     feeding = neighbours_of(scope.pipeline, frozenset(plan.runs))
     needed = set(plan.iterations) - set(scope.left_out)
     for report in reports:
@@ -194,24 +202,24 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
             )
 
 
-def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
     """Return the outcomes that this rank's replica remembers, of iterations that every replica remembers.
 
-    The others are worked out again by all ranks: one that took a norm from a record would not take part in the
-    reduction by which the rest works it out. Without a pipeline a replica that is lost has nobody who remembers.
+    All ranks recompute the other outcomes together. A rank that took a norm from its record would miss the reduction
+    in which the others compute it. Without a pipeline, no rank remembers the outcomes of a failed replica.
     """
     known: dict[int, set[int]] = {}
     for report in reports:
         known.setdefault(report.replica, set()).update(report.outcomes)
     common = set.intersection(*known.values())
-    return {iteration: outcome for iteration, outcome in _outcomes(reports, mine).items() if iteration in common}
+    return {iteration: outcome for iteration, outcome in _outcomes(reports, own).items() if iteration in common}
 
 
-def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
     """Return the outcomes that ranks of this rank's model replica remember: they clipped by the same norm."""
     known: dict[int, Any] = {}
     for report in reports:
-        if report.replica == mine.replica:
+        if report.replica == own.replica:
             known |= report.outcomes
     return known
 

@@ -1,4 +1,4 @@
-"""A rank that lost its state, or stands in a stage that did, runs again what led to it; snapshots are taken again."""
+"""Re-execution of iterations on a rank whose stage lost its state, and recapture of their snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moevement_core.topology.parts import Parts
 
 
 class TakeAgain(Protocol):
-    """:meth:`moevement_core.saving.saving.Saving.take_again`."""
+    """Type of :meth:`moevement_core.saving.saving.Saving.take_again`."""
 
     def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Capture snapshots again. Called on every rank when the state of ``iteration`` is live."""
@@ -29,23 +29,23 @@ class RunAgain(Observer):
     """Execution of iterations again on one rank.
 
     Args:
-        parts: of this rank.
-        prepared: by every rank.
-        plan: the part of it that this rank runs.
-        take_again: called, on every rank, with each iteration but the last that was run again and its record, where
-            what was saved of it is of no use any more; None: it is.
+        parts: parts of this rank.
+        prepared: prepared recovery.
+        plan: plan of this rank.
+        take_again: function that captures the snapshot of a re-executed iteration again, called on every rank for each
+            iteration but the last; None if earlier snapshots are still valid.
     """
 
     def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, take_again: TakeAgain | None) -> None:
         self.replayed = 0
-        """Iterations that were run again, so far."""
+        """Number of iterations re-executed so far."""
         self.redone = 0
-        """Iterations whose updates were made again, so far."""
+        """Number of iterations whose updates were repeated so far."""
         self._parts, self._prepared, self._plan, self._take_again = parts, prepared, plan, take_again
         self._gradients_stay = True
 
     def adopt(self) -> None:
-        """Take over the snapshots from which the run begins: those of a window that is not over yet are part of it."""
+        """Adopt the snapshots that the replay begins from; snapshots of an unfinished window belong to that window."""
         parts, prepared, plan = self._parts, self._prepared, self._plan
         if not prepared.keeps_first:
             return
@@ -60,15 +60,15 @@ class RunAgain(Observer):
                 checkpointer.adopt(snapshot)
 
     def run(self, check: StateCheck, shared_from: int | None, *, with_all: bool) -> Mapping[str, Any]:
-        """Run all of it, inside the training loop.
+        """Re-execute all iterations of the plan, inside the training loop.
 
         Args:
-            check: compares what comes out with what was.
-            shared_from: the first iteration in which any copy of an embedding is active; None without copies.
-            with_all: whether all ranks run the same; else others feed this stage and wait.
+            check: check that compares the result with the lost state.
+            shared_from: first iteration in which a copy of the embedding is active; None without copies.
+            with_all: True if all ranks replay; otherwise the other stages feed this one and wait.
 
         Returns:
-            The record of the last iteration that was run; empty if none was.
+            Record of the last iteration that was re-executed; empty without one.
         """
         parts, prepared, plan = self._parts, self._prepared, self._plan
         topology, binding = parts.topology, parts.binding
@@ -76,13 +76,13 @@ class RunAgain(Observer):
         alone = Alone(topology.neighbours, frozenset(plan.runs), topology.channels.feeds) if is_alone else None
         with binding.replaying(shared_from, alone) as trainer, working():
             self._gradients_stay = trainer.gradients_stay
-            came_of = replay(
+            last_record = replay(
                 plan, topology.stage, topology.table.names, prepared.snapshots, trainer, check, self, prepared.outcomes
             )
         is_updated = plan.until not in binding.iterations_left_out()
         if plan.until > max(plan.dense_at, plan.begins) and is_updated and self._gradients_stay:
             parts.checkpointer.log_gradients(plan.until, is_replayed=True)
-        return came_of
+        return last_record
 
     @override
     def runs(self, iteration: int, frozen: int) -> None:
@@ -101,7 +101,7 @@ class RunAgain(Observer):
 
     @override
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """Take the snapshots again that died with a rank, and those of windows that were under way."""
+        """Recapture snapshots that were lost with a rank, and those of unfinished windows."""
         if self._take_again is not None and iteration in self._plan.iterations:
             self._lose(self._take_again, iteration, record)
             return
@@ -117,7 +117,7 @@ class RunAgain(Observer):
             checkpointer.wait()
 
     def _lose(self, take_again: TakeAgain, iteration: int, record: Mapping[str, Any]) -> None:
-        """Updates were lost: what was saved of this iteration is of another history."""
+        """Replace the saved snapshot of an iteration, which belongs to another history because updates were lost."""
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:

@@ -1,4 +1,4 @@
-"""Compute weights that several ranks have alike: after a recovery they are compared, kept ones and replayed ones."""
+"""Comparison of compute weights that several ranks hold alike, kept or replayed, after a recovery."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from moevement_core.trainer.binding import Replicas
 
 
-def unequal_replicas(everyones: Sequence[Sequence[Replicas]]) -> list[str]:
+def unequal_replicas(per_rank: Sequence[Sequence[Replicas]]) -> list[str]:
     """Return in words the groups whose ranks hold different weights.
 
     Args:
-        everyones: what ``Binding.replicas`` gave, of every rank.
+        per_rank: result of ``Binding.replicas`` of every rank.
     """
     digests: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-    for reported in everyones:
+    for reported in per_rank:
         for what, ranks, digest in reported:
             digests.setdefault((what, ranks), set()).add(digest)
     return [

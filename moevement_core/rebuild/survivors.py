@@ -1,8 +1,8 @@
 """Comparison of the state that survivors kept with digests of it, before training continues.
 
-A replay proves what it recomputed. A rank that kept its state recomputed nothing; of it there is the newest snapshot,
-if that is of the iteration that the job goes on from (all digests in it, and of all operators where it has digests of
-whole states), and there are its data-parallel replicas. And nothing of the interrupted iteration may be left there.
+A replay proves what it recomputed, but a survivor recomputed nothing. Its state is compared with two other things: its
+newest snapshot, if that belongs to the resume iteration, and its data-parallel replicas. A snapshot may hold digests of
+some operators or of all. No gradients of the interrupted iteration may be left.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class _Compared:
 
 
 def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> Kept:
-    """Compare; every rank calls it, when every rank's state is that of ``until`` and nothing of the next iteration.
+    """Compare the kept state of all survivors. Every rank calls it while ``state@until`` is live.
 
     Args:
-        parts: of this rank.
-        until: the iteration that the job goes on from.
-        is_kept: whether this rank kept its state, and replayed nothing.
-        replicas_are_known: whether replicas were compared already, with what was replayed.
+        parts: parts of this rank.
+        until: iteration whose state the job resumes from.
+        is_kept: True if this rank kept its state and replayed nothing.
+        replicas_are_known: True if the replay already compared the replicas.
 
     Raises:
-        RecoveryError: a rank has something else than it should; on every rank alike.
+        RecoveryError: the state of a rank differs from the expected one. On every rank alike.
     """
     compared = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
     replicas = [] if replicas_are_known else parts.binding.replicas()

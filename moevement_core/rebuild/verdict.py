@@ -28,25 +28,24 @@ class Part:
     differ_as_loaded: bool
     """True if one of the differences is in state that was only loaded."""
     replicas: list[Replicas]
-    """Digests of state that ranks bring to each other and that must be the same on all, survivors included."""
+    """Digests of state that must be equal on several ranks, survivors included."""
 
 
-def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
-    """Return the recovery as all ranks together have it; every rank calls it.
+def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
+    """Return the summary of the recovery over all ranks. Every rank calls it.
 
-    Each rank that replayed has compared the part of the state that it saves. Where ``other_arithmetic`` says why last
-    bits may be others than those that were lost, a difference is reported and is no error; what was only loaded, and
-    replicas, have to be equal all the same.
+    Each rank that replayed has compared the part of the state that it saves. If ``other_arithmetic`` explains why last
+    bits may differ, a difference is reported and is no error. Loaded state and replicas must be equal in any case.
 
     Args:
-        mine: this rank's part.
-        other_arithmetic: as in :class:`~moevement_core.rebuild.prepare.Prepared`, like ``other_data``.
-        other_data: likewise.
+        own: result of this rank.
+        other_arithmetic: reason why last bits may differ, as in :class:`~moevement_core.rebuild.prepare.Prepared`.
+        other_data: data flags that differ, as in the same class.
 
     Raises:
-        RecoveryError: any of them found a difference that nothing explains.
+        RecoveryError: a rank found an unexplained difference. On every rank alike.
     """
-    parts = all_gather_objects(mine, Part)
+    parts = all_gather_objects(own, Part)
     differences = [f"rank {rank}: {what}" for rank, part in enumerate(parts) for what in part.differences]
     unequal = unequal_replicas([part.replicas for part in parts])
     is_explained = other_arithmetic and not any(part.differ_as_loaded for part in parts)
@@ -68,7 +67,7 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
             f"the replayed state is not the one that was lost: {_some(differences + unequal)}. Nothing of it may be "
             f"used: {advice}"
         )
-    recoveries, lost = [part.recovery for part in parts], mine.lost
+    recoveries, lost = [part.recovery for part in parts], own.lost
     known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)
     recomputed = sum(recovery.recomputed for recovery in recoveries)
     losses = max(recovery.losses_until for recovery in recoveries)
@@ -78,7 +77,7 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
         for stage, count in part.recovery.replayed_by_stage.items():
             by_stage[stage] = max(count, by_stage.get(stage, 0))
     return replace(
-        mine.recovery,
+        own.recovery,
         replayed=max(recovery.replayed for recovery in recoveries),
         redone=max(recovery.redone for recovery in recoveries),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),

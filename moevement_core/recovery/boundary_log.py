@@ -5,8 +5,8 @@ order of sending, for each iteration and direction. The schedule receives them i
 identifies a tensor. Its micro-batch and virtual chunk follow from the schedule. Buffers or micro-batches would not
 identify a tensor, because a stage may have several chunks.
 
-A background thread digests each tensor once its copy is complete. The log checks the digest before it feeds the tensor,
-so it finds later damage in memory. A replay compares its own sends with the digests.
+A background thread digests each tensor once its copy is complete. A recovery checks the digests before it feeds the
+tensors, and so finds later damage in memory. A replay compares its own sends with the digests.
 """
 
 from __future__ import annotations

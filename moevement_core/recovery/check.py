@@ -28,20 +28,20 @@ _PIECE = 1 << 24
 """Elements that are subtracted at a time, because the device may have little free memory."""
 
 
-def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_difference(recomputed: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest difference of two flat tensors, relative to the largest magnitude in either.
 
     The result is from 0 (equal) to 2 (opposite). It is 2 if a value in one tensor is not finite and the other tensor
     has another value there.
 
     Args:
-        found: recomputed tensor of a floating type, on any device.
+        recomputed: recomputed tensor of a floating type, on any device.
         wanted: lost tensor of the same length, on any device.
     """
     difference = scale = 0.0
-    for start in range(0, found.numel(), _PIECE):
-        here = found[start : start + _PIECE].to(torch.float32)
-        there = wanted[start : start + _PIECE].to(found.device).to(torch.float32)
+    for start in range(0, recomputed.numel(), _PIECE):
+        here = recomputed[start : start + _PIECE].to(torch.float32)
+        there = wanted[start : start + _PIECE].to(recomputed.device).to(torch.float32)
         differs = (here != there) & ~(here.isnan() & there.isnan())
         if not (here[differs].isfinite() & there[differs].isfinite()).all():
             return 2.0

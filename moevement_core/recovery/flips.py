@@ -1,8 +1,8 @@
-"""Bits that are flipped for drills (``--moevement-inject-flip``): after their digest was made, before they are used.
+"""Flips of bits for drills (``--moevement-inject-flip``), after their digest was made and before they are used.
 
-What a recovery reads is flipped when it has been planned, so that the damage is always needed; what is sent, on its
-way.
-The bytes are the real ones: of a snapshot in memory, of a sum, of a file, of a frame. Nothing else knows of it.
+Data that a recovery reads is flipped after the plan was made, so the damage always meets data that is needed. Data that
+is sent is flipped on its way. The flips change the real bytes of a snapshot, a parity sum, a file or a frame. No other
+part of the code knows about them.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ _flipper = _Flipper(())
 
 
 def begin(flips: Sequence[Flip]) -> None:
-    """Have ``flips`` happen from now on; does nothing if they are there already."""
+    """Arm ``flips`` in this process; do nothing if the same flips are armed already."""
     global _flipper
     if flips != _flipper.flips:
         _flipper = _Flipper(flips)
 
 
 def at_plans(rank: int, plans: Sequence[RecoveryPlan], sources: Mapping[Source, SnapshotSource]) -> None:
-    """Fetches are about to be carried out: flip in what one of them reads here."""
+    """Flip bits in data that a planned fetch is about to read on this rank. Called before the fetches."""
     until = max(plan.until for plan in plans)
     for number, flip in _flipper.due((*_SOURCES, FlipKind.PARITY), rank, until):
         draw = random.Random(flip.seed)
@@ -158,7 +158,7 @@ def _of_parity(
 
 
 def at_log(rank: int, boundary_log: BoundaryLog) -> None:
-    """A boundary log is about to be checked, and fed."""
+    """Flip bits in a boundary log. Called before the log is checked and fed."""
     iterations = boundary_log.iterations
     for number, flip in _flipper.due((FlipKind.LOGS,), rank, max(iterations, default=-1)):
         draw = random.Random(flip.seed)
@@ -179,7 +179,12 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
 
 
 def on_the_way(channel: str, inner: Transport) -> Transport:
-    """``inner``, or, if this process is to flip a bit of what goes through it, a transport that does."""
+    """Return ``inner``, wrapped in a transport that flips bits if flips of this channel are armed.
+
+    Args:
+        channel: ``snapshots``, ``fetches`` or ``feeds``.
+        inner: transport that sends and receives.
+    """
     kinds = _ON_THE_WIRE[channel]
     return _Flipping(inner, kinds) if any(flip.kind in kinds for flip in _flipper.flips) else inner
 
@@ -190,11 +195,11 @@ class _Announced:
 
     message: Message
     header: torch.Tensor | None = None
-    """Once it has been sent."""
+    """Header of the payload, once it has been sent."""
 
     def covered(self, payload: torch.Tensor, draw: random.Random) -> tuple[str, int]:
-        """A byte of the first piece of the payload that some digest covers, and what it is of: not one that fills up
-        the room between two tensors.
+        """Draw a byte of the first piece of the payload that a digest covers, so no padding between tensors. Return the
+        name of its data and its offset.
         """
         if self.message.kind is not Kind.SNAPSHOT or self.header is None:
             return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())
@@ -206,7 +211,7 @@ class _Announced:
 
 
 class _Flipping(Transport):
-    """Sends what it is given, once with another bit in it."""
+    """Transport that sends data unchanged, except for the flips that are due."""
 
     def __init__(self, inner: Transport, kinds: Sequence[FlipKind]) -> None:
         self._inner, self._kinds = inner, kinds

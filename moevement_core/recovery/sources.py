@@ -15,7 +15,7 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 
 class SnapshotSource(ABC):
-    """Somewhere a rank has snapshots: its memory, or files."""
+    """Source of snapshots on one rank: its memory, or files."""
 
     @abstractmethod
     def holdings(self) -> Sequence[Holding]:
@@ -23,19 +23,19 @@ class SnapshotSource(ABC):
 
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot; None if it is gone meanwhile."""
+        """Return one snapshot; None if it was dropped meanwhile."""
 
     def path_of(self, owner: int, iteration: int) -> Path | None:
-        """The file of one of them; nothing if it is not in one."""
+        """Return the file of a snapshot; None if the source has no files."""
         return None
 
     def summed(self) -> Sequence[Summed]:
-        """The parity that it has."""
+        """Return the parity blocks of this source."""
         return ()
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Return the block of an iteration of the group with a given first member, leased; None if it is gone
-        meanwhile.
+        """Return a leased parity block of an iteration, of the group whose first member is ``first``; None if it was
+        dropped meanwhile.
         """
         return None
 
@@ -48,7 +48,7 @@ class MemorySource(SnapshotSource):
         self._leases: list[SnapshotLease] = []
 
     def release(self) -> None:
-        """Release the snapshots that were opened; they are not read any more."""
+        """Release the opened snapshots, which the recovery does not read any more."""
         for lease in self._leases:
             lease.release()
         self._leases.clear()
@@ -57,7 +57,7 @@ class MemorySource(SnapshotSource):
         """Return all snapshots in memory. A damaged one is found when it is fetched; the plan is then made again
         without it.
 
-        To check every byte of everything that is kept would take longer than the rest of a recovery.
+        Checking every byte of all kept snapshots would take longer than the rest of a recovery.
         """
         own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
         kept = [
@@ -68,11 +68,11 @@ class MemorySource(SnapshotSource):
         return [holding_of(snapshot, source) for source, snapshot in own + kept]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot; None if it is gone meanwhile."""
+        """Return one snapshot, leased if it is this rank's own; None if it was dropped meanwhile."""
         if source is Source.MEMORY:
             if (lease := self._checkpointer.own.lease(iteration)) is None:
                 return None
-            self._leases.append(lease)  # peers may come to have it meanwhile, and then it would not be kept here
+            self._leases.append(lease)  # without a lease it is dropped as soon as all peers have it
             return lease.snapshot
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
         return next((snapshot for store in stores if (snapshot := store.snapshots().get(iteration)) is not None), None)
@@ -82,7 +82,7 @@ class MemorySource(SnapshotSource):
         return [sum_ for group in self._groups() for sum_ in summed(group)]
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """A block, leased; nothing if it is gone meanwhile, or damaged."""
+        """Return a leased parity block; None if it was dropped meanwhile, or is damaged."""
         for group in self._groups():
             if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:
                 return group, stripe

@@ -1,4 +1,4 @@
-"""Host memory of a rank: one allowance for its own snapshots, its log, and copies for all sources together."""
+"""Host memory of a rank: one allowance for its own snapshots, its log, and the copies of all sources together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OWN, LOG = "own", "log"
 
 
 class Allowance:
-    """Host memory that is allowed, and how much of it each purpose has taken. Safe to use from several threads.
+    """Host memory that a rank may use, and the bytes of each purpose. Any thread may use it.
 
-    Not a share for each source: sources differ in size, and what one of them needs more than an equal share another one
+    Sources have no fixed shares: they differ in size, and one source may need more than an equal share while another
     needs less.
 
     Args:
-        total_bytes: for everything; infinite without a cap.
+        total_bytes: bytes for all purposes together; infinite without a cap.
     """
 
     def __init__(self, total_bytes: float) -> None:
@@ -26,17 +26,20 @@ class Allowance:
         self._lock = threading.Lock()
 
     def left_for(self, source: Who) -> float:
-        """Bytes that ``source`` may have, what it has already among them."""
+        """Return the bytes that ``source`` may use, including the bytes that it already has."""
         with self._lock:
             return self._left_for(source)
 
-    def of(self, who: Who) -> float:
-        """Bytes that ``who`` has."""
+    def of(self, purpose: Who) -> float:
+        """Return the bytes that ``purpose`` uses."""
         with self._lock:
-            return self._taken.get(who, 0.0)
+            return self._taken.get(purpose, 0.0)
 
     def take(self, source: Who, nbytes: int) -> bool:
-        """Let ``source`` have ``nbytes`` instead of what it has; whether they are allowed. If not, it keeps that."""
+        """Replace the bytes of ``source`` with ``nbytes``; return True if the allowance has room for them.
+
+        Otherwise the source keeps its former bytes.
+        """
         with self._lock:
             if nbytes > self._left_for(source):
                 return False
@@ -44,12 +47,12 @@ class Allowance:
             return True
 
     def keep(self, source: Who, nbytes: float) -> None:
-        """``source`` has ``nbytes`` from before, allowed or not."""
+        """Record that ``source`` uses ``nbytes``, even beyond the allowance."""
         with self._lock:
             self._taken[source] = nbytes
 
     def forget_sources(self, but: Collection[Who]) -> None:
-        """Nothing is kept of sources any more, but of these."""
+        """Forget the bytes of all sources except ``but``; own snapshots and the log keep theirs."""
         with self._lock:
             self._taken = {
                 purpose: taken for purpose, taken in self._taken.items() if isinstance(purpose, str) or purpose in but

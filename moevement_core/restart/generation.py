@@ -103,20 +103,20 @@ def refuse_if_interrupted() -> None:
         raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
 
 
-def is_fault_of_others(its: Generation | None = None, since_s: float | None = None) -> bool:
+def is_fault_of_others(in_generation: Generation | None = None, since_s: float | None = None) -> bool:
     """Return True if an error of communication came from a failure of another rank.
 
     The function waits up to :data:`NOTICED_S` seconds from the error for that failure to be noticed.
 
     Args:
-        its: generation in which the error was raised; None: the current one.
+        in_generation: generation in which the error was raised; None: the current one.
         since_s: monotonic time of the error in seconds; None: now.
     """
     deadline = (time.monotonic() if since_s is None else since_s) + NOTICED_S
-    its = _generation if its is None else its
-    while its is not None and not its.aborting and time.monotonic() < deadline:
+    in_generation = _generation if in_generation is None else in_generation
+    while in_generation is not None and not in_generation.aborting and time.monotonic() < deadline:
         time.sleep(0.02)
-    return its is not None and its.aborting
+    return in_generation is not None and in_generation.aborting
 
 
 def atomic() -> AbstractContextManager[Any]:

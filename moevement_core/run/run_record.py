@@ -259,9 +259,9 @@ def _append(path: Path, fields: dict[str, Any]) -> None:
         size = os.fstat(file.fileno()).st_size
         data = _line(fields).encode()
         try:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) or 0 :]
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) or 0 :]
         except OSError:
             os.ftruncate(file.fileno(), size)  # Half a line would merge with the next one.
             raise

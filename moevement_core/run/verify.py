@@ -49,9 +49,9 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
     if not common:
         difference = "the runs have no iteration in common"
     elif not common_iterations and lines[0].keys() != lines[1].keys():
-        alone = min(lines[0].keys() ^ lines[1].keys())
-        owner = a if alone in lines[0] else b
-        difference = f"iteration {alone} is only in {owner.folder}"
+        unmatched = min(lines[0].keys() ^ lines[1].keys())
+        owner = a if unmatched in lines[0] else b
+        difference = f"iteration {unmatched} is only in {owner.folder}"
     series = _first_difference(lines, common)
     digests = summaries[0]["state_digest"], summaries[1]["state_digest"]
     names = sorted(digests[0]["parts"].keys() | digests[1]["parts"].keys())

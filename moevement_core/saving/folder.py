@@ -1,4 +1,4 @@
-"""A folder for windows: where each rank sees it, who shares it, and which job it belongs to."""
+"""Folder for windows on disk: its path on each rank, the ranks that share it, and the job that owns it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from moevement_core.util.lock import STALE_S, FolderLock, acquire
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _Told = tuple[str, str]
-"""The name of a mark, and what stands in a folder that cannot be marked."""
+"""Name of a rank's mark file, and the digest of the file names in a folder that cannot be written; empty if it can."""
 NODE = "{node}"
 """Placeholder for this rank's node in a folder's name."""
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The folder of this rank, and who shares it."""
+    """Folder of this rank, and the ranks that share it."""
 
     path: Path
     members: tuple[int, ...]
@@ -59,20 +59,19 @@ RECOVERY_PATIENCE_S = 2.0
 
 
 def find_place(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
-    """Make the folder and find out who else sees it; every rank calls it.
+    """Make the folder, and find the ranks that share it. Every rank calls it.
 
-    Where it is only read it may be one that nobody can write (a read-only mount): those share it then who see the same
-    files in it.
+    A folder that is only read may be on a read-only mount. Ranks that see the same files in it then share it.
 
     Args:
-        flag: what the user gave the folder by.
-        template: its name, maybe with :data:`NODE` in it.
-        node: this rank's.
-        patience_s: how long to wait for the disk, twice.
-        is_written: whether this job writes to it.
+        flag: flag by which the user gave the folder.
+        template: path of the folder, which may contain :data:`NODE`.
+        node: node of this rank.
+        patience_s: seconds to wait for each answer of the disk.
+        is_written: True if this job writes to the folder.
 
     Raises:
-        ConfigError: it cannot be made, or written, or does not answer, on some rank. On every rank.
+        ConfigError: a rank cannot make or write the folder, or its disk does not answer. On every rank.
     """
     mark = f".seen-by-{uuid.uuid4().hex}"
     folder, is_made = Path(template), False
@@ -104,7 +103,7 @@ def find_place(flag: str, template: str, node: str, patience_s: float, *, is_wri
 
 
 def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
-    """Return a complaint about a folder that cannot be written, or None; and the names in it, as one string."""
+    """Return a complaint about a folder that cannot be read, or None; and a digest of its path and file names."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
@@ -125,13 +124,13 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
     return folder
 
 
-def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
+def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
     """Exchange findings about the folder, and refuse it if any rank complains. Collective.
 
     Raises:
         ConfigError: the first complaint. On every rank.
     """
-    findings = all_gather_objects(mine, tuple[str | None, _Told])
+    findings = all_gather_objects(local, tuple[str | None, _Told])
     if complaint := next((text for text, _ in findings if text), None):
         raise ConfigError(complaint)
     return findings
@@ -140,22 +139,22 @@ def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _T
 def lock_place(
     flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
 ) -> FolderLock | None:
-    """Take every folder for this job, by its first rank; every rank calls it.
+    """Lock every folder for this job, on the first rank of each. Every rank calls it.
 
     Args:
-        flag: what the user gave the folder by.
-        place: this rank's.
-        job: the job's name.
-        held: what this rank holds from before, if it does.
-        patience_s: how long to wait for the disk.
-        may_wait: whether to see whether another job's holder lives; see :func:`acquire`.
+        flag: flag by which the user gave the folder.
+        place: folder of this rank.
+        job: name of the job.
+        held: lock that this rank holds already; None without one.
+        patience_s: seconds to wait for the disk.
+        may_wait: True to wait until it is clear whether the holder of another job's lock lives; see :func:`acquire`.
 
     Returns:
-        The lock, on the first rank of a folder.
+        Lock on the first rank of a folder; None on all other ranks.
 
     Raises:
-        FolderInUse: another job has a folder. On every rank.
-        ConfigError: the lock cannot be written on some rank. On every rank.
+        FolderInUse: another job uses a folder. On every rank.
+        ConfigError: a rank cannot write its lock. On every rank.
     """
     lock: FolderLock | None = None
     complaint: ConfigError | None = None
@@ -179,15 +178,15 @@ def lock_place(
 
 
 def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> None:
-    """A job that was not asked to go on from there does not overwrite what another one has saved; every rank calls it.
+    """Refuse to overwrite windows of another job, unless the user asked to load from their folder. Every rank calls it.
 
     Args:
-        place: where this job is to write.
-        load: where it was asked to look for windows, whether it found one or not.
-        node: this rank's.
+        place: folder that this job writes to.
+        load: path of the folder that the job loads windows from, whether it found one or not; None without one.
+        node: node of this rank.
 
     Raises:
-        ConfigError: there are windows that this job was not asked to load.
+        ConfigError: a folder holds windows that this job was not asked to load. On every rank.
     """
     same = load is not None and _folder(load, node) == place.path
     manifest = None if same else next(iter(manifests(place.path)), None)

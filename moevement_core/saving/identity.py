@@ -1,7 +1,7 @@
-"""The name of the job that this process takes part in: the owner of the folders that the job writes to.
+"""Names of a job and of its starts, which identify the owner of folders and windows.
 
-All processes of a job have it, whenever they join, and keep it through failures and restarts within the job. Each start
-within the job, of which there are several if all state was lost, has a name of its own for its windows.
+All processes of a job have the job's name, even those that join later, and keep it through failures and restarts. A job
+starts again if it loses all state. Each start has its own name, which its windows carry.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class JobNames:
     """Names of a job and of one start of it."""
 
     name: str = ""
-    """Eight hexadecimal digits, the same in all processes of the job: who owns the folders that it writes to."""
+    """Name of the job: eight hexadecimal digits, the same in all its processes. It marks the job's folders."""
     start: str = ""
-    """The same for the first start, with ``.1``, ``.2``, ... for those after it: in the names of its windows. Empty in
-    a process that has joined a running job."""
+    """Name of the start: the job's name, followed by ``.1``, ``.2``, ... after the first start. Its windows carry it.
+    Empty in a process that has joined a running job."""
 
     @property
     def is_restart(self) -> bool:
@@ -34,7 +34,7 @@ class JobNames:
 
 
 def agree_on_names() -> JobNames:
-    """Returns the names of the job and of this start of it; every rank calls it at the same point, once a start."""
+    """Return the names of the job and of this start. Every rank calls it at the same point, once in each start."""
     names: JobNames = from_rank_zero(_names, JobNames)
     return names
 
@@ -48,17 +48,17 @@ def _names() -> JobNames:
 
 
 def job_name() -> str | None:
-    """The job's name as the launcher's store has it, for any process at any time; None where there is no store."""
+    """Return the job's name from the launcher's store; None without a store. Any process may call it at any time."""
     if (address := store_address()) is None:
         return None
-    return connect(address).claim(JOB_NAME, _new_name())  # whoever asks first gives it
+    return connect(address).claim(JOB_NAME, _new_name())  # the first process that asks sets the name
 
 
 def remember(key: str, value: str) -> str:
-    """Return the value that the first process of the job gave for ``key``, which may be this one. Any process may call
-    it at any time.
+    """Store ``value`` for ``key`` in the job's store, unless a process has done so before, and return the stored value.
 
-    Where there is no store nothing is remembered: the job ends with its first failure.
+    Any process may call it at any time. Without a store it returns ``value``, because the job ends with its first
+    failure.
     """
     if (address := store_address()) is None:
         return value

@@ -1,4 +1,4 @@
-"""The threads that bring this rank's snapshots to its peers, and that keep those of other ranks."""
+"""Threads that send this rank's snapshots to its peers, and that receive snapshots of other ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Peers:
     """Senders to, and receivers from, the peers of one rank, through all generations.
 
     Args:
-        device: where its state lives.
-        own: gives this rank's snapshots, once there are any.
-        report: called with what an operator of the job should know.
-        pace: says when snapshots may be sent; None: at once.
-        pause: while it is on no snapshot is sent.
+        device: device that holds the rank's state.
+        own: function that returns this rank's snapshots.
+        report: function that reports a line to the operators of the job.
+        pace: pace that decides when snapshots may be sent; None to send at once.
+        pause: pause during which no snapshot is sent.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Peers:
         """True if nothing has been saved since the iteration began."""
 
     def begin_iteration(self, *, is_saving: bool) -> None:
-        """An iteration begins, beside which a snapshot is on its way or not."""
+        """Begin an iteration; ``is_saving`` is True if a snapshot is copied or sent beside it."""
         if self._pace is not None:
             self._pace.begin(was_quiet=self._is_quiet)
         self._is_quiet = not is_saving
 
     def end_iteration(self, *, is_saving: bool) -> None:
-        """End an iteration, beside which a snapshot was on its way or not."""
+        """End an iteration; ``is_saving`` is True if a snapshot was copied or sent beside it."""
         self._is_quiet &= not is_saving
 
     def connect(
@@ -67,9 +67,12 @@ class Peers:
         """Start the threads of a generation.
 
         Args:
-            topology: of it.
+            topology: topology of the generation.
             allowance: host memory of this rank.
-            before: what was kept of other ranks in earlier generations, the newest first.
+            before: stores of other ranks' snapshots from earlier generations, the newest first.
+
+        Returns:
+            Senders to all peers, and receivers from all ranks whose snapshots this rank keeps.
         """
         transport = topology.channels.snapshots
         if transport is None:
@@ -88,11 +91,11 @@ class Peers:
         return self.senders, receivers
 
     def spread(self, bytes_per_s: float, snapshots: int) -> None:
-        """Set how fast snapshots leave from the next one on.
+        """Set the rate at which senders send from the next snapshot on.
 
         Args:
-            bytes_per_s: bytes of snapshots that come per second, on average; infinite while that is not known.
-            snapshots: snapshots of a window.
+            bytes_per_s: mean bytes per second of new snapshots; infinite while it is unknown.
+            snapshots: number of snapshots of a window.
         """
         for sender in self.senders:
             sender.spread.needed_bytes_per_s, sender.spread.usual_backlog = bytes_per_s, snapshots
@@ -127,10 +130,15 @@ class Peers:
         return receivers
 
     def refuse_without_copies(self, topology: Topology, timeout_s: float, replicas: int | None) -> None:
-        """A peer that has no host memory for copies when the job starts will not have it later; every rank calls it.
+        """Refuse to start a job in which a peer has no host memory for copies. Every rank calls it.
+
+        Args:
+            topology: topology of the first generation.
+            timeout_s: seconds to wait for the answer of a peer.
+            replicas: copies that the user asked for, for the message.
 
         Raises:
-            ConfigError: there is such a peer. On every rank.
+            ConfigError: a peer has refused. On every rank.
         """
         refused = [
             sender.peer for sender in self.senders if sender.wait_for_answer(timeout_s) and sender.is_refused
@@ -143,7 +151,7 @@ class Peers:
                 )
 
     def disconnect(self, receivers: Sequence[Receiver]) -> None:
-        """Everything that talks to other ranks has been aborted: end what did it. Snapshots stay."""
+        """End senders and receivers after an abort of all communication. Snapshots stay."""
         self._is_quiet = False
         for sender in self.senders:
             sender.abandon()
@@ -158,7 +166,7 @@ class Peers:
 
 
 def peers_have(topology: Topology, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
-    """Returns by peer the snapshots of this rank that it keeps, from what every rank said it keeps."""
+    """Return the snapshots of this rank that each peer keeps, from the reports of all ranks (``kept``)."""
     rank = topology.rank
     if topology.groups and topology.groups_are_new:
         return {peer: {} for peer in topology.peers[rank]}

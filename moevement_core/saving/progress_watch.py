@@ -20,12 +20,12 @@ class ProgressWatch:
     """Watch of one rank. Collective: all ranks call each method in the same order, once an iteration.
 
     Args:
-        checkpointer: that is watched.
-        reports: what an operator sees.
-        peer_timeout_s: after which a peer that does not answer is reported.
-        announced: the newest window that was announced; ``NONE`` if none was.
-        meter: of what saving costs; None: that is not watched.
-        cap: share of training time that saving may cost; None: any.
+        checkpointer: checkpointer to watch.
+        reports: reports to the operators of the job.
+        peer_timeout_s: seconds without an answer after which a peer is reported.
+        announced: newest window that was announced; ``NONE`` without one.
+        meter: meter of the cost of saving; None to ignore the cost.
+        cap: largest share of training time that saving may cost; None for any.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProgressWatch:
         self._meter, self._cap_watch = meter, CapWatch(cap) if cap is not None else None
         self.announced = announced
         self.longest_unpersisted = 0
-        """The most iterations in a row in which no newer run was persisted."""
+        """Largest number of consecutive iterations in which no newer run was persisted."""
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
         self._persisted_since: tuple[int, int] | None = None
@@ -50,7 +50,7 @@ class ProgressWatch:
         self._silent: set[int] = set()
 
     def forget_peers(self) -> None:
-        """Others are there from now on."""
+        """Forget which peers were silent, because a new generation has other peers."""
         self._silent.clear()
 
     def look(self, committed: int, senders: Sequence[Sender]) -> None:
@@ -72,7 +72,7 @@ class ProgressWatch:
                 self._silent.discard(sender.peer)
 
     def _watch_persistence(self, committed: int) -> None:
-        """Nothing new is persisted for two windows: more and more work would be lost."""
+        """Warn if no newer window was persisted for two windows, because a failure would lose more and more work."""
         persisted = self._checkpointer.progress.persisted
         if self._persisted_since is None or persisted != self._persisted_since[0]:
             self._persisted_since = persisted, committed
@@ -90,7 +90,7 @@ class ProgressWatch:
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 
     def _watch_cost(self, committed: int) -> None:
-        """Warn where saving costs more than it may, and nothing that is saved changes: windows are given, say."""
+        """Warn if saving costs more than the cap and windows do not adapt, for example because flags fix them."""
         if self._meter is None or self._cap_watch is None or committed % RECENT:
             return
         evidence = self._meter.evidence()
@@ -107,7 +107,7 @@ class ProgressWatch:
         self._reports.warn(text, AboveCap(text, committed, evidence.share, evidence.error, cap))
 
     def _announce(self, peers: int) -> None:
-        """A line and an event for each window that is persisted on every rank."""
+        """Log a line and record an event for each window that is persisted on every rank."""
         progress = self._checkpointer.progress
         persisted = progress.persisted
         if persisted <= self.announced or not self._reports.is_recorded:

@@ -15,7 +15,7 @@ from moevement_core.trainer.binding import Binding
 
 @dataclass(frozen=True)
 class _FromThread:
-    """A line that waits for its turn."""
+    """Line of a thread that waits to be logged."""
 
     text: str
     generation: Generation | None
@@ -30,8 +30,8 @@ class Reports:
     """Reports of one rank.
 
     Args:
-        binding: whose record the events go to.
-        rank: this one.
+        binding: binding with the record that events go to.
+        rank: number of this rank.
     """
 
     def __init__(self, binding: Binding, rank: int) -> None:
@@ -48,14 +48,14 @@ class Reports:
         return self._binding.record is not None
 
     def say(self, text: str) -> None:
-        """A line of this process."""
+        """Log a line in this process."""
         log.info(text)
 
     def report(self, text: str) -> None:
-        """A line about this rank; from any thread. Others than the main thread are not held up by it.
+        """Log a line about this rank, from any thread. Only the main thread may wait for it.
 
-        What ends on a thread may end because a rank died, which is reported elsewhere and takes a moment to be known:
-        then the line is left out. Lines keep their order.
+        A thread may fail because another rank failed, which takes a moment to be known and is reported elsewhere. Its
+        line is then dropped. Lines keep their order.
         """
         is_from_thread = threading.current_thread() is not threading.main_thread()
         with self._lock:
@@ -65,9 +65,9 @@ class Reports:
                 return
             self._from_threads.append(_FromThread(text, generation(), time.monotonic(), is_from_thread))
         if is_first:
-            try:  # no daemon: what is the last word of a process is to be heard
+            try:  # no daemon, so that the last line of a process is logged
                 threading.Thread(target=self._say_in_turn, name="moevement-report", daemon=False).start()
-            except RuntimeError:  # no thread is to be had, or the process ends
+            except RuntimeError:  # the host has no thread left, or the process ends
                 self._say_in_turn()
 
     def _say_in_turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of one rank, window by window, through all generations of the job, and how long they are needed."""
+"""Snapshots of one rank, window by window, through all generations of the job, and the time for which they are kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
 
 RECORD_SLACK_BYTES = 64 << 10
-"""Room for a boundary record to grow."""
+"""Bytes by which a boundary record may grow after it was measured."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Joining:
     """Snapshots that every rank keeps for others."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
-        """Returns the policy of this rank's stage; orders are of another table where nobody of it is left."""
+        """Return the policy of this rank's stage; with a first order, if no rank of the stage survived."""
         if self.is_of_same_stage:
             return self.policy
         return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
@@ -68,11 +68,11 @@ class Saving:
     """Saving of one rank. Collective: all ranks make one at the same point and call each method in the same order.
 
     Args:
-        binding: the trainer.
-        config: the flags.
-        names: of the job.
-        joining: what a replacement knows of the running job; None where the job starts.
-        is_resized: whether the job goes on with another number of ranks: then with as many copies as they allow.
+        binding: binding of the trainer.
+        config: flags of the job.
+        names: names of the job.
+        joining: knowledge of a replacement about the running job; None where the job starts.
+        is_resized: True if the job continues with another number of ranks, with as many copies as they allow.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Saving:
         self.reports = Reports(binding, self.topology.rank)
         self._warn_of_copies()
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
-        """The iteration that the job started from."""
+        """Iteration that the job started from."""
         if joining is None:
             refuse_what_is_not_defined(binding, config.strategy)
         self.allowed = allowed(
@@ -195,7 +195,7 @@ class Saving:
         self.allowance.keep(LOG, max(map(self.windows.log_bytes, schedules)))
 
     def log_cap_bytes(self) -> float:
-        """Host memory for the boundary log: what is left beside snapshots; at least what was set aside for it."""
+        """Return the bytes of host memory for the boundary log: all that snapshots leave, at least its reserve."""
         return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
 
     def share_memory_with(self, log: BoundaryLog) -> None:
@@ -209,7 +209,7 @@ class Saving:
         self.checkpointer.give_up_log = give_up
 
     def _measure_record(self) -> int:
-        """Bytes to set aside for boundary records."""
+        """Return the bytes to reserve for boundary records."""
         _, tensors = plain.flatten({"boundary": self._binding.boundary(), **self.learned()})
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
@@ -237,13 +237,13 @@ class Saving:
         self.policy_s = time.perf_counter() - began_s
 
     def _spread_copies(self) -> None:
-        """Let copies leave at a rate that follows from what is saved, once it is known how long an iteration takes."""
+        """Set the rate of senders from the bytes of snapshots, once the seconds of an iteration are known."""
         schedule, iteration_s = self.checkpointer.history.newest, self.meter.quiet_s
         if iteration_s is None:
             return
         slots, _ = self.checkpointer.memory.slots_at_peer(schedule)
         mean = sum(slots) / (schedule.size * iteration_s)
-        # Without a rest the next snapshot comes when the heaviest one should have been sent.
+        # Without iterations between windows, the largest snapshot must be sent before the next one comes.
         needed = mean if schedule.size > schedule.snapshots else max(slots) / iteration_s
         self.peers.spread(needed, schedule.snapshots)
 
@@ -266,10 +266,10 @@ class Saving:
         """Capture the snapshot ``SS_committed``.
 
         Args:
-            committed: the iteration whose state is live.
-            record: boundary and iteration record.
-            is_first: whether it is the first iteration of the job: then a whole window, so that a run is recoverable
-                from its start on.
+            committed: iteration whose state is live.
+            record: boundary record and iteration record.
+            is_first: True in the first iteration of the job. A whole window is captured then, so that the job is
+                recoverable from its start on.
         """
         history = self.checkpointer.history
         schedule = history.at(committed)
@@ -286,16 +286,16 @@ class Saving:
         return self._config.strategy.of(self.topology.table, self.topology.most_experts)
 
     def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
-        """Return the learned state that travels with a snapshot, where a recovery needs what the strategy knew then.
+        """Return the learned state of a strategy for a snapshot record; empty if a recovery does not need it.
 
         Args:
-            strategy: one that knows what is right then; None: that in force.
+            strategy: strategy whose learned state is recorded; None for the one in force.
         """
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
     def went_back_to(self, iteration: int) -> None:
-        """Decide and save again from ``iteration`` on, to which a recovery rolled back that may have lost updates."""
+        """Discard decisions and snapshots after ``iteration``, to which a lossy recovery has rolled back."""
         now = generation()
         history = now.roster.generation if now is not None else 0
         schedules = self.windows.strategy.going_on(self.checkpointer.history.all, iteration, history)
@@ -306,16 +306,16 @@ class Saving:
 
     @property
     def has_persisted(self) -> bool:
-        """True if there is a window that is persisted on every rank, as all have agreed."""
+        """True if the ranks have agreed that a window is persisted on every rank."""
         return self.checkpointer.progress.persisted != NONE
 
     def take_again(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
-        """``SS_iteration`` while a recovery runs iterations again whose outcome may be another one than it was.
+        """Recapture ``SS_iteration`` in a lossy recovery, whose re-executed iterations may have other outcomes.
 
         Args:
-            iteration: whose state is live; every rank of the job is there.
-            record: what came of it; empty if it was left out.
-            has_gradients: whether those of its update are still live; a snapshot that needs them is not taken else.
+            iteration: iteration whose state is live, on every rank of the job.
+            record: record of the iteration; empty if it was left out.
+            has_gradients: True if the gradients of its update are still in memory, so that they can be logged.
         """
         self.windows.count(iteration)
         self.decide(iteration)
@@ -330,9 +330,9 @@ class Saving:
         self.checkpointer.wait()
 
     def oldest_needed(self, committed: int) -> int:
-        """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
+        """Return the oldest iteration whose logs and records a replay may need: that of the persisted run, or a later.
 
-        Where no window is persisted for long, what a plan could use in the best case is the bound.
+        Without a persisted window for long, the bound is the longest replay that any schedule allows.
         """
         reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
         if (run := self.checkpointer.needed)[0] != NONE:
@@ -340,7 +340,7 @@ class Saving:
         return max(needed, committed + 2 - reach)
 
     def _digests_whole(self, iteration: int) -> Collection[str]:
-        """The operators of whose whole state ``SS_iteration`` has a digest."""
+        """Return the operators whose whole state has a digest in ``SS_iteration``."""
         match self._config.verify:
             case Verify.NOTHING:
                 return ()
@@ -353,23 +353,23 @@ class Saving:
     # After a failure
 
     def policy(self) -> Policy:
-        """Decisions of this rank with the others of its stage; an incomplete decision is left out."""
+        """Return the decisions that this rank has completed with its stage."""
         return replace(
             self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
         )
 
     def keeps(self) -> dict[int, dict[int, str]]:
-        """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
-        # Of several of one rank the newest counts, which comes first.
+        """Return the snapshots that this rank keeps for others: by rank and iteration, the id of the schedule."""
+        # A rank may have several stores. The newest comes first and counts.
         stores = reversed(self.checkpointer.replicator.stores)
         return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
-        """Go on in a new generation; every rank calls it, or makes its :class:`Saving`, at the same point.
+        """Continue in a new generation. A survivor calls it at the point where a replacement makes its :class:`Saving`.
 
         Args:
-            policy: of its stage; some ranks may have been interrupted in the middle of a decision, and some after it.
-            kept: what :meth:`keeps` gave, of every rank.
+            policy: agreed policy of the stage, because a failure may interrupt some ranks within a decision.
+            kept: result of :meth:`keeps` of every rank.
         """
         self._go_by(policy)
         checkpointer = self.checkpointer
@@ -382,31 +382,31 @@ class Saving:
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
         others = [store for store in before if not store.is_part_of(current)]
-        # What is kept for ranks that have other peers now is of use until they have brought it there.
+        # Copies for ranks that have other peers now stay useful until those peers have them.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()
 
     def interrupted(self) -> None:
-        """An exception from outside came at any moment: a decision that was under way is none."""
+        """Discard an unfinished decision, because an interruption may have raised its exception at any moment."""
         self.meter.interrupted()
         self._go_by(self._settled)
 
     def _go_by(self, policy: Policy) -> None:
-        """Take ``policy`` for this rank's own, whatever was under way."""
+        """Make ``policy`` the decisions of this rank."""
         self._settled = policy
         self.windows.adopt(policy)
         self.checkpointer.history = ScheduleHistory(*policy.schedules)
 
     def take_start(self) -> None:
-        """Snapshots of the state that the job began from, which this new rank was just built with.
+        """Capture snapshots of the state that the job began from, with which this replacement was just built.
 
-        So a rank that dies before anything of it has reached a peer is recovered like any other.
+        The state is recoverable then, even if this rank fails before its first snapshot reaches a peer.
         """
         schedule = self.checkpointer.history.oldest
         if schedule.start > self.began_at or self.began_at > 0:
-            return  # windows have been persisted since; or the state was loaded, and is not what was built
-        # Peers have dropped what no way back begins with any more, and would not take it.
+            return  # windows were persisted since, or the job began from loaded state
+        # Peers do not accept snapshots that are too old for any restore point.
         first = max(schedule.start, self.checkpointer.oldest_needed)
         record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned(self._strategy())}
         for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
@@ -416,7 +416,7 @@ class Saving:
 
     @property
     def copies_missing(self) -> int:
-        """Snapshots of this rank, each as often as a peer does not have it yet."""
+        """Number of copies of this rank's snapshots that peers do not have yet."""
         return sum(
             peer not in snapshot.acknowledged
             for snapshot in self.checkpointer.own.snapshots().values()
@@ -425,11 +425,11 @@ class Saving:
 
 
 def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> None:
-    """Refuse what the trainer does not give; before training begins, on every rank alike.
+    """Refuse flags that need a method or gradients that the trainer does not provide. Every rank calls it at the start.
 
     Raises:
-        ConfigError: experts are to be given more room, and nobody does; or updates are to be made again, and there is
-            nothing that they were made from, or nobody who would bring them to replicas.
+        ConfigError: experts shall get extra capacity without ``expert_room``, or updates shall be repeated without
+            ``complete`` or without gradients in ``states``. On every rank.
     """
     if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""Decisions of a stage about windows, and how its ranks agree on them again after a failure.
+"""Decisions of a stage about windows, and the agreement of its ranks on them after a failure.
 
-Decisions are made at the beginning of a window, with collectives. A failure may interrupt some ranks before the last of
-them and some after it. So a rank says only what it had come to the end of, and all go on by the newest that any has.
+Ranks decide at the beginning of a window, with collectives. A failure may interrupt some ranks before the last
+collective and others after it. A rank therefore reports only decisions that it completed, and all ranks continue with
+the newest decisions that any rank reports.
 """
 
 from __future__ import annotations
@@ -19,21 +20,25 @@ class Policy:
     """Decisions of one stage."""
 
     window_start: int
-    """The first iteration of the newest window that was decided about."""
+    """First iteration of the newest window that the stage has decided on."""
     schedules: tuple[Schedule, ...]
     learned: Any
     """State that the strategy has learned, as it exports and imports it."""
     settled: bool
-    """True if W is not to be measured any more."""
+    """True if W is final, so ranks stop measuring for it."""
     announced: int
+    """Newest persisted window that was announced; ``NONE`` without one."""
     began_at: int
+    """Iteration that the job started from."""
     disk_job: str
+    """Name of the job's start in the names of its windows on disk; empty without one."""
     needed: tuple[int, int]
+    """First and last snapshot of the run that is persisted on every rank; ``NONE`` for both without one."""
     keeps_own: bool
     """True if ranks keep their own snapshots when all peers have them."""
 
     def with_windows_of(self, other: Policy) -> Policy:
-        """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
+        """Return this policy with the newer windows of ``other``; orders of operators stay those of this policy."""
         newest, schedules = self.schedules[-1], list(self.schedules)
         for schedule in other.schedules:
             last = schedules[-1]
@@ -42,11 +47,11 @@ class Policy:
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 
     def for_stage(self, first: Schedule, learned: Any) -> Policy:
-        """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by.
+        """Return this policy's windows for a stage of which no rank survived. Its order is learned anew.
 
         Args:
-            first: a schedule of that stage, of any windows.
-            learned: by its strategy, which has counted nothing yet.
+            first: first schedule of that stage.
+            learned: learned state of its strategy, which has counted nothing yet.
         """
         schedules = tuple(first.with_windows_of(old) for old in self.schedules)
         return replace(self, schedules=schedules, learned=learned)
@@ -54,7 +59,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class SentPolicy:
-    """A :class:`Policy` on its way to other ranks."""
+    """Encoding of a :class:`Policy` for the exchange between ranks."""
 
     rest: Policy
     """Policy without schedules and learned state."""
@@ -63,27 +68,27 @@ class SentPolicy:
 
     @staticmethod
     def of(policy: Policy) -> SentPolicy:
-        """Return the policy in the form that is sent."""
+        """Return the encoding of ``policy``."""
         rest = replace(policy, schedules=(), learned=None)
         return SentPolicy(rest, tuple(map(pack_schedule, policy.schedules)), Plain(policy.learned))
 
     def policy(self) -> Policy:
-        """The inverse of :meth:`of`."""
+        """Return the policy of this encoding."""
         return replace(self.rest, schedules=tuple(map(unpack_schedule, self.schedules)), learned=self.learned.value)
 
 
-def agree(stage: int, told: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:
+def agree(stage: int, reported: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:
     """Return the policy with which all ranks of a stage continue; every rank chooses the same.
 
     Args:
         stage: pipeline stage of this rank.
-        told: stage and policy of every rank that was in training.
+        reported: stage and policy of every rank that was in training.
 
     Returns:
         The policy, and True if it belongs to this stage; otherwise its orders are of another table.
     """
-    newest = max((policy for _, policy in told), key=lambda policy: policy.window_start)
-    own = [policy for owner, policy in told if owner == stage]
+    newest = max((policy for _, policy in reported), key=lambda policy: policy.window_start)
+    own = [policy for owner, policy in reported if owner == stage]
     if not own:
         return newest, False
     latest = max(own, key=lambda policy: policy.window_start)

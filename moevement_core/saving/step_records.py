@@ -14,49 +14,49 @@ class StepRecords:
     """Step records of one rank.
 
     Args:
-        commit: whose mark has the outcome of the last step.
-        log: of what is sent to other stages; None without a pipeline.
-        own: this rank's snapshots, which hold records.
+        commit: commit point; its mark holds the outcome of the last step.
+        log: boundary log; None without a pipeline.
+        own: snapshots of this rank, which hold records.
     """
 
     def __init__(self, commit: Commit, log: BoundaryLog | None, own: OwnSnapshots) -> None:
         self._commit, self._log, self._own = commit, log, own
         self._last: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
-        """Outcomes of the steps that a replay may execute again; kept as long as logs are."""
+        """Outcomes of the steps that a replay may re-execute, by iteration; kept as long as boundary logs."""
 
     def of_last(self, iteration: int) -> dict[str, Any]:
-        """Returns the record of ``iteration``; empty if it was left out."""
+        """Return the record of ``iteration``; empty if it is not the last one that ran."""
         return self._last if self._last.get("iteration") == iteration else {}
 
     def committed(self, iteration: int) -> None:
-        """The step of ``iteration`` is committed."""
+        """Keep the outcome of the step of ``iteration``, which was just committed."""
         self._recent[iteration] = self._outcome_of(iteration)
 
     def ended(self, iteration: int, outcome: Mapping[str, Any]) -> None:
-        """``iteration`` is over; ``outcome`` is whether it was skipped, its gradient norm and losses."""
+        """Complete the record of ``iteration`` with its ``outcome``: whether it was skipped, gradient norm, losses."""
         self._last = {**self._record_of(iteration), **outcome}
 
     def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
-        """Training goes on after ``iteration``, which may never have run."""
+        """Set the last record to that of ``iteration``, which training resumes from; empty if it never ran."""
         self._last = {} if was_left_out else self._record_of(iteration)
 
     def ran_again(self, record: Mapping[str, Any]) -> None:
-        """The job went back to a state that may be another one than it was, and what came of later steps is of no use.
+        """Drop all outcomes, because the job rolled back to a state from which steps may have other outcomes.
 
         Args:
-            record: of the last iteration that was run since; empty if none was.
+            record: record of the last re-executed iteration; empty without one.
         """
         self._recent.clear()
         if record:
             self._last = dict(record)
 
     def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
-        """Remember what other ranks, or snapshots, know of steps; what is known here already stays."""
+        """Add outcomes that other ranks or snapshots know; outcomes that this rank knows take precedence."""
         self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
 
     def known(self, until: int) -> dict[int, Any]:
-        """Returns what came of the iterations that snapshots here have a record of, and of those up to ``until``."""
+        """Return the outcomes of iterations that this rank knows from snapshots and records, and that of ``until``."""
         records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}

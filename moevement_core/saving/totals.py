@@ -27,12 +27,12 @@ class Totals:
     replicated_bytes: int = 0
 
     def began(self, begin_s: float) -> None:
-        """An iteration has begun, after so many seconds of the training thread."""
+        """Add the seconds of the training thread at the beginning of an iteration."""
         self.last_begin_s = begin_s
         self.begin_s += begin_s
 
     def ended(self, step_s: float, progress: Progress) -> None:
-        """An iteration took so long, and did so much."""
+        """Add the seconds and bytes of a completed iteration."""
         self.iterations += 1
         self.train_s += step_s
         self.copied_bytes += progress.copied_bytes
@@ -48,16 +48,16 @@ def summary(
     recoveries: Sequence[Recovery],
     window: int,
 ) -> dict[str, Any]:
-    """Returns what the run's summary says of checkpointing; every rank calls it.
+    """Return the entry of the run's summary on checkpointing, over all ranks. Every rank calls it.
 
     Args:
-        totals: of this rank.
-        progress: where it stands.
-        on_disk: the newest window on disk, how many failed, bytes and seconds of writing.
-        decided: windows, reorders, and the most iterations in a row in which nothing newer was persisted.
-        warnings: what an operator must not miss.
-        recoveries: of this process.
-        window: iterations of the newest schedule.
+        totals: totals of this rank.
+        progress: progress of this rank's checkpointing.
+        on_disk: newest window on disk, number of windows that failed, bytes and seconds of writing.
+        decided: numbers of windows and reorders, and the longest run of iterations without a newly persisted window.
+        warnings: warnings that operators must not miss.
+        recoveries: recoveries of this process.
+        window: iterations of a window of the newest schedule.
     """
     per_rank = all_gather_objects(
         (totals, progress, on_disk, decided),

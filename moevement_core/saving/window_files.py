@@ -1,4 +1,4 @@
-"""Windows on disk as a source of snapshots, and the newest of them that a job can start from."""
+"""Windows on disk as a source of snapshots, and the search for the newest one that a job can start from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """The files of one window: this rank's own, and, on the first rank of a folder, copies for ranks elsewhere."""
+    """Source of the files of one window that this rank reports: its own, and, on the first rank of a folder, files of
+    ranks that do not share the folder.
+    """
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
         self._folder = place.path / manifest.name
@@ -35,15 +37,15 @@ class WindowFiles(SnapshotSource):
         self._range = range(manifest.first, manifest.last + 1)
 
     def has(self, iteration: int) -> bool:
-        """Return whether ``SS_iteration`` belongs to the window."""
+        """Return True if ``SS_iteration`` belongs to the window."""
         return iteration in self._range
 
     def path_of(self, owner: int, iteration: int) -> Path:
-        """The file of one of them."""
+        """Return the path of a snapshot's file."""
         return self._folder / file_name(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """Return all snapshots that are there and look whole."""
+        """Return all snapshots whose files have an undamaged header."""
         return list(self._holdings())
 
     def _holdings(self) -> Iterator[Holding]:
@@ -76,11 +78,11 @@ class WindowFiles(SnapshotSource):
 
 
 class JobWindows(SnapshotSource):
-    """The files of several windows of one start of a job, as one source.
+    """Source of the files of several windows, which one start of a job has written.
 
     Args:
-        place: this rank's folder.
-        windows: the newest first.
+        place: folder of this rank.
+        windows: manifests of the windows, the newest first.
     """
 
     def __init__(self, place: SharedFolder, windows: Sequence[Manifest]) -> None:
@@ -88,11 +90,11 @@ class JobWindows(SnapshotSource):
         self._files = [WindowFiles(place, manifest) for manifest in windows]
 
     def path_of(self, owner: int, iteration: int) -> Path:
-        """The file of one of them."""
+        """Return the path of a snapshot's file in the newest window that has it."""
         return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """Return all snapshots that are there and look whole; one that belongs to two windows is listed once."""
+        """Return all snapshots whose files have an undamaged header, each once even if it belongs to two windows."""
         holdings = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
         return list(holdings.values())
 
@@ -107,16 +109,16 @@ class Resize:
     """Conditions under which windows of a job with another number of ranks are loaded."""
 
     free: Collection[str]
-    """Settings that may be others."""
+    """Settings that may differ from those of the job that wrote the window."""
     is_needed: Callable[[Manifest], bool]
-    """Returns True if the window needs a resize; otherwise it is loaded unchanged."""
+    """Function that returns True if the window needs a resize; otherwise it is loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
-    """Cut one for the ranks of now; every rank calls it, and a RecoveryError is raised on all of them."""
+    """Function that cuts a window for the current ranks. Every rank calls it, and a RecoveryError is raised on all."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A window in host memory, ready to be replayed."""
+    """Window in host memory, ready to be replayed."""
 
     prepared: Prepared
     manifest: Manifest
@@ -124,7 +126,7 @@ class Loaded:
 
     @property
     def place(self) -> str:
-        """Which one, in words."""
+        """Name and folder of the window, in words."""
         return f"{self.manifest.name} in {self.folder}"
 
 
@@ -137,23 +139,23 @@ def load_newest(
     after: int,
     resize: Resize | None = None,
 ) -> Loaded | None:
-    """The newest window of which every rank's snapshots can be had; every rank calls it.
+    """Load the newest window that has all snapshots of every rank. Every rank calls it.
 
     Args:
-        place: where to look.
-        stage: this rank's.
-        settings: of this job.
-        transport: between ranks.
-        is_wanted: which windows to look at.
-        after: a window that reaches no further than this iteration is of no use.
-        resize: how those of a job of another size are loaded; None: they are refused.
+        place: folder to search.
+        stage: pipeline stage of this rank.
+        settings: settings of this job.
+        transport: channel between ranks for fetches.
+        is_wanted: function that returns True for windows to consider.
+        after: iteration that a window must reach beyond.
+        resize: conditions for windows of a job with another number of ranks; None to refuse those.
 
     Returns:
-        Nothing if there is no window that reaches further.
+        Window; None if no window reaches beyond ``after``.
 
     Raises:
-        ConfigError: the newest window is of a job with other settings.
-        RecoveryError: there are windows, and none of them is whole.
+        ConfigError: the newest window belongs to a job with other settings.
+        RecoveryError: windows exist, but none of them is complete.
     """
     windows, unreadable = _windows_of_all(place)
     candidates = [window for window in windows if window.reaches > after and is_wanted(window)]
@@ -189,7 +191,7 @@ def load_newest(
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:
-    """The windows that any rank sees in its folder, the newest first; every rank calls it."""
+    """Return the windows that any rank sees in its folder, the newest first. Every rank calls it."""
     return _windows_of_all(place)[0]
 
 

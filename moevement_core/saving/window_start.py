@@ -1,7 +1,8 @@
-"""Which window on disk a job starts from.
+"""Choice of the window on disk that a job starts from.
 
-The first start of a job looks where ``--moevement-load`` says. A restart looks where the job has written windows
-itself, and, unless there is one or a dense checkpoint of its own, where the first start has looked.
+The first start of a job searches the folder of ``--moevement-load``. A restart searches the folder that the job itself
+writes windows to. If the job has neither a window there nor its own dense checkpoint, the restart searches the folder
+of ``--moevement-load``, too.
 """
 
 from __future__ import annotations
@@ -33,22 +34,25 @@ def load_window(
     resize: Resize | None = None,
     asked_step: int | None = None,
 ) -> Loaded | None:
-    """Find a window to start from and set the job's progress to where it leads, before data is opened.
+    """Load the window that the job starts from, and set the job's progress to it, before the trainer opens its data.
 
-    Every rank calls it. The state itself comes later, inside the training loop: it has to be replayed.
+    Every rank calls it. The training loop restores the state later, because it has to be replayed.
 
     Args:
-        binding: this rank's; its iteration is the one that the job would start from otherwise.
-        config: the flags.
-        names: of the job.
-        is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
-        resize: how windows of a job of another number of ranks are loaded; None: they are not.
-        asked_step: the iteration of the dense checkpoint that the user asked for by name, which no window of another
-            job overrules; None: the newest of all is wanted.
+        binding: binding of this rank; its iteration is the one that the job would otherwise start from.
+        config: flags of the job.
+        names: names of the job.
+        is_resumed: True if a dense checkpoint was loaded that the job itself has saved.
+        resize: conditions for windows of a job with another number of ranks; None to refuse those.
+        asked_step: iteration of the dense checkpoint that the user asked for, which no window of another job overrules;
+            None to start from the newest state.
+
+    Returns:
+        Window; None if the job starts without one.
 
     Raises:
-        ConfigError: the windows are of a job with other settings.
-        RecoveryError: there are windows, and none of them is whole.
+        ConfigError: the windows belong to a job with other settings.
+        RecoveryError: windows exist, but none of them is complete.
     """
     flips.begin(config.drill.flips)
     host = own_address()
@@ -68,7 +72,7 @@ def load_window(
 def _load_own(
     binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
 ) -> Loaded | None:
-    """The newest window that an earlier start of this job has written, where that can be had."""
+    """Return the newest usable window of an earlier start of this job; None, with the reason logged, without one."""
     template = config.disk.persist_dir
     if template is None:
         return None
@@ -85,7 +89,7 @@ def _load_own(
 def _load_named(
     binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
 ) -> Loaded | None:
-    """The newest window where ``--moevement-load`` says; own ones have been tried."""
+    """Return the newest window of other jobs in the folder of ``--moevement-load``; None without one."""
     template = config.disk.load
     if template is None:
         return None

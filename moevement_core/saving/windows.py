@@ -1,6 +1,7 @@
-"""Measurements that a strategy decides by, and the agreement of all ranks on its decisions, window by window.
+"""Measurements for the decisions of a strategy, and the agreement of all ranks on these decisions, window by window.
 
-All collectives of that stand here: popularity is summed over the stage, windows and host memory are the job's.
+This module makes all collectives for decisions. Ranks of a stage sum popularity; all ranks of the job agree on windows
+and host memory.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ WARM_UP = 8
 MOST_STEPS = 512
 """Least number of iterations whose measurements are kept; at most twice as many are."""
 NETWORK_HEADROOM = 0.5
-"""Share of the measured rate that snapshots may need: training sends over the same links, and peers that are only just
-in time abandon windows at every delay."""
+"""Largest share of the measured rate that snapshots may need. Training uses the same links, and senders without reserve
+would abandon windows at every delay."""
 MOST_SIZES, NOTHING_MEASURED = 4, -1
-"""Numbers that ranks agree on at once, at most; in the place of one that a rank has no measurement for."""
+"""Largest number of window sizes that ranks agree on at once, and the value that stands for a missing measurement."""
 DECIDED_EVERY = 8
-"""Iterations, about, from one decision on windows to the next."""
+"""Approximate number of iterations between two decisions on windows."""
 
 
 class _Step(NamedTuple):
@@ -65,18 +66,18 @@ class WindowDecisions:
     """Decisions about windows on one rank. Collective: all ranks call each method in the same order.
 
     Args:
-        strategy: whose decisions they are.
-        meter: of what saving costs this rank.
-        counts: of the rank's routers; None where nothing is counted.
-        room: that the rank's experts may be given; None: none.
-        topology: of this generation; :attr:`topology` is replaced in the next.
-        budget: what checkpointing may use.
-        allowed: host memory of this rank, by it.
-        asked_window: ``--moevement-window``; None: as measured.
-        report: called with what an operator of the job should know.
-        sent_bytes: that this rank logs of an iteration.
-        to_disk: whether windows are written to disk.
-        began_at: the iteration that the job started from.
+        strategy: strategy that decides.
+        meter: meter of the cost of saving on this rank.
+        counts: counters of the rank's routers; None if the strategy counts nothing.
+        room: control of extra expert capacity; None without any.
+        topology: topology of this generation; :attr:`topology` is replaced in the next.
+        budget: resources that checkpointing may use.
+        allowed: host memory that this rank may use.
+        asked_window: value of ``--moevement-window``; None to choose W from measurements.
+        report: function that reports a line to the operators of the job.
+        sent_bytes: bytes that this rank logs in an iteration.
+        to_disk: True if windows are written to disk.
+        began_at: iteration that the job started from.
     """
 
     def __init__(
@@ -102,46 +103,52 @@ class WindowDecisions:
         self._counters = [counter for counter in (counts, room) if counter is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
         self._sums: list[tuple[torch.Tensor, Any]] = []
-        """Counts of the window before that are being summed, and what to wait for."""
+        """Counts of the last window that are being summed over the stage, each with its asynchronous reduction."""
         self._counted = NONE
-        """The iteration up to which tokens were taken."""
+        """Iteration up to which tokens were taken from the counters."""
         self._steps: list[_Step] = []
         self.allowed = allowed
         """Host memory that this rank may use."""
         self._decided_at = 0
-        """Steps that came before the window under way."""
+        """Number of measured steps before the window under way."""
         self._counts_again = False
-        """True if re-executed iterations have not been counted yet, because the job went back behind them."""
+        """True if re-executed iterations shall be counted, because the job rolled back behind them and lost updates."""
         self._link_rate = LinkRate()
         self._beyond: Schedule | None = None
-        """The windows that host memory was said to have no room for."""
+        """Schedule that was last reported as too large for host memory; None without one."""
         self._said = ""
-        """The way to recover that was said to be in force."""
+        """Kind of recovery that was last logged as being in force."""
         self.windows = self.reorders = 0
         self.planned_bytes: int | None = None
-        """Host memory that this rank was to need when its window was chosen; None where nobody asked."""
+        """Bytes of host memory that this rank is expected to need with the chosen window; None if not computed."""
 
     def adopt(self, policy: Policy) -> None:
-        """Go on from what a stage has decided."""
+        """Continue with the decisions of a stage."""
         self._counts_again = False
         self.strategy.adopt(policy.learned)
         self.strategy.settled = policy.settled
 
     def join(self, policy: Policy) -> None:
-        """Go on from what the stage has decided, on a rank that is new: what is in force was said before it came."""
+        """Continue with the decisions of a stage on a replacement; earlier ranks have logged the kind of recovery."""
         self.adopt(policy)
         self._said = self.strategy.way_of(policy.schedules[-1])
 
     # Once an iteration
 
     def count(self, committed: int) -> None:
-        """Take the tokens that the routers have counted since, up to ``committed``; when the next iteration begins."""
+        """Take the tokens that routers have counted up to ``committed``. Called when the next iteration begins."""
         for counter in self._counters:
             self._pending[counter].append(counter.take())
             self._counted = committed
 
     def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
-        """An iteration took so long, with so much of stalls, while a snapshot was on its way or not."""
+        """Add the measurements of an iteration.
+
+        Args:
+            step_s: seconds of the iteration, including stalls.
+            stall_s: seconds of stalls.
+            is_saving: True if a snapshot was copied, sent or written beside it.
+        """
         self._steps.append(_Step(step_s - stall_s, stall_s, is_saving))
         if len(self._steps) >= 2 * MOST_STEPS:
             del self._steps[:MOST_STEPS]
@@ -149,30 +156,30 @@ class WindowDecisions:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
+        """Median seconds of an iteration of this process, without stalls; 0 before any."""
         return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
+        """Pause or resume the counters for a replay, unless a lossy recovery counts its iterations anew."""
         for counter in self._counters:
             counter.paused = is_paused and not self._counts_again
 
     @property
     def tokens_owed(self) -> int:
-        """Tokens that experts of the stage are to be given room for; 0 where they are given none."""
+        """Tokens for which experts of the stage shall get extra capacity; 0 without any."""
         return self.strategy.tokens_owed if self._room is not None else 0
 
     def give_room(self) -> None:
-        """Open what room the strategy wants for experts in the next iteration, and close what it wants no more."""
+        """Give extra capacity in the next iteration to the experts that the strategy names, and to no others."""
         if self._room is not None:
             self._room.open(self.strategy.short_of_tokens())
 
     def go_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """The job goes back to a state with operators of different age; what it runs again is counted as if new.
+        """Roll back to a restore point whose operators have different ages, and count re-executed iterations as new.
 
         Args:
-            run: of the stage.
-            learned: what the strategy knew when its snapshots were taken, by iteration.
+            run: run of snapshots of the stage.
+            learned: learned state of the strategy in each snapshot, by iteration.
 
         Returns:
             Tokens of the stage whose updates are lost.
@@ -189,10 +196,10 @@ class WindowDecisions:
             self._pending[counter].clear()
 
     def forget(self, committed: int) -> None:
-        """Drop what was counted on the way to a failure.
+        """Drop tokens that an interrupted iteration has counted.
 
-        Where tokens are accounted for, those of iterations up to ``committed`` stay: they were counted since the job
-        went back, or on ranks that all have kept their state.
+        A lossy strategy accounts for tokens. It keeps those of iterations up to ``committed``, which were counted after
+        the rollback, or on ranks that have all kept their state.
         """
         if not self.strategy.loses_updates:
             self._drop_counts()
@@ -200,7 +207,7 @@ class WindowDecisions:
             self.count(committed)
         else:
             for counter in self._counters:
-                counter.take()  # of the iteration that was interrupted
+                counter.take()  # tokens of the interrupted iteration
         self._counts_again = False
 
     # The first window
@@ -209,12 +216,12 @@ class WindowDecisions:
         """Return the first schedules, which hold until something is measured.
 
         Args:
-            start: the iteration whose state the run begins from.
-            memory: what this rank's snapshots take; is told whether they stay here when peers have them.
-            is_running: whether the job has begun, so that it goes on with what there is.
+            start: iteration whose state the run begins from.
+            memory: memory of this rank's snapshots; its ``keeps_own`` is set to the decision of all ranks.
+            is_running: True if the job has already begun, so that it continues even if memory is short.
 
         Raises:
-            ConfigError: a rank needs more host memory than it may use; on every rank.
+            ConfigError: a rank needs more host memory than it may use. On every rank.
         """
         most = self.topology.most_operators
         first, instead = self.strategy.first(start, most), self.strategy.first_without(start, most)
@@ -239,16 +246,20 @@ class WindowDecisions:
         return ScheduleHistory(first)
 
     def iterations_logged(self, schedule: Schedule) -> int:
-        """Return how many iterations logs and records reach back at most."""
+        """Return the largest number of iterations that logs and records reach back."""
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
-        """Host memory that the boundary log of this rank takes while nothing breaks."""
+        """Return the bytes of host memory that the boundary log of this rank takes without failures."""
         reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
         return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
 
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
-        """Compare what every rank will need with what it may use, on every rank alike."""
+        """Compare the host memory that every rank needs with its limit, and decide on own snapshots. Collective.
+
+        Raises:
+            ConfigError: a rank needs more than it may use. On every rank.
+        """
         memory.keeps_own = True
         local = Needs(
             memory.here([schedule]), memory.in_flight([schedule]),
@@ -274,16 +285,16 @@ class WindowDecisions:
         return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
 
     def _instead(self) -> list[tuple[str, Kept]]:
-        """Protections that need less, the stronger ones first."""
+        """Return protections that need less memory, the stronger ones first."""
         return [(flag, other.kept_bytes) for flag, other in self.topology.weaker()]
 
-    # Those after it
+    # Later windows
 
     def decide(self, boundary: int, checkpointer: Checkpointer, senders: Sequence[Sender]) -> None:
-        """Order and window of the window that begins with ``boundary``.
+        """Decide the order of operators and the size of the window that begins with ``boundary``.
 
-        Orders are the stage's and windows the job's, so every rank takes part in every collective here, whether or not
-        it wants a change itself.
+        A stage decides on orders, and the job on windows. Every rank therefore takes part in every collective here,
+        even if it wants no change.
         """
         self._observe()
         injection.at(Phase.DECIDE)
@@ -321,7 +332,7 @@ class WindowDecisions:
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
         if is_other:
-            self._meter.forget()  # what is saved from now on costs something else
+            self._meter.forget()  # other windows have another cost
         if is_other and measured and self.topology.rank == 0:
             rest = f", every {chosen.size} iterations," if chosen.size > chosen.snapshots else ""
             log.info(
@@ -330,8 +341,8 @@ class WindowDecisions:
             )
 
     def _is_change(self, proposal: Proposal) -> bool:
-        """Return whether any stage wants a change, so that ranks tell each other what memory it needs; without a cap on
-        memory, whether this one does.
+        """Return True if any stage wants a change, so that ranks exchange their memory needs. Without a cap on memory,
+        return True if this stage wants one.
         """
         if math.isinf(self.allowed.nbytes):
             return proposal.is_change
@@ -340,12 +351,12 @@ class WindowDecisions:
         return bool(wanted.item())
 
     def _is_due(self, now: Schedule, boundary: int) -> bool:
-        """Return whether ranks decide on windows at this boundary: on all ranks alike, whatever each has measured."""
+        """Return True if ranks decide on windows at this boundary; the same on all ranks, whatever they measured."""
         age = boundary - self._began_at
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 
     def _say_beyond(self, wanted: Schedule, instead: Schedule) -> None:
-        """Report that host memory has no room for windows like ``wanted``; once, as long as they stay wanted."""
+        """Report once that windows like ``wanted`` do not fit into host memory, as long as the strategy wants them."""
         if self._beyond is not None and not is_other_window(wanted, self._beyond):
             return
         self._beyond = wanted
@@ -356,7 +367,7 @@ class WindowDecisions:
         )
 
     def _say_why(self, proposal: Proposal) -> None:
-        """Say the way to recover, where it has become another one since this rank came."""
+        """Log the kind of recovery in force, if it has changed since this rank joined."""
         kind = proposal.why.partition(":")[0]
         if kind and kind != self._said and self.topology.rank == 0:
             log.info(proposal.why)
@@ -365,8 +376,8 @@ class WindowDecisions:
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration.
 
-        Nobody waits for a sum that only orders operators (section 3.5: asynchronously): it is taken in when the next
-        window begins. Where tokens are accounted for, each is in the sum of its own window.
+        A sum that only orders operators is asynchronous (section 3.5), and is used when the next window begins. A lossy
+        strategy accounts for tokens, so it waits for the sum of its own window.
         """
         for counts, work in self._sums:
             work.wait()  # it has had a window's time
@@ -376,7 +387,7 @@ class WindowDecisions:
         for counter in self._counters:
             counts = counter.by_operator(self._pending[counter])
             is_accounted = self.strategy.loses_updates
-            if is_accounted:  # after a failure ranks may have taken them in different parts
+            if is_accounted:  # after a failure, ranks may have taken them in different numbers of parts
                 counts = counts.sum(dim=0, keepdim=True)
             work = dist.all_reduce(counts, group=self.topology.channels.stage_group, async_op=not is_accounted)
             self._pending[counter].clear()
@@ -389,7 +400,7 @@ class WindowDecisions:
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
         """Return, for each of ``schedules``, the host memory that every rank would need. Collective.
 
-        Without a cap nobody asks, and there are none: all ranks have the same flags.
+        Without a cap the lists are empty, on all ranks alike, because they have the same flags.
         """
         if math.isinf(self.allowed.nbytes):
             return [[] for _ in schedules]
@@ -398,8 +409,8 @@ class WindowDecisions:
         return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*per_rank, strict=True)]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
-        """Return the host memory that this rank needs for ``schedule`` after the current one; memory is freed later, if
-        at all.
+        """Return the host memory that this rank needs for ``schedule`` after the current one. Memory of the current one
+        counts, too, because it is freed later or never.
         """
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
@@ -410,7 +421,7 @@ class WindowDecisions:
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
     ) -> tuple[int, ...] | None:
-        """Return the windows that this rank's measurements ask for, of all ranks the largest; None: none has any."""
+        """Return the largest window sizes that the measurements of any rank ask for; None without measurements."""
         cost = self._cost_of_all()
         iteration_s, delay_s = self._measured_delay()
         own: Sequence[int] = ()
@@ -429,8 +440,8 @@ class WindowDecisions:
         return agreed or None
 
     def _cost_of_all(self) -> Evidence | None:
-        """Return what saving costs, a mean over the ranks that have measured it: they wait for each other in every
-        iteration, so all see about the same.
+        """Return the mean cost of saving over the ranks that have measured it. Ranks wait for each other in every
+        iteration, so all measure about the same.
         """
         own = self._meter.evidence()
         has_measured = own.comparisons >= FEWEST_CLEAR
@@ -441,8 +452,8 @@ class WindowDecisions:
         return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 
     def _measured_delay(self) -> tuple[float, float]:
-        """Return seconds of an iteration beside which nothing is saved, as far as is known, 0.0 if nothing is, and of
-        delay since windows were last decided on.
+        """Return the seconds of an iteration beside which nothing is saved (0.0 if unknown), and the seconds of delay
+        since the last decision on windows.
         """
         steps = self._steps[2:]
         if not steps:
@@ -455,9 +466,9 @@ class WindowDecisions:
     def _measured_bandwidths(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender], iteration_s: float
     ) -> tuple[float, float]:
-        """Return bytes per second of copies from the device, and of links to all peers together."""
+        """Return the bytes per second of copies from the device, and of the links to all peers together."""
         slots, _ = checkpointer.memory.slots_at_peer(now)
-        # What is sent, and what links have to carry for half of their rate to be enough for it.
+        # The rate that links need, so that the share of it that snapshots may use is enough.
         needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
         rate = self._link_rate.take(senders, needed)
         network = self._budget.network_bytes_per_s or rate

@@ -1,7 +1,7 @@
-"""Windows of a run on disk: where they are written, what happens while that cannot be, and those that lead back.
+"""Windows of a run on disk: writing, retries while the folder is unusable, and the windows that a recovery can use.
 
-A job that is just starting cannot do without the folder. Later on training does: that the folder cannot be used is
-reported, and it is tried again after the next failure and, less and less often, with a new window.
+A job does not start without a usable folder. Later, training continues without it. The rank reports the problem, and
+tries the folder again after the next failure and at the beginning of windows, less and less often.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class WindowsOnDisk:
     """Windows on disk of one rank. Collective: all ranks make one and call each method in the same order.
 
     Args:
-        binding: this rank's.
-        names: of the job.
-        config: the flags.
-        topology: of this generation; :attr:`topology` is replaced in the next.
-        checkpointer: whose windows they are.
-        reports: what an operator sees.
-        job_name: of this start of the job among those that wrote windows to the same folder; empty if it has none yet.
+        binding: binding of this rank.
+        names: names of the job.
+        config: flags of the job.
+        topology: topology of this generation; :attr:`topology` is replaced in the next.
+        checkpointer: checkpointer whose windows are written.
+        reports: reports to the operators of the job.
+        job_name: name of this start in the names of its windows; empty until the folder is first used.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class WindowsOnDisk:
         self._checkpointer, self._reports = checkpointer, reports
         self._writer: WindowWriter | None = None
         self._left_behind: list[WindowWriter] = []
-        """Writers of earlier generations that a stalled disk holds up."""
+        """Writers of earlier generations that a stalled disk still blocks."""
         self._place: SharedFolder | None = None
-        """The folder, while it can be used; the same on all ranks."""
+        """Folder of this rank; None while the folder of any rank is unusable."""
         self._lock: FolderLock | None = None
         """Lock of the folder, on the first of the ranks that share it."""
         self._misses = self._wait = self._failed = 0
-        """Tries in a row in which the folder could not be used; windows until the next one; windows not written."""
+        """Numbers of consecutive failed tries, of windows until the next try, and of windows that were not written."""
         self._is_missing = False
 
     @property
     def newest(self) -> int | None:
-        """The iteration whose state the newest window on disk gives."""
+        """Iteration whose state the newest window on disk gives; None without one."""
         return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
 
     @property
     def written_bytes(self) -> int:
-        """Written since this rank has written to the folder without a break."""
+        """Bytes written since this rank last began to write to the folder."""
         return self._writer.written_bytes if self._writer is not None else 0
 
     def start(self) -> None:
-        """Write windows that begin with the next iteration or later, where that is wanted.
+        """Begin to write windows to the folder, from the next iteration on; do nothing without such a folder.
 
         Raises:
-            ConfigError: the job starts, and the folder cannot be used, or another job writes to it. On every rank.
+            ConfigError: the job starts, and the folder is unusable or another job uses it. On every rank.
         """
         if self._config.disk.persist_dir is None:
             return
@@ -108,7 +108,7 @@ class WindowsOnDisk:
         self._checkpointer.write_to(self._writer, self._binding.iteration)
 
     def try_again(self) -> None:
-        """Try the folder again at the beginning of a window, where it could not be used before."""
+        """Try an unusable folder again. Called at the beginning of each window; most calls only count down."""
         if self._config.disk.persist_dir is None or self._writer is not None:
             return
         self._wait -= 1
@@ -121,7 +121,7 @@ class WindowsOnDisk:
             self._writer.abandon()
             self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
             self._writer = None
-        self._misses = 0  # as on ranks that are new then: all try again at the same windows
+        self._misses = 0  # replacements begin with 0, and all ranks have to try at the same windows
 
     def watch(self) -> None:
         """Report windows that could not be written on some rank, which all ranks have agreed on."""
@@ -135,9 +135,9 @@ class WindowsOnDisk:
         self._failed = failed
 
     def that_lead_to(self, until: int) -> JobWindows:
-        """Return the windows of this start of the job from which ``until`` is reached sooner than by a restart.
+        """Return the windows of this start of the job from which a replay to ``until`` is shorter than a restart's.
 
-        The disk is asked only here, when memory has no answer.
+        Only this method reads the disk, if snapshots in memory are not enough.
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
@@ -151,10 +151,10 @@ class WindowsOnDisk:
         return JobWindows(self._place, windows)
 
     def close(self) -> tuple[int, int, int, float]:
-        """Write what is persisted by now, and end; every rank calls it when all snapshots were sent.
+        """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.
 
         Returns:
-            The iteration that the newest window reaches, how many failed, and bytes and seconds of writing.
+            Iteration that the newest window reaches, number of windows that failed, bytes and seconds of writing.
         """
         writer = self._writer
         if writer is not None:
@@ -169,7 +169,7 @@ class WindowsOnDisk:
         """Find the folder and lock it for the job.
 
         Raises:
-            ConfigError: that cannot be done. On every rank.
+            ConfigError: a rank cannot use or lock its folder. On every rank.
         """
         flag, node = "--moevement-persist-dir", self._config.copies.node_of(self.topology.rank)
         patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
@@ -180,7 +180,7 @@ class WindowsOnDisk:
         return place
 
     def _go_without(self, why: str) -> None:
-        """Train on without writing windows."""
+        """Continue training without writing windows, and report the reason."""
         self.job_name = self.job_name or self._names.start
         self._writer = self._place = None
         self._checkpointer.write_to(None, self._binding.iteration)
@@ -192,11 +192,11 @@ class WindowsOnDisk:
                 "the next failure and with new windows"
             )
             self._reports.warn(text, WindowsNotOnDisk(text))
-        # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
+        # The next tries come 1, 2, 4, 8, ... windows later, because each takes seconds if the disk does not answer.
         self._wait = 1 << min(self._misses - 1, 6)
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
-        """Every rank calls it."""
+        """Return a writer of windows to ``place``. Every rank calls it."""
         current = [store for store in self._checkpointer.replicator.stores if store.source in self.topology.sources]
         elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
         lock, job = self._lock, self._names.name
@@ -215,5 +215,5 @@ class WindowsOnDisk:
 
 
 def _least(writing: Writing) -> Writing:
-    """Return how far the slowest rank is; every rank calls it."""
+    """Return the writing state of the rank that is furthest behind. Every rank calls it."""
     return Writing(min(all_gather_objects(writing, Writing)))

@@ -138,7 +138,7 @@ class Recoverer:
             prepared: recovery that was executed; None if no rank lost its state.
         """
         return check_kept(
-            self._saving.parts, until, is_kept=prepared is None or prepared.mine is None,
+            self._saving.parts, until, is_kept=prepared is None or prepared.own_plan is None,
             replicas_are_known=prepared is not None,
         )  # fmt: skip
 
@@ -177,9 +177,9 @@ class Recoverer:
         """Roll back to a lossy restore point: discard later decisions and snapshots. Return the tokens lost on this
         stage, or None if the strategy is lossless.
         """
-        if prepared.mine is None or not self._windows.strategy.loses_updates:
+        if prepared.own_plan is None or not self._windows.strategy.loses_updates:
             return None
-        run, strategy = prepared.mine.runs[self._saving.topology.stage], self._windows.strategy
+        run, strategy = prepared.own_plan.runs[self._saving.topology.stage], self._windows.strategy
         records = {at: snapshot.record() for at, snapshot in prepared.snapshots.items()}
         learned = {
             at: record["learned"] if record.get("strategy") == strategy.name else None for at, record in records.items()
@@ -192,7 +192,7 @@ class Recoverer:
                 "to older ones, and how many tokens those lack it alone can tell; give that strategy"
             )
         lost = self._windows.go_back(run, learned)
-        self._saving.went_back_to(prepared.mine.iterations.start - 1)
+        self._saving.went_back_to(prepared.own_plan.iterations.start - 1)
         return lost
 
     def _prepare_from_disk(
@@ -222,10 +222,10 @@ class Recoverer:
         if not on_disk.windows:
             raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
         prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)
-        assert prepared.mine is not None
-        first, counts = prepared.mine.first, prepared.mine.sources()
+        assert prepared.own_plan is not None
+        first, counts = prepared.own_plan.first, prepared.own_plan.sources()
         name = next((window.name for window in on_disk.windows if window.first <= first <= window.last), "a window")
-        text = f"{name} on disk and replay iterations {prepared.mine.begins + 1} to {until}"
+        text = f"{name} on disk and replay iterations {prepared.own_plan.begins + 1} to {until}"
         if cause is None:
             text = f"all ranks go back to {text}"
             self._reports.say_once(text)

@@ -135,7 +135,7 @@ class Rejoined:
 
     def _replay(self, prepared: Prepared) -> Recovery:
         session, binding = self.session, self.session.binding
-        before, is_restored = session.commit.mark, prepared.mine is not None
+        before, is_restored = session.commit.mark, prepared.own_plan is not None
         if is_restored:
             session.commit.mark = None  # this rank has no complete state until the replay ends
         with waiting_for_others():
@@ -154,7 +154,11 @@ class Rejoined:
             # A rank that was interrupted within this very update has the mark of the iteration before.
             is_known = before is not None and before.iteration == self.until
             outcome = before.outcome if before is not None and is_known else self.reached.outcome
-            if session.recoverer.may_differ and prepared.mine is not None and self.until in prepared.mine.iterations:
+            if (
+                session.recoverer.may_differ
+                and prepared.own_plan is not None
+                and self.until in prepared.own_plan.iterations
+            ):
                 outcome = session.records.of_last(self.until).get("step", outcome)
             session.commit.mark = Mark(self.until, live, outcome, resumed)
         return recovery

@@ -36,7 +36,7 @@ class Way:
     cell: Cell
     spares: int
     """Number of idle spare nodes."""
-    is_yours: bool = False
+    has_user_interval: bool = False
     """True if the user has given its interval."""
 
     @property
@@ -85,7 +85,7 @@ class Worth:
     mtbf_s: float
     today: tuple[Way, ...]
     """Restarts from storage, at the best interval of each way to save and at the user's; the cheapest first."""
-    ours: tuple[Way, ...]
+    strategies: tuple[Way, ...]
     """Strategies at their best, the cheapest first; those that fit into host memory precede others."""
     break_even_s: float
     """Longest mean seconds between failures at which the best strategy pays; 0 if never, inf if always."""
@@ -93,23 +93,23 @@ class Worth:
     @property
     def saved_h(self) -> float:
         """GPU hours that the best strategy saves in a month over the cheapest restarts from storage."""
-        return self.today[0].total_h - self.ours[0].total_h
+        return self.today[0].total_h - self.strategies[0].total_h
 
     @property
     def saved_interval_h(self) -> float:
         """Half of the 95% confidence interval of the saved hours, from pairs of months with the same failures."""
-        pairs = zip(self.today[0].totals_h, self.ours[0].totals_h, strict=True)
+        pairs = zip(self.today[0].totals_h, self.strategies[0].totals_h, strict=True)
         return half_interval([today - best for today, best in pairs])
 
     @property
     def pays(self) -> bool:
         """True if the best strategy fits into host memory and saves enough to be worth the effort."""
-        return fits(self.ours[0].strategy) and self.saved_h > LEAST_SHARE * self.today[0].gpus * MONTH_H
+        return fits(self.strategies[0].strategy) and self.saved_h > LEAST_SHARE * self.today[0].gpus * MONTH_H
 
     @property
-    def yours(self) -> Way | None:
+    def at_user_interval(self) -> Way | None:
         """Cheapest of today's ways at the user's interval; None if no interval was given."""
-        return next((way for way in self.today if way.is_yours), None)
+        return next((way for way in self.today if way.has_user_interval), None)
 
 
 def worth(
@@ -127,8 +127,10 @@ def worth(
         repair_s: seconds after which a failed node is a spare again.
     """
     today = [
-        Way(name, cell_of(strategy, draws, MONTH_H * 3600, Spares()), 0, is_yours)
-        for name, strategy, is_yours in _today(replace(costs, detect_s=0.0, regroup_s=restart_s), draws.mtbf_s, every)
+        Way(name, cell_of(strategy, draws, MONTH_H * 3600, Spares()), 0, has_user_interval)
+        for name, strategy, has_user_interval in _today(
+            replace(costs, detect_s=0.0, regroup_s=restart_s), draws.mtbf_s, every
+        )
     ]
     today.sort(key=lambda way: way.total_h)
     tried = range(MOST_SPARES + 1) if spares is None else (spares,)

@@ -232,19 +232,19 @@ class Snapshot:
             offset += end - start
         return replace(header, entries=tuple(moved)), pieces
 
-    def without(self, gone: npt.NDArray[np.bool_]) -> tuple[Snapshot, list[tuple[int, int]]]:
+    def without(self, operators: npt.NDArray[np.bool_]) -> tuple[Snapshot, list[tuple[int, int]]]:
         """Return the snapshot without some operators, in the same buffer, and the bytes that become free.
 
         Args:
-            gone: operators to leave out, by their index in the stage's table, bool ``[operators]``.
+            operators: operators to leave out, by their index in the stage's table, bool ``[operators]``.
 
         Returns:
             The smaller snapshot, and ranges of free bytes in the buffer: first byte and the byte after the last.
         """
-        dropped = [entry for entry in self.header.entries if entry.place >= 0 and gone[entry.place]]
-        kept = tuple(entry for entry in self.header.entries if entry.place < 0 or not gone[entry.place])
+        dropped = [entry for entry in self.header.entries if entry.place >= 0 and operators[entry.place]]
+        kept = tuple(entry for entry in self.header.entries if entry.place < 0 or not operators[entry.place])
         ranges = [(run[0].offset, _aligned(run[-1].offset + run[-1].nbytes)) for run in _runs(dropped)]
-        contents = np.where(gone, np.int8(Saved.NOTHING), self.contents)
+        contents = np.where(operators, np.int8(Saved.NOTHING), self.contents)
         header = replace(self.header, entries=kept, contents=contents_text(contents))
         return Snapshot(header, self.buffer, self.acknowledged), ranges
 

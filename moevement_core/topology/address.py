@@ -20,8 +20,8 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 def own_address(interfaces: Sequence[str] = ()) -> str:
     """Return the address at which this rank listens for others.
 
-    It is that of the rank's interface, if there are any; else of the one that ``GLOO_SOCKET_IFNAME`` names; else of the
-    one that leads to the store.
+    It is the address of the first of these interfaces that exists: the rank's share of ``interfaces``, the interface
+    that ``GLOO_SOCKET_IFNAME`` names, the interface that leads to the store.
 
     Args:
         interfaces: names of interfaces that every node has; ranks of a node take them in turn, by their local rank.
@@ -40,7 +40,7 @@ def own_address(interfaces: Sequence[str] = ()) -> str:
     )
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing, and finds the way
+        probe.connect(address)  # sends nothing, but selects the interface
         return str(probe.getsockname()[0])
 
 

@@ -1,7 +1,6 @@
 """Host memory that each rank may use and will need, and what changes where the need is larger.
 
-Before training begins all ranks know what each of them needs, so all come to the same, and the message of a refusal is
-enough for every one of them.
+All ranks know the needs of every rank before training begins. They therefore decide alike, and raise the same error.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class Allowed:
 
 
 def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded: bool = True) -> Allowed:
-    """Returns what the flags say, or a share of what the node has.
+    """Return the host memory that flags allow, or otherwise this rank's share of the node's memory.
 
     Args:
-        budget: the flags.
-        nodes: the node of every rank.
-        rank: this one.
-        is_bounded: whether what is needed is known beforehand; what is not has no cap by default.
+        budget: flags of the job.
+        nodes: node of every rank.
+        rank: number of this rank.
+        is_bounded: True if the need is known beforehand; otherwise there is no cap by default.
     """
     if budget.host_memory_bytes is not None:
         return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
@@ -104,7 +103,7 @@ class Total:
 
 
 def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
-    """Return what each rank needs in all, in time linear in the ranks."""
+    """Return the total of each rank, in time linear in the ranks."""
     at_peer = kept([need.at_peer for need in needs])
     return [
         Total(rank, need.own(keeps_own=keeps_own), at_peer[rank], need.log, need.allowed)
@@ -113,7 +112,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
-    """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
+    """Return the total of the rank with the least memory left, or with the largest excess; the first of several."""
     return max(totals(needs, kept, keeps_own=keeps_own), key=lambda total: (total.beyond, -total.rank))
 
 
@@ -121,19 +120,21 @@ def decide_keep_own(
     needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
     may_drop: bool,
 ) -> tuple[bool, Total]:  # fmt: skip
-    """Decide whether ranks keep own snapshots that all peers have, so that every rank fits into its memory; return the
-    decision and the total of the rank with the least room.
+    """Decide whether ranks keep own snapshots that all peers have, so that every rank fits into its memory.
 
     Args:
-        needs: of every rank.
-        kept: of the protection that is in force.
-        budget: the flags.
+        needs: needs of every rank.
+        kept: function that computes the memory for kept snapshots under the protection in force.
+        budget: flags of the job.
         window: W, for the message.
-        changes: other protections: a flag, and what it would need.
-        may_drop: whether peers have all that is dropped.
+        changes: weaker protections, each with its flag and the same function for it.
+        may_drop: True if peers have all snapshots that would be dropped.
+
+    Returns:
+        The decision, and the total of the rank that has the least memory left.
 
     Raises:
-        ConfigError: some rank has none either way; names the cheapest change that makes it fit.
+        ConfigError: a rank does not fit either way. The message names the cheapest change that makes it fit.
     """
     choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
     for keeps_own in choices if may_drop else [True]:
@@ -163,5 +164,5 @@ def _cheapest(
 
 
 def gigabytes(nbytes: float) -> str:
-    """Rounded up, so that as much is enough."""
+    """Return a number of bytes as gigabytes with three decimals, rounded up, so that a flag with it suffices."""
     return f"{math.ceil(nbytes / 1e6) / 1e3:.3f}"

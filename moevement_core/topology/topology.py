@@ -1,6 +1,6 @@
-"""Position of this rank among the others, and its channels to them: made at the start and again after a failure.
+"""Position of this rank among the others, and its channels to them: made at the start and after each failure.
 
-What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new topology.
+Objects that survive a failure (snapshots, popularity, logs) live elsewhere and get the new topology.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class _Rank:
     sources: tuple[int, ...]
     """Ranks whose copies it has kept until now."""
     groups: Groups | None
-    """Groups of which parity has been kept until now; None on a new rank."""
+    """Parity groups until now; None on a new rank."""
     address: Address
     """Address at which the rank is reached."""
 
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """Through what a rank talks to others, beside training."""
+    """Channels of a rank to other ranks, beside those of training."""
 
     job_group: Any
     """Process group of all ranks, for host tensors."""
     stage_group: Any
-    """The ranks of this stage, for host tensors."""
+    """Process group of the ranks of this stage, for host tensors."""
     agreement: Agreement
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
@@ -84,9 +84,9 @@ class Topology:
     world: int
     stage: int
     stages: tuple[int, ...]
-    """The pipeline stage of every rank."""
+    """Pipeline stage of every rank."""
     nodes: tuple[str, ...]
-    """The node of every rank."""
+    """Node of every rank."""
     table: OperatorTable
     """Operators of this rank's stage."""
     most_operators: int
@@ -96,7 +96,7 @@ class Topology:
     peers: Placement
     """Peers of each rank, which keep its copies or the parity of its group."""
     groups: Groups
-    """Groups of ranks of whose snapshots parity is kept; empty where copies are kept."""
+    """Parity groups of ranks; empty if peers keep copies instead."""
     groups_are_new: bool
     """True if the groups differ from those of the last generation, so that their sums are empty."""
     warning: str | None
@@ -105,20 +105,20 @@ class Topology:
     pipeline: Pipeline
     neighbours: Neighbours
     replica: int
-    """The smallest rank of this rank's model replica."""
+    """Smallest rank of this rank's model replica."""
     step_spans_job: bool
-    """See :class:`~moevement_core.trainer.binding.Place`; on every rank the same answer."""
+    """True if :attr:`~moevement_core.trainer.binding.Place.step_spans_job` is true on every rank."""
 
     @property
     def sources(self) -> list[int]:
-        """The ranks whose snapshots this one keeps."""
+        """Ranks whose snapshots this one keeps."""
         return list(sources_of(self.peers, self.rank))
 
     def kept_bytes(self, at_peer: Sequence[AtPeer]) -> list[int]:
-        """Return the host memory that each rank needs for what it keeps of others, in time linear in the copies.
+        """Return the bytes that each rank needs for snapshots of others, in time linear in the number of copies.
 
         Args:
-            at_peer: what snapshots of each rank take on each of its peers.
+            at_peer: host memory that snapshots of each rank take on each of its peers.
         """
         if not self.groups:
             return [
@@ -133,7 +133,7 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""
+        """Yield protections that need less host memory, stronger ones first: the flag, and the topology with it."""
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
@@ -152,13 +152,13 @@ class Topology:
 def connect(
     config: SessionConfig, binding: Binding, before: Topology | None = None, *, is_running: bool = False
 ) -> Topology:
-    """Returns the topology of a generation; every rank of the job calls it at the same point.
+    """Return the topology of a generation. Every rank of the job calls it at the same point.
 
     Args:
-        config: the flags.
-        binding: this rank's.
-        before: that of the last generation; None on a rank that is new.
-        is_running: whether the job has begun, so that it goes on with the nodes that are left.
+        config: flags of the job.
+        binding: binding of this rank.
+        before: topology of the last generation; None on a new rank.
+        is_running: True if the job has already begun, so that it continues with the nodes that are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     connections = connections_of(config.copies)
@@ -298,11 +298,11 @@ def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
 
 
 def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:
-    """The stages that have copies of one embedding.
+    """Return the stages that hold copies of one embedding; empty if only one stage holds it.
 
     Args:
-        stages: the stage of every rank.
-        embedding_ranks: of every rank, those whose gradients of the embedding are summed with its own.
+        stages: stage of every rank.
+        embedding_ranks: for every rank, the ranks whose gradients of the embedding are summed with its own.
     """
     tied = frozenset(stages[rank] for ranks in embedding_ranks for rank in ranks)
     return tied if len(tied) > 1 else frozenset()

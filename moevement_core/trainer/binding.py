@@ -2,23 +2,23 @@
 implements.
 
 Megatron's trainer implements it in ``megatron/moevement/binding.py``; ``examples/plain_torch/train.py`` is the smallest
-implementation there is. Unless a method says otherwise, it is called on the main thread, by every rank of the job at
-the same point, and whatever it raises is a failure of this rank: all ranks are interrupted and meet again.
+implementation. Unless a method says otherwise, the main thread of every rank of the job calls it at the same point. An
+exception in it is a failure of this rank: all ranks are interrupted and meet again.
 
-In the order of a job's life:
+Methods in the order of a job's life, and their callers:
 
 ============================  ==========================================================================================
-``place``, ``operators``,     when process groups are there: at the start, and in every generation after a failure
+``place``, ``operators``,     every rank, with usable process groups: at the start, and in every generation afterwards
 ``states``
-``boundary``                  before every iteration, between two of them
-``commit_point``              once; its ``step`` once an iteration
-``shared``, ``books``         after a failure, on ranks that survived it
-``regroup`` or ``build``      after a failure: ``regroup`` on a survivor, ``build`` on a replacement
-``clear_gradients``,          after it, on all
+``boundary``                  every rank, between two iterations
+``commit_point``              every rank, once; its ``step`` in each iteration
+``shared``, ``books``         survivors, after a failure
+``regroup`` or ``build``      survivors (``regroup``) or replacements (``build``), after a failure
+``clear_gradients``,          every rank, after ``regroup`` or ``build``
 ``put_progress``, ``resume``
-``replaying``                 where state was lost: gives the ``Trainer`` of a replay
-``complete``                  where a rank made updates again by itself: on those of its stage
-``put_boundary``,             when all ranks have the state that training goes on from
+``replaying``                 ranks that replay; it gives the ``Trainer`` of a replay
+``complete``                  ranks of a stage in which a rank repeated updates alone
+``put_boundary``,             every rank, when all ranks have the state that training resumes from
 ``gradients_left``,
 ``replicas``, ``back``
 ============================  ==========================================================================================
@@ -61,7 +61,7 @@ class Place:
     same_state: int = 0
     """The smallest rank that holds the same state, or shards of it: its data-parallel peers."""
     pipeline: tuple[int, ...] = ()
-    """The ranks of its pipeline, by stage; nothing without a pipeline."""
+    """Ranks of its pipeline, by stage; empty without a pipeline."""
     is_ring: bool = False
     """True if the last stage also sends to the first, as in interleaved schedules."""
     embedding_ranks: tuple[int, ...] = ()
@@ -73,112 +73,115 @@ class Place:
 
 
 class Counts(Protocol):
-    """Counts what routers decide, without waiting for the device."""
+    """Counters of the decisions of routers; counting does not wait for the device."""
 
     paused: bool
-    """True while nothing counts: a replay does not count tokens twice."""
+    """True while tokens are not counted, so that a replay does not count them twice."""
 
     def take(self) -> torch.Tensor:
-        """Returns this rank's sums since the last call, and starts over."""
+        """Return this rank's sums since the last call, and restart the counters."""
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """Returns what several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host."""
+        """Return the results of several calls of :meth:`take` as float64 ``[calls, operators]`` on the host."""
 
 
 class ExpertRoom(Counts, Protocol):
-    """Gives experts room for more tokens than their capacity, and counts those that came in by it."""
+    """Control of extra expert capacity, with counters of the tokens that used it."""
 
     def open(self, operators: Collection[str]) -> None:
-        """Give these experts more room from the next iteration on, and no others; the same on all ranks of a stage."""
+        """Give extra capacity to these experts alone from the next iteration on; the same on all ranks of a stage."""
 
 
 class Binding(ABC):
     """Description of one rank of a training job for its fault tolerance."""
 
     iteration: int = 0
-    """The last committed iteration; 0 before the first. Kept by the trainer, put by :meth:`put_progress`."""
+    """Last committed iteration; 0 before the first. The trainer updates it, and :meth:`put_progress` sets it."""
     record: RunRecord | None = None
     """Record of the run that this rank writes events to; None on ranks that write none."""
     boundary_log: BoundaryLog | None = None
-    """Set by the session where there is a pipeline: what this rank sends to other stages is to be noted in it."""
+    """Log to which the trainer adds all tensors that it sends to other stages. The session sets it; None without a
+    pipeline.
+    """
 
     @cached_property
     def losses(self) -> dict[int, Mapping[str, Any]]:
-        """Return losses by name for each recent iteration of this rank, trained or replayed."""
+        """Losses by name for each recent iteration of this rank, trained or replayed."""
         return {}
 
     # The rank and its state
 
     @abstractmethod
     def place(self) -> Place:
-        """Returns where this rank stands, from the process groups of now."""
+        """Return the position of this rank in the current process groups."""
 
     @abstractmethod
     def operators(self) -> Sequence[Operator]:
-        """Returns the operators that this rank holds, weighed; names are those of the model, the same on all ranks."""
+        """Return the operators that this rank holds, with their sizes. Names are those of the model on all ranks."""
 
     @abstractmethod
     def states(self) -> Mapping[str, OperatorState]:
-        """Returns the live tensors of each operator that this rank saves; they stay valid for the whole job.
+        """Return the live tensors of each operator that this rank saves; they stay valid for the whole job.
 
-        Where data-parallel replicas have the same state, each may save a part of it.
+        Data-parallel replicas with the same state may each save a part of it.
         """
 
     @abstractmethod
     def boundary(self) -> dict[str, Any]:
-        """Returns everything that an iteration changes outside of :meth:`states`: plain data and live tensors.
+        """Return everything else that an iteration changes, beside :meth:`states`: plain data and live tensors.
 
-        Random states, router buffers, loss scalers, the schedule; and ``progress``, a mapping of names to whole numbers
-        with ``iteration`` among them.
+        Examples are random states, router buffers, loss scalers and the learning rate schedule. The entry ``progress``
+        is required. It maps names, ``iteration`` among them, to whole numbers.
         """
 
     def boundary_copy(self) -> dict[str, Any]:
-        """Returns :meth:`boundary` with tensors that the next iteration does not change."""
+        """Return :meth:`boundary` with copies of its tensors, which the next iteration does not change."""
         return {name: _copied(part) for name, part in self.boundary().items()}
 
     def common(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what of a boundary is the same on all ranks; a rank takes it from another one after a failure."""
+        """Return the rank-independent part of a boundary, which a rank may take from another rank after a failure."""
         return {"progress": boundary["progress"]}
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`boundary`; random states last, because anything before may draw from them."""
+        """Restore the values of :meth:`boundary`, random states last, because restoring others may draw from them."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:
         """Set ``progress`` alone, before data is opened."""
 
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
-        """Returns counters of the tokens that each expert gets; None where nothing is counted.
+        """Return counters of the tokens that each expert gets; None if this trainer counts nothing.
 
         Args:
-            table: the operators of the stage.
-            ordering: what is counted.
+            table: operators of the stage.
+            ordering: ordering that decides what is counted.
         """
         return None
 
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
-        """Returns what gives experts more room; ``--moevement-capacity-boost`` is refused where it is not defined.
+        """Return the control of extra expert capacity. Without this method, ``--moevement-capacity-boost`` is refused.
 
         Args:
-            table: the operators of the stage.
-            share: of its capacity, that an expert is given more.
+            table: operators of the stage.
+            share: extra capacity of an expert, as a share of its capacity.
         """
         raise NotImplementedError
 
     @property
     def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends to other stages in an iteration."""
+        """Bytes that this rank sends to other stages in an iteration."""
         return 0
 
     # An iteration
 
     @abstractmethod
     def commit_point(self, vote: Vote) -> Commit:
-        """Returns what surrounds the optimizer step; called once.
+        """Return the commit point that surrounds the optimizer step; called once.
 
         Args:
-            vote: returns when every rank of the job has called it; see :class:`~moevement_core.trainer.commit.Commit`.
+            vote: function that returns when every rank of the job has called it; see
+                :class:`~moevement_core.trainer.commit.Commit`.
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
@@ -189,100 +192,105 @@ class Binding(ABC):
     # After a failure
 
     def shared(self) -> Any:
-        """Returns what a replacement has to know of a survivor to build itself without asking anybody."""
+        """Return the data of a survivor from which a replacement builds itself without communication."""
         return None
 
     def books(self) -> Any:
-        """Returns totals that a survivor keeps and a replacement goes on with; they are no part of the state."""
+        """Return totals of a survivor that a replacement continues; they are not part of the state."""
         return None
 
     @abstractmethod
     def regroup(self) -> None:
-        """Use the process groups of now, in every object that survived."""
+        """Use the current process groups in every object that survived."""
 
     @abstractmethod
     def build(self, shared: Any) -> bool:
-        """Build model and optimizer on a rank that is new, without communication: others do not build theirs.
+        """Build model and optimizer on a replacement, without communication, because other ranks do not build theirs.
 
         Args:
-            shared: what :meth:`shared` gave on a survivor.
+            shared: result of :meth:`shared` on a survivor.
 
         Returns:
-            Whether their state is the one that the job started from.
+            True if the state is the one that the job started from.
         """
 
     @abstractmethod
     def clear_gradients(self) -> None:
-        """Drop all gradients of the interrupted iteration, those in reduction buffers too."""
+        """Drop all gradients of the interrupted iteration, including those in reduction buffers."""
 
     def resume(self, until: int, books: Any) -> None:
-        """Training will go on from ``until``: records and counters are to be taken up there."""
+        """Set records and counters to ``until``, the iteration that training resumes from.
+
+        Args:
+            until: resume iteration.
+            books: result of :meth:`books` on a survivor.
+        """
 
     def gradients_left(self) -> list[str]:
-        """Returns gradients that are there and should not be, in words."""
+        """Return in words the gradients that an interrupted iteration has left behind; empty if there are none."""
         return []
 
     def replicas(self) -> list[Replicas]:
-        """Returns digests of the compute weights that several ranks have alike; no communication."""
+        """Return digests of compute weights that several ranks hold alike, without communication."""
         return []
 
     def twins(self) -> Collection[int]:
-        """Returns the other ranks that hold all of the state that this one holds, and everything beside it; none by
-        default.
+        """Return the live replicas of this rank: other ranks that hold all of its state and of its boundary record. The
+        default is none.
         """
         return ()
 
     def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
-        """Returns :meth:`states` as ``rank``, one of the :meth:`twins`, has them: of this rank's tensors the part that
-        it saves. Only asked where there are twins.
+        """Return, from this rank's tensors, the part that ``rank``, one of the :meth:`twins`, returns as
+        :meth:`states`. Called only if there are live replicas.
         """
         raise NotImplementedError
 
     def stages_are_tied_by(self) -> str | None:
-        """Returns why a stage cannot be rolled back alone, in words; None if it can."""
+        """Return in words why a stage cannot roll back alone; None if it can."""
         return None
 
     def iterations_left_out(self) -> Collection[int]:
-        """Returns iterations that never run, so that nothing was sent in them."""
+        """Return iterations that never run, so ranks send nothing in them."""
         return ()
 
     @abstractmethod
     def replaying(self, shared_from: int | None, alone: Alone | None) -> AbstractContextManager[Trainer]:
-        """Returns a context in which iterations are run again, and nothing that training keeps beside its state moves.
+        """Return a context in which iterations are re-executed, and training's records beside its state stay unchanged.
 
-        Called by the ranks that replay.
+        The ranks that replay call it.
 
         Args:
-            shared_from: the first iteration in which a copy of an embedding is active on any stage. From then on all
-                copies compute gradients, of which the active one's is a sum. None without copies.
-            alone: who feeds this rank, where other stages keep their state and wait.
+            shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
+                compute gradients, and the active copy uses their sum. None without copies.
+            alone: neighbours that feed this rank, if other stages keep their state and wait; otherwise None.
         """
 
     def complete(self) -> None:
-        """Bring to all replicas of a state what each of them has of it, and make compute weights from it.
+        """Gather the parts of a state from its data-parallel replicas, and make compute weights from it.
 
-        Called where a rank has made updates again by itself, by all ranks of its stage; those that kept their state
-        have what they bring already. ``--moevement-recovery redo`` and ``auto`` are refused where it is not defined.
+        All ranks of a stage call it after a rank of the stage has repeated its updates alone. Without this method,
+        ``--moevement-recovery redo`` and ``auto`` are refused.
         """
         raise NotImplementedError
 
     def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
-        """State is that of ``until`` on every rank: do what is due there and the failure may have prevented.
+        """Do the work scheduled after ``until`` that the failure may have prevented; its state is live on every rank.
 
         Args:
-            until: the iteration.
-            outcome: of its step.
-            is_between: whether what is due after it (evaluation, dense checkpoint) may not have been done.
+            until: resume iteration.
+            outcome: outcome of its step.
+            is_between: True if an evaluation or dense checkpoint scheduled after it may not have been done.
         """
 
     # Windows on disk
 
     def settings(self) -> dict[str, Any]:
-        """Returns the flags that replayed iterations depend on: a job that loads a window has the same."""
+        """Return the flags that replayed iterations depend on; a job that loads a window must have the same."""
         return {}
 
     def newest_checkpoint(self) -> int | None:
-        """Returns the iteration that a restart would begin from without windows on disk; asked on rank 0."""
+        """Return the iteration that a restart would begin from without windows on disk; called on rank 0 alone."""
         return None
 
     # Drills

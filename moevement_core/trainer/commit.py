@@ -1,13 +1,14 @@
-"""The commit point: in which order a step reduces, updates and gathers, so that a failure leaves it whole or undone.
+"""The commit point: the order in which a step reduces, updates and gathers, so a failure leaves it whole or undone.
 
-Every reduction comes first and may be interrupted. Then, in a section that no restart interrupts and that waits for
-nobody, the update is made and marked. Then parameters are gathered, which may be interrupted and done again.
+1. All reductions come first. A restart may interrupt them.
+2. The rank makes the update and marks it. No restart interrupts this section, and it waits for no other rank.
+3. Ranks gather parameters. A restart may interrupt this, and ranks can repeat it.
 
-So if any rank has made an update, every rank had finished the reductions before it: the others can follow with what
-came of them (:meth:`Commit.follow`), without a gradient of anybody else.
+If any rank has made an update, every rank had finished the reductions before it. Ranks that are behind can therefore
+make the same update from their reduced gradients (:meth:`Commit.follow`), without data of other ranks.
 
-Between the two a rank asks the job's store whether the generation was interrupted, and then makes no update: a
-reduction that another rank has aborted may end here as if nothing had happened
+A reduction that another rank has aborted may seem to end successfully. A rank therefore asks the job's store between 1
+and 2 whether the generation was interrupted, and makes no update if it was
 (:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
 """
 
@@ -23,12 +24,12 @@ from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic, refuse_if_interrupted
 
 Vote = Callable[[], None]
-"""Returns when every rank of the job has called it; at once where a reduction of the step made sure of it."""
+"""Function that returns when every rank of the job has called it; at once if a reduction of the step proves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The newest iteration that this rank has committed."""
+    """Mark of the newest iteration that this rank has committed."""
 
     iteration: int
     boundary: Mapping[str, Any]
@@ -36,54 +37,57 @@ class Mark:
     outcome: Mapping[str, Any]
     """Outcome of the iteration's step; empty if there was no step."""
     resumed: Mapping[str, Any] | None = None
-    """The boundary where the next iteration began, if it did: after everything that was due between the two."""
+    """Boundary record at the beginning of the next iteration, after any evaluation or save scheduled between the two;
+    None if that iteration has not begun.
+    """
 
 
 class Commit(ABC):
-    """Surrounds the optimizer step of one rank."""
+    """Commit point of one rank, which surrounds the optimizer step."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
         self.torn = False
-        """An update was begun and not ended: what this rank holds is no state of any iteration."""
+        """True if an update has begun and not ended, so that this rank holds the state of no iteration."""
         self.updating: Callable[[], None] = lambda: None
-        """Called inside the section where all gradients are final and nothing of the state has changed; it may neither
-        wait nor raise. Not called by a commit whose update changes gradients, too.
+        """Hook inside the update section, when all gradients are final and no state has changed. It may neither wait
+        nor raise. A commit whose update also changes gradients does not call it.
         """
         self.updated: Callable[[int], None] = lambda iteration: None
-        """Called when the update of an iteration is made, while its gradients are still there."""
+        """Hook after the update of an iteration, while its gradients are still in memory."""
         self.overwriting: Callable[[], None] = lambda: None
-        """Called before a gather that overwrites them, where it does: returns when they have been copied."""
+        """Hook before a gather that overwrites gradients; returns when they have been copied."""
 
     @abstractmethod
     def step(self, iteration: int) -> Any:
-        """Make the step of ``iteration`` in order; returns what the trainer's own step returns.
+        """Make the step of ``iteration`` in the order above, and return the result of the trainer's own step.
 
         Raises:
-            GenerationInterrupted: a rank was interrupted before the update began. Nothing is torn.
+            GenerationInterrupted: a rank was interrupted before the update began. No state has changed.
         """
 
     @abstractmethod
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """Make the update of ``iteration`` that others have made; this rank had finished every reduction of it.
+        """Make the update of ``iteration`` that other ranks have made, from this rank's reduced gradients.
 
-        Called after a failure, with groups usable, by the ranks that are one update behind. Waits for nobody.
+        Ranks that are one update behind call it after a failure, with usable process groups. It waits for no other
+        rank.
 
         Args:
-            iteration: the one after this rank's mark.
-            outcome: what came of it on a rank of the same model replica.
-            common: what of the boundary after it is the same on all ranks.
+            iteration: iteration after this rank's mark.
+            outcome: outcome of its step on a rank of the same model replica.
+            common: rank-independent part of the boundary record after it.
         """
 
     def gather(self, *, now: bool = False) -> None:
-        """Bring each rank's part of the new weights to those that have the same; may be done again.
+        """Send each rank's part of the new weights to its data-parallel peers. Repeating it does no harm.
 
         Args:
-            now: also where the next forward pass would do it.
+            now: True to gather even if the next forward pass would do it.
         """
 
     def interrupted(self) -> None:
-        """An exception from outside came at any moment: a step that was under way no longer is."""
+        """Forget a step that was under way, because an interruption may have raised its exception at any moment."""
 
 
 class Stepping(Protocol):
@@ -92,24 +96,24 @@ class Stepping(Protocol):
     iteration: int
 
     def reduce(self) -> Mapping[str, Any]:
-        """Reduce gradients over ranks; returns what the update depends on beside them, as plain data on the host.
+        """Reduce gradients over ranks, and return all other inputs of the update as plain data on the host.
 
-        When it returns, no reduction may be under way any more: an update waits for nobody.
+        No reduction may be under way when it returns, because an update waits for no other rank.
         """
 
     def update(self, outcome: Mapping[str, Any]) -> None:
         """Make the update from reduced gradients, without communication."""
 
     def boundary_copy(self) -> dict[str, Any]:
-        """See :meth:`~moevement_core.trainer.binding.Binding.boundary_copy`."""
+        """Return a copy of the boundary record; see :meth:`~moevement_core.trainer.binding.Binding.boundary_copy`."""
 
 
 class UpdateCommit(Commit):
     """Commit of a trainer whose step is a reduction and an update, both made by itself.
 
     Args:
-        trainer: whose step it is.
-        vote: see :data:`Vote`.
+        trainer: trainer that makes the step.
+        vote: vote of all ranks between reductions and update; see :data:`Vote`.
     """
 
     def __init__(self, trainer: Stepping, vote: Vote) -> None:

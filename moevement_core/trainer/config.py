@@ -37,12 +37,16 @@ class SessionConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace, *, has_experts: bool) -> SessionConfig:
-        """Returns what the flags of :func:`add_session_flags` say.
+        """Return the configuration from the flags of :func:`add_session_flags`.
+
+        Args:
+            args: parsed flags.
+            has_experts: True if the model has experts.
 
         Raises:
-            ConfigError: a value cannot be.
+            ConfigError: a flag has an invalid value, or flags contradict each other.
         """
-        use_file_mode(args.moevement_file_mode)  # from here on this process writes
+        use_file_mode(args.moevement_file_mode)  # this process may write files from here on
         if args.moevement_strategy == NO_STRATEGY:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         if (complaint := unserved(args.moevement_metrics_port)) is not None:
@@ -74,11 +78,11 @@ class SessionConfig:
 
 
 def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
-    """Return the copies that the strategy asks for: GEMINI's in groups, MoEtion's among replicas, none where only disk
-    counts.
+    """Return the copies that the strategy asks for: in groups for GEMINI, among replicas for MoEtion, and none for a
+    strategy that restores from disk alone.
 
     Raises:
-        ConfigError: there is no disk, or copies were asked for.
+        ConfigError: such a strategy has no folder, or was given copies.
     """
     if copies.placement is None:
         papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
@@ -99,10 +103,10 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
 
 
 def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:
-    """Own snapshots are kept where something else needs them.
+    """Refuse to drop own snapshots that parity, windows on disk or a single copy need.
 
     Raises:
-        ConfigError: they are not to be.
+        ConfigError: ``--moevement-keep-own never`` contradicts one of these flags.
     """
     if budget.keep_own is not KeepOwn.NEVER:
         return
@@ -123,8 +127,8 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
     """Add the flags of every part to a parser, or a group of one.
 
     Args:
-        group: of ``argparse``.
-        has_switch: whether there is to be ``--moevement-sparse-ckpt``, without which nothing is saved.
+        group: parser or argument group of ``argparse``.
+        has_switch: True to add ``--moevement-sparse-ckpt``, without which nothing is saved.
     """
     if has_switch:
         group.add_argument(

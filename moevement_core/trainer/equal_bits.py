@@ -1,8 +1,12 @@
 """Test of whether replayed iterations have the lost bits, or only the same values up to the order of sums.
 
-Three things change last bits and are no error: kernels that add in no fixed order, a replacement on another kind of
-processor, and, under NCCL, a replacement in another place: the rings by which ranks sum follow nodes and devices. What
-was only loaded is exact whatever of these holds.
+Three causes change last bits and are no error:
+
+- kernels that add in no fixed order
+- a replacement on another kind of processor
+- under NCCL, a replacement on another node or device, because the rings that sum over ranks follow them
+
+State that was only loaded is exact in all these cases.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ NOT_REPEATABLE = "kernels add in no fixed order (without --deterministic-mode)"
 
 
 def placement() -> str:
-    """Return a digest of the node and device of every rank, if sums depend on them; else nothing."""
+    """Return a digest of the node and device of every rank; empty if sums do not depend on them."""
     now = generation()
     if now is None or not sums_follow_places():
         return ""
@@ -33,8 +37,8 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
     """Return the digest of a placement: which node and which device each rank has.
 
     Args:
-        nodes: by rank.
-        devices: identities, by rank; their numbers are those of each process.
+        nodes: node of each rank.
+        devices: identity of each rank's device. Device numbers would not do, because each process counts its own.
     """
     places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
     return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
@@ -48,12 +52,12 @@ class PlacementHistory:
         """Placements, each with the iteration after which it came into force."""
 
     def note(self, iteration: int, placement: str, since: int = NONE) -> None:
-        """Note that iterations after ``iteration`` are computed under ``placement``.
+        """Record that ``placement`` computes all iterations after ``iteration``.
 
         Args:
-            iteration: whose state is live.
-            placement: the one of now.
-            since: the iteration after which other ranks have seen it in force, for a rank that has seen no iteration.
+            iteration: iteration whose state is live.
+            placement: current placement.
+            since: iteration after which other ranks know it to be in force; used on a rank that has seen no iteration.
         """
         if not self._placements and since != NONE:
             self._placements.append((min(iteration, since), placement))
@@ -63,9 +67,9 @@ class PlacementHistory:
             self._placements.append((iteration, placement))
 
     def unchanged_since(self, placement: str) -> int | None:
-        """Return the iteration after which all were computed under ``placement``, the one of now.
+        """Return the iteration after which all iterations were computed under ``placement``, the current one.
 
-        None: this rank has seen no iteration yet.
+        Return None if this rank has seen no iteration yet.
         """
         if not self._placements:
             return None
@@ -83,13 +87,13 @@ _NEVER = 1 << 62
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
-    """Return in words why the plans may come to other last bits than those that were lost; empty if they may not.
+    """Return in words why executing the plans may give other last bits than the lost ones; empty if it may not.
 
-    Plans that replay no iteration are exact: state is loaded, and updates are elementwise.
+    Plans that replay no iteration are exact, because state is loaded and updates are elementwise.
 
     Args:
-        reports: one of each rank of the job.
-        plans: those that the ranks will execute.
+        reports: report of each rank of the job.
+        plans: plans that the ranks will execute.
     """
     replayed = [plan.iterations for plan in plans if plan.iterations]
     if not replayed:
@@ -105,14 +109,14 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
 
 
 def placed_since(reports: Sequence[Report]) -> int:
-    """Return the iteration after which all were computed where the ranks are now, as far as any rank has seen."""
+    """Return the iteration after which the current placement computed all iterations, as far as any rank knows."""
     return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
 
 
 def arithmetic_of_all() -> tuple[str, ...]:
-    """Return what bits depend on in each rank of now, or once where all have the same; every rank calls it.
+    """Return the arithmetic of each current rank, or one entry if all have the same. Every rank calls it.
 
-    Where sums depend on the placement, its digest comes last.
+    If sums depend on the placement, its digest comes last.
     """
     of_ranks = all_gather_objects(arithmetic(), str)
     placed = (f"placement {placement()}",) if placement() else ()
@@ -120,11 +124,11 @@ def arithmetic_of_all() -> tuple[str, ...]:
 
 
 def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """Return in words why a replay of a window here may come to other bits than those that were lost; empty if not.
+    """Return in words why replaying a window on these ranks may give other bits than the lost ones; empty if not.
 
     Args:
-        manifest: of the window.
-        here: :func:`arithmetic_of_all` of now.
+        manifest: manifest of the window.
+        here: current result of :func:`arithmetic_of_all`.
     """
     if not manifest.arithmetic:
         return f"{manifest.name} does not say on what processors it was written"

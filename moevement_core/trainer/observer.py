@@ -1,6 +1,6 @@
 """Observer of each iteration, for benchmarks alone.
 
-There is one in a process, set before training begins, because the script that is measured is run as it is.
+A process has one observer, set before training begins, because a benchmark runs the measured script unchanged.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ class Observer:
     """True if snapshots are captured; only a benchmark turns them off."""
 
     def before_iteration(self, session: Any, committed: int) -> None:
-        """``state@committed`` is live and nothing of the next iteration has happened.
+        """Observe the beginning of an iteration, while ``state@committed`` is live. The session calls it.
 
         Args:
-            session: this rank's :class:`~moevement_core.session.session.Session`.
-            committed: the last iteration.
+            session: :class:`~moevement_core.session.session.Session` of this rank.
+            committed: last committed iteration.
         """
 
 
 observer = Observer()
-"""The one of this process."""
+"""Observer of this process."""
 
 
 def observe(by: Observer) -> None:
-    """Let ``by`` look from now on."""
+    """Make ``by`` the observer of this process."""
     global observer
     observer = by

@@ -22,8 +22,8 @@ class NodeMemory:
     """True if a control group limits the memory to less than the node has."""
 
     def __str__(self) -> str:
-        what = "limit of its control group" if self.is_limited else "memory of its node"
-        return f"{self.nbytes / 1e9:.1f} GB ({what})"
+        kind = "limit of its control group" if self.is_limited else "memory of its node"
+        return f"{self.nbytes / 1e9:.1f} GB ({kind})"
 
 
 def node_memory(root: Path = Path("/")) -> NodeMemory:

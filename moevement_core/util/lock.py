@@ -98,11 +98,11 @@ class FolderLock:
     Use as a context manager, or call :meth:`release`.
     """
 
-    def __init__(self, folder: Path, descriptor: int, mine: Holder, report: Report, beat_s: float) -> None:
+    def __init__(self, folder: Path, descriptor: int, own: Holder, report: Report, beat_s: float) -> None:
         self.folder = folder
         self.lost: str | None = None
         """Holder of the lock in words, once it is not this process any more; None before."""
-        self._descriptor, self._mine, self._report, self._beat_s = descriptor, mine, report, beat_s
+        self._descriptor, self._mine, self._report, self._beat_s = descriptor, own, report, beat_s
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="moevement-lock", daemon=True)
         self._thread.start()

@@ -84,10 +84,10 @@ class LogBuffers:
             for size, buffers in self._pieces
             if any(buffer.data_ptr() not in self._free[size] for buffer in buffers)
         ]
-        left = {buffer.data_ptr() for _, buffers in in_use for buffer in buffers}
+        addresses = {buffer.data_ptr() for _, buffers in in_use for buffer in buffers}
         self._pieces = in_use
         for size in list(self._free):
-            free = {address: buffer for address, buffer in self._free.pop(size).items() if address in left}
+            free = {address: buffer for address, buffer in self._free.pop(size).items() if address in addresses}
             if free:
                 self._free[size] = free
         self._count()

@@ -64,9 +64,9 @@ def _ends_of(connection: socket.socket) -> Ends | None:
     return Ends(_endpoint(connection.getsockname()), remote)
 
 
-def is_tcp(one: socket.socket) -> bool:
+def is_tcp(connection: socket.socket) -> bool:
     """Return True if a socket uses TCP; listening sockets count."""
-    return one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+    return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
 
 
 def moved(connection: socket.socket) -> tuple[int, int] | None:

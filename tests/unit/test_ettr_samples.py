@@ -126,7 +126,7 @@ def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
     results.add(plotted, sample("dense", 5.0), "then")
     results.add(halved, Halved("dense", 26, 0.02, 0.01, 0.03, 52, 0.021, None, None), "later")
     again = Results.read(results.path)
-    assert (again.found, again.measured) == (results.found, results.measured)
+    assert (again.by_job, again.measured) == (results.by_job, results.measured)
     assert [one.losses for one in again.samples([limited, halved, plotted])] == [[], [[1, 3.0]]]
     assert [one.strategy for one in again.halved([limited, halved])] == ["dense"]
 

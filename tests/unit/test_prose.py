@@ -69,3 +69,33 @@ def test_docstrings_begin_with_sentences(folder: str) -> None:
 )  # fmt: skip
 def test_fragments_are_found(text: str, is_wrong: bool) -> None:
     assert (complaint(text, is_owned=True) is not None) is is_wrong
+
+
+PRONOUNS = frozenset(
+    re.findall(
+        r"\w+",
+        "one its told found made came said theirs ours mine who whom thing things stuff given gone somebody everyones "
+        "their his he",
+    )
+)
+"""Names that say nothing of what they hold."""
+
+
+def bound_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of every parameter and every variable that is assigned."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_names_say_what_they_hold(folder: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, name in bound_names(path)
+        if name in PRONOUNS
+    ]
+    assert not wrong

@@ -129,23 +129,24 @@ def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mappin
     return nearest_of_stage(own, stand)
 
 
-def nearest_of_stage(mine: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
+def nearest_of_stage(offered: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
     """Return what a rank of the same stage brings, if possible a rank with the same position in it. Collective.
 
     Data-parallel replicas draw the same random numbers, so all of them continue with the state of one replica.
 
     Args:
-        mine: what this rank brings, by the position that a rank had.
+        own: what this rank brings, by the position that a rank had.
         stand: position of this rank in the resized job.
 
     Returns:
-        The chosen entry of some rank's ``mine``; None if no rank brings an entry of this stage.
+        The chosen entry of some rank's ``own``; None if no rank brings an entry of this stage.
     """
     speakers: dict[tuple[int, int, int], int] = {}
-    for rank, stands in enumerate(all_gather_objects(list(mine), list[Stand])):
+    for rank, stands in enumerate(all_gather_objects(list(offered), list[Stand])):
         for old in stands:
             speakers.setdefault((old.stage, old.tensor, old.expert), rank)
-    own = {old: state for old, state in mine.items() if speakers[old.stage, old.tensor, old.expert] == dist.get_rank()}
+    rank = dist.get_rank()
+    own = {old: state for old, state in offered.items() if speakers[old.stage, old.tensor, old.expert] == rank}
     gathered = all_gather_objects({old: Plain(state) for old, state in own.items()}, dict[Stand, Plain])
     candidates = {old: plain.value for sent in gathered for old, plain in sent.items() if old.stage == stand.stage}
     if not candidates:

@@ -203,19 +203,19 @@ class _Recut:
         self._states, self._optimizer, self._stand = states, optimizer, stand
         self._is_verified = is_verified
 
-    def of_iteration(self, iteration: int, mine: Sequence[Snapshot]) -> tuple[Snapshot, Exchanged]:
+    def of_iteration(self, iteration: int, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, Exchanged]:
         """Return this rank's snapshot of one iteration. Collective.
 
         Args:
             iteration: iteration of the snapshot.
-            mine: snapshots of that iteration that this rank sends.
+            snapshots: snapshots of that iteration that this rank sends.
 
         Returns:
             The snapshot, and what the exchange moved and compared.
         """
-        kind = self._kind(mine)
+        kind = self._kind(snapshots)
         wanted = [t for name, saved in sorted(kind.of_operators()) for t in _tensors(self._states.get(name), saved)]
-        marked, kept = plain.flatten(self._record(mine))
+        marked, kept = plain.flatten(self._record(snapshots))
         boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(kept)]
         buffer = torch.zeros(aligned_bytes([*wanted, *boundary]), dtype=torch.uint8)
         placed = list(offsets([*wanted, *boundary]))
@@ -225,7 +225,8 @@ class _Recut:
             saved_piece(replace(t, tensor=buffer[at : at + t.nbytes].view(t.tensor.dtype)), self._stand)
             for t, at in placed[: len(wanted)]
         ]
-        held = [piece for snapshot in mine for piece in snapshot_pieces(snapshot, self._stands[snapshot.header.rank])]
+        stands = self._stands
+        held = [piece for snapshot in snapshots for piece in snapshot_pieces(snapshot, stands[snapshot.header.rank])]
         exchanged = bring_pieces(held, pieces, is_verified=self._is_verified)
         entries = entries_of(placed, buffer, kind.places)
         header = Header(

@@ -90,12 +90,12 @@ def record_placement(record: RunRecord | None, iteration: int) -> None:
         record.write_placement(iteration, {"iteration": iteration, "layers": layers})
 
 
-def read_placement(file: str, its: Slots, ranks: int) -> dict[int, Table]:
+def read_placement(file: str, own_slots: Slots, ranks: int) -> dict[int, Table]:
     """Return the table of each layer from a file that an elastic job wrote.
 
     Args:
         file: value of ``--moevement-expert-placement``.
-        its: slots of this process.
+        table: slots of this process.
         ranks: data-parallel ranks of the job.
 
     Raises:
@@ -111,11 +111,11 @@ def read_placement(file: str, its: Slots, ranks: int) -> dict[int, Table]:
         raise ConfigError(f"{flag}: no placement ({error!r}); give a file that an elastic job wrote") from None
     for layer, table in tables.items():
         sizes = {len(row) for row in table}
-        if len(table) != ranks or sizes != {its.of_rank}:
+        if len(table) != ranks or sizes != {own_slots.of_rank}:
             raise ConfigError(
                 f"{flag}: layer {layer} has {len(table)} ranks of {sorted(sizes)} slots; the job has {ranks} "
-                f"data-parallel ranks of {its.of_rank}"
+                f"data-parallel ranks of {own_slots.of_rank}"
             )
-        if {expert for row in table for expert in row} != set(range(its.experts)):
-            raise ConfigError(f"{flag}: layer {layer} does not hold each of experts 0 to {its.experts - 1}")
+        if {expert for row in table for expert in row} != set(range(own_slots.experts)):
+            raise ConfigError(f"{flag}: layer {layer} does not hold each of experts 0 to {own_slots.experts - 1}")
     return tables

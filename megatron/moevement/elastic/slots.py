@@ -102,7 +102,7 @@ def slots() -> Slots | None:
     return _slots
 
 
-def use_slots(its: Slots | None) -> None:
+def use_slots(slots_: Slots | None) -> None:
     """Use these slots in this process from now on; None if experts are not in slots."""
     global _slots
-    _slots = its
+    _slots = slots_

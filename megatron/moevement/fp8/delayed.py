@@ -30,7 +30,6 @@ class DelayedScales(torch.nn.Module):
 
     scale: torch.Tensor
     amax_history: torch.Tensor
-    made: torch.Tensor
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -62,8 +61,8 @@ class DelayedScales(torch.nn.Module):
         It is the present scale, or, inside :func:`remaking`, the scale of the existing codes.
         """
         if not _remaking:
-            self.made.copy_(self.scale[Role.WEIGHT])
-        return self.made
+            self.get_buffer("made").copy_(self.scale[Role.WEIGHT])
+        return self.get_buffer("made")
 
 
 _remaking: list[None] = []

@@ -99,7 +99,7 @@ def _of_chunk(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, DelayedScales):
             yield f"{name}.scale", module.scale
             yield f"{name}.amax_history", module.amax_history
-            yield f"{name}.made", module.made
+            yield f"{name}.made", module.get_buffer("made")
         meta = getattr(module, "fp8_meta", None)
         if isinstance(meta, dict):  # not tested on GPUs
             for direction in _DIRECTIONS:

@@ -40,7 +40,7 @@ def test_what_has_ended_is_collected() -> None:
     assert not looking.is_due
     looking.expect()
     assert looking.is_due
-    looking.step(ours=(), living=())
+    looking.step(started_pids=(), living=())
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
@@ -52,7 +52,7 @@ def test_what_a_process_that_ended_had_started_is_ended(living: bool, left: subp
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         if looking.is_due:
-            looking.step(ours=(), living=members)
+            looking.step(started_pids=(), living=members)
         time.sleep(0.02)
     assert (left.poll() is None) == living
 
@@ -77,13 +77,13 @@ def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is
     monkeypatch.setattr(orphans, "RELEASE_S", 60.0)
     monkeypatch.setattr(orphans, "GRACE_S", 60.0)
     looking = Orphans()
-    assert looking.release_device(3, ours=()), "a machine without such devices"
+    assert looking.release_device(3, started_pids=()), "a machine without such devices"
     (device := tmp_path / "nvidia0").touch()
     own, others = holder(device, 3), holder(device, 4)
     try:
-        assert not looking.release_device(3, ours=())
+        assert not looking.release_device(3, started_pids=())
         deadline = time.monotonic() + 30
-        while not looking.release_device(3, ours=()) and time.monotonic() < deadline:
+        while not looking.release_device(3, started_pids=()) and time.monotonic() < deadline:
             time.sleep(0.02)
         with pytest.raises(ProcessLookupError):
             os.kill(own.pid, 0)
@@ -104,9 +104,9 @@ def test_a_device_that_is_not_let_go_holds_back_a_death_for_a_while_only(
     (device := tmp_path / "nvidia0").touch()
     own, looking = holder(device, 3), Orphans()
     try:
-        assert not looking.release_device(3, ours=())
+        assert not looking.release_device(3, started_pids=())
         time.sleep(0.3)
-        assert looking.release_device(3, ours=())
+        assert looking.release_device(3, started_pids=())
     finally:
         own.kill()
         own.wait()

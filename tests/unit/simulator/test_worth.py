@@ -36,23 +36,23 @@ def test_a_job_that_seldom_fails_does_not_need_it_and_one_that_often_does_saves(
     assert not seldom.pays
     assert often.pays
     assert often.saved_h > LEAST_SHARE * 128 * MONTH_H > seldom.saved_h
-    assert seldom.ours[0].spares == 0
+    assert seldom.strategies[0].spares == 0
     for found in (seldom, often):
-        assert [way.total_h for way in found.ours] == sorted(way.total_h for way in found.ours)
+        assert [way.total_h for way in found.strategies] == sorted(way.total_h for way in found.strategies)
         assert [way.total_h for way in found.today] == sorted(way.total_h for way in found.today)
         assert found.mtbf_s <= found.break_even_s or not found.pays
 
 
 def test_every_gpu_hour_is_accounted_for() -> None:
     found = months(6 * 3600.0, every=300, spares=2)
-    for way in (*found.today, *found.ours):
+    for way in (*found.today, *found.strategies):
         # What the last iteration of a month has done counts as lost, because it was not committed.
         assert way.saving_h + way.failing_h + way.spares_h == pytest.approx(way.total_h, abs=0.1 * 128)
-        assert way.spares_h == (2 * 8 * MONTH_H if way in found.ours else 0)
-    assert {way.strategy.interval for way in found.today if way.is_yours} == {300}
-    best = {way.name: way.total_h for way in found.today if not way.is_yours}
+        assert way.spares_h == (2 * 8 * MONTH_H if way in found.strategies else 0)
+    assert {way.strategy.interval for way in found.today if way.has_user_interval} == {300}
+    best = {way.name: way.total_h for way in found.today if not way.has_user_interval}
     for way in found.today:
-        if way.is_yours:
+        if way.has_user_interval:
             assert best[way.name.partition(",")[0]] <= 1.05 * way.total_h
 
 
