@@ -1,10 +1,12 @@
-"""Connections between ranks beside training: of TCP, made when they are first used.
+"""TCP connections between ranks beside training, each made when it is first used.
 
-Not process groups: a gloo group connects every rank with every other, and a receive of which a part has come never ends
-when its connection does (torch 2.13), so a rank that dies while it sends takes the one that receives with it.
+They are no process groups. A gloo group connects every rank with every other. In torch 2.13, a receive that has got a
+part of its bytes never ends when its connection does. So a rank that dies while it sends would take the receiving rank
+with it.
 
-Both sides of a connection show each other that they are of this job and generation: a MAC over nonces of both, and over
-what the connection is for. Who has not shown it yet is one of few, has to say little, and not for long.
+Both sides of a connection show each other that they belong to this job and generation. They send a MAC over nonces of
+both, and over the purpose of the connection. Until a caller has shown it, limits hold for the number of such callers,
+their bytes and their time.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ from moevement_core.comms.token import MAC_BYTES, Token, given_token
 from moevement_core.comms.transport import Refusable, Transport, changed, lock
 
 CONNECT_S = 30.0
-"""Seconds within which a connection has to be made."""
+"""Seconds within which a connection must be made."""
 GREETING_S = 30.0
-"""Seconds that a caller has to show which rank it is."""
+"""Seconds within which a caller must show which rank it is."""
 
 RETRY_S = 1.0
-"""Seconds until the next attempt, for example where the host has no descriptors left."""
+"""Seconds until the next attempt to accept, for example if the host has no descriptors left."""
 
 _SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-"""Linux's option for the rate of a socket, for which Python has no name; see socket(7)."""
+"""Linux's option for the rate of a socket, which Python does not name; see socket(7)."""
 _UNLIMITED = 0xFFFFFFFF
-"""Rate that the kernel takes for no limit; it is 34 Gbit/s of one connection."""
+"""Rate that the kernel takes for no limit, in bytes per second; it is 34 Gbit/s for one connection."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
-"""Bytes that wait inside a connection at most: they leave although sends pause."""
+"""Most unsent bytes inside a connection; they leave even if sends pause."""
 UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
-"""The same of a connection with a rate: what it sends in so many seconds, but no fewer bytes than these. A message of
-training may wait for them."""
+"""Most unsent bytes of a connection with a rate: what it sends in :data:`UNSENT_PACED_S` seconds, but no fewer than
+this. A message of training may wait for them."""
 
 LOWER_EFFORT = 1
-"""DSCP of what may wait for everything else (RFC 8622)."""
+"""DSCP of traffic that may wait for all other traffic (RFC 8622)."""
 BULK = 2
 """Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
 
 MOST_UNKNOWN = 256
-"""Connections whose caller has not shown yet who it is; of more the oldest is closed."""
+"""Most connections whose caller has not yet shown which rank it is; beyond that, the oldest is closed."""
 
 _HELLO = struct.Struct("!16s16sqqq")
 """The caller's nonce, name of the channel, caller, tag, number among the connections of this direction."""
@@ -75,12 +77,12 @@ class Address:
 
 
 class Connections(Refusable):
-    """Connections of one rank in one generation: for each channel, sender, receiver and tag some, used one way.
+    """Connections of one rank in one generation. Each serves one channel, sender, receiver and tag, in one direction.
 
     Args:
-        host: the address of this host that other ranks reach.
-        streams: how many connections bytes of one direction are spread over; the same on every rank.
-        is_source: whether connections to others begin at ``host``, too, and not where the host's routes say.
+        host: address of this host that other ranks reach.
+        streams: number of connections over which bytes of one direction are spread; the same on every rank.
+        is_source: True if connections to others begin at ``host``, too; otherwise the host's routes choose the address.
     """
 
     def __init__(self, host: str, streams: int = 1, *, is_source: bool = False) -> None:
@@ -91,7 +93,7 @@ class Connections(Refusable):
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
         self._unknown: dict[socket.socket, None] = {}
-        """Connections whose caller has not shown yet which rank it is, the oldest first."""
+        """Connections whose caller has not yet shown which rank it is, the oldest first."""
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
         self._background = set[str]()
@@ -104,21 +106,21 @@ class Connections(Refusable):
         raise RuntimeError("open() comes first")
 
     def open(self, rank: int, addresses: Sequence[Address]) -> None:
-        """Begin to listen to others.
+        """Begin to accept connections of other ranks.
 
         Args:
-            rank: this one.
-            addresses: of every rank of the job.
+            rank: this rank.
+            addresses: addresses of all ranks of the job.
         """
         self._rank, self.addresses = rank, addresses
         threading.Thread(target=self._accept, name="moevement-accept", daemon=True).start()
 
     def channel(self, name: str, *, is_background: bool = False) -> Transport:
-        """Return a transport whose messages are of no concern to other channels.
+        """Return a transport whose messages are separate from those of other channels.
 
         Args:
-            name: of at most 16 bytes.
-            is_background: whether its messages may wait for those of training, where a network knows classes.
+            name: name of the channel, at most 16 bytes.
+            is_background: True if its messages may wait for those of training, in a network with classes of traffic.
         """
         if is_background:
             self._background.add(name)
@@ -127,11 +129,11 @@ class Connections(Refusable):
     @override
     def shut_down(self) -> None:
         for open_socket in self._sockets:
-            with suppress(OSError):  # not connected any more
+            with suppress(OSError):  # the socket is no longer connected
                 open_socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nothing comes and goes any more; what was sent still arrives."""
+        """Close all connections; bytes that were sent still arrive."""
         with lock:
             self.is_refused = True
             with suppress(OSError):
@@ -141,7 +143,7 @@ class Connections(Refusable):
             changed.notify_all()
 
     def to(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
-        """Return a connection that bytes to ``peer`` take; for one thread at a time."""
+        """Return the connection for bytes to ``peer``, and make it if needed; for one thread at a time."""
         if (connection := self._to.get((channel, peer, tag, stream))) is not None:
             return connection
         address = self.addresses[peer]
@@ -151,10 +153,10 @@ class Connections(Refusable):
         if self._source is not None:
             connection.bind(self._source)
         connection.connect((address.host, address.port))
-        self.refuse_if_aborted()  # shutting down what was not connected yet has no effect
-        connection.settimeout(None)  # a rank that is stopped answers when it goes on
+        self.refuse_if_aborted()  # an abort could not shut the socket down before it was connected
+        connection.settimeout(None)  # a stopped rank answers once it continues
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError):  # another system than Linux keeps more
+        with suppress(OSError):  # systems other than Linux keep more unsent bytes
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         if channel in self._background:
             _lower_class(connection)
@@ -171,7 +173,7 @@ class Connections(Refusable):
         return connection
 
     def come_from(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
-        """Return a connection that bytes of ``peer`` take; waits until it has made it."""
+        """Return the connection for bytes from ``peer``; wait until ``peer`` has made it."""
         key = (channel, peer, tag, stream)
         with lock:
             changed.wait_for(lambda: self.is_refused or key in self._from)
@@ -208,7 +210,9 @@ class Connections(Refusable):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _welcome(self, caller: socket.socket) -> None:
-        """Close the connection of a caller that does not show in time that it is a rank of this generation."""
+        """Register the connection of a caller, or close it if the caller does not show in time that it is a rank of
+        this generation.
+        """
         try:
             self._keep(caller)
             key = self._greet(caller)
@@ -224,7 +228,7 @@ class Connections(Refusable):
             changed.notify_all()
 
     def _greet(self, caller: socket.socket) -> _Key:
-        """Return what a caller wants, once it has shown that it may."""
+        """Return the key of a caller's connection, once the caller has shown that it belongs to the generation."""
         caller.settimeout(GREETING_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello, mac = bytearray(_HELLO.size), bytearray(MAC_BYTES)
@@ -240,27 +244,27 @@ class Connections(Refusable):
 
 
 def _token_of(address: Address) -> Token:
-    """Return the token of the ranks of this generation, made with the job's token where there is one."""
+    """Return the token of the ranks of this generation, made with the job's token if there is one."""
     job = given_token()
     return Token(address.secret.hex() + (job.text if job is not None else ""))
 
 
 def _lower_class(connection: socket.socket) -> None:
-    """Put what is sent into the class of what may wait, in this host's queues and in the network's."""
+    """Put sent bytes into the class of traffic that may wait, in the queues of this host and of the network."""
     if connection.family == socket.AF_INET6:
         option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
     else:
         option = (socket.IPPROTO_IP, socket.IP_TOS)
     with suppress(OSError):  # a sandbox may refuse it
         connection.setsockopt(*option, LOWER_EFFORT << 2)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # the line above has set another one
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # the option above changes it, too
 
 
 def _pace(connection: socket.socket, bytes_per_s: float) -> None:
-    """Let the kernel spread what is sent over time, where it can."""
+    """Let the kernel spread sent bytes over time, if it can."""
     is_limited = bytes_per_s < _UNLIMITED
     rate = max(1, int(bytes_per_s)) if is_limited else _UNLIMITED
-    with suppress(OSError):  # another system than Linux: the sender goes on as fast as the link does
+    with suppress(OSError):  # systems other than Linux send as fast as the link allows
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
         paced = max(LEAST_UNSENT_BYTES, int(rate * UNSENT_PACED_S))
         unsent = min(paced, UNSENT_BYTES) if is_limited else UNSENT_BYTES

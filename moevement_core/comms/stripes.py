@@ -1,8 +1,7 @@
-"""Bytes of one direction over several connections: in stripes, each on the next connection.
+"""Stripes of one direction's bytes over several connections: each stripe takes the next connection.
 
-One TCP stream that one thread fills brings some 10 to 20 Gbit/s. Which connection a byte takes follows from its
-position among all bytes of its sender, receiver and tag, so both sides know it, whatever pieces they send and receive
-in.
+One TCP stream that one thread fills carries some 10 to 20 Gbit/s. The connection of a byte follows from its position
+among all bytes of its sender, receiver and tag. So both sides know it, whatever pieces they send and receive.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ STRIPE_BYTES = 1 << 20
 
 
 class Stripes:
-    """Positions of all directions of one channel, on one rank.
+    """Positions in all directions of one channel, on one rank.
 
     Args:
-        streams: connections of each direction, 1 or more.
+        streams: number of connections of each direction, 1 or more.
     """
 
     def __init__(self, streams: int) -> None:
@@ -28,15 +27,15 @@ class Stripes:
         self._positions = defaultdict[Hashable, int](int)
 
     def carry(self, direction: Hashable, data: torch.Tensor, move: Callable[[int, memoryview], None]) -> None:
-        """Send or receive ``data``, connections side by side; returns when all of it was moved.
+        """Send or receive ``data`` over several connections at once; return when all of it has been moved.
 
         Args:
-            direction: sender or receiver, and tag. One thread at a time calls this for each.
+            direction: sender or receiver, and tag. Only one thread at a time may call this for each direction.
             data: flat host bytes, uint8.
-            move: sends from, or receives into, a view over the connection of that number.
+            move: function that sends from, or receives into, a view over the connection with a number.
 
         Raises:
-            Exception: what ``move`` raised first, when no connection of this call moves anything any more.
+            Exception: first error of ``move``, once no connection of this call moves bytes any more.
         """
         view = memoryview(data.numpy())
         parts: dict[int, list[memoryview]] = defaultdict(list)

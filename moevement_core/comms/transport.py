@@ -1,6 +1,4 @@
-"""Transport of bytes to another rank beside training: blocking sends and receives, most of them in
-background threads.
-"""
+"""Transport of bytes to another rank beside training: blocking sends and receives, mostly in the background."""
 
 from __future__ import annotations
 
@@ -14,22 +12,22 @@ import torch
 
 
 class Transport(ABC):
-    """Messages between ranks, in order for each sender, receiver and tag. Called from background threads."""
+    """Messages between ranks, in order for each sender, receiver and tag. Background threads call the methods."""
 
     @abstractmethod
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """Send host bytes, uint8; returns when the buffer may be reused.
+        """Send host bytes, uint8; return when the buffer may be reused.
 
         Raises:
-            RuntimeError: the peer is gone.
+            RuntimeError: the peer is lost.
         """
 
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:  # noqa: B027, not every transport can
-        """Spread what :meth:`send` brings to ``peer`` from now on over time; at an infinite rate nothing waits."""
+        """Spread later sends to ``peer`` over time at ``bytes_per_s``; an infinite rate is no limit."""
 
     @property
     def parallel_bytes(self) -> int:
-        """Bytes that one :meth:`send` has to bring for all connections to a peer to be used."""
+        """Bytes that one :meth:`send` needs in order to use all connections to a peer."""
         return 0
 
     @abstractmethod
@@ -37,12 +35,12 @@ class Transport(ABC):
         """Receive exactly as many bytes as ``data``, uint8, has.
 
         Raises:
-            RuntimeError: the peer is gone.
+            RuntimeError: the peer is lost.
         """
 
 
 class Refusable(ABC):
-    """Operation in which other threads wait, and from which an abort frees them."""
+    """Operations in which threads wait for other ranks, and which an abort ends."""
 
     def __init__(self) -> None:
         self.is_refused = False
@@ -52,14 +50,14 @@ class Refusable(ABC):
 
     @abstractmethod
     def shut_down(self) -> None:
-        """End every wait in it with an error, now; called with :data:`lock` held."""
+        """End every wait with an error at once; called with :data:`lock` held."""
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around everything that may wait for another rank.
+        """Mark an operation that may wait for another rank.
 
         Raises:
-            RuntimeError: it was refused.
+            RuntimeError: communication was aborted.
         """
         with lock:
             self.refuse_if_aborted()
@@ -72,20 +70,20 @@ class Refusable(ABC):
                 changed.notify_all()
 
     def refuse_if_aborted(self) -> None:
-        """Raises RuntimeError after an abort."""
+        """Raise RuntimeError after an abort."""
         if self.is_refused:
             raise RuntimeError("communication has been aborted")
 
 
 lock = threading.RLock()
-"""Entered itself, never through the condition: see :mod:`moevement_core.util.gate`."""
+"""Lock that is always entered directly and never through the condition: see :mod:`moevement_core.util.gate`."""
 changed = threading.Condition(lock)
-"""Notified of whatever somebody may wait for in a transport."""
+"""Condition that is notified of every change that a thread of a transport may wait for."""
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """End what waits in any transport that is there now, and let nothing begin there any more."""
+    """End every wait in all present transports, and let no new operation begin in them."""
     with lock:
         for operation in _refusable:
             operation.is_refused = True
@@ -94,6 +92,6 @@ def refuse() -> None:
 
 
 def drained(timeout_s: float) -> bool:
-    """Wait until everything that was under way is over, with an error or without; whether that came in time."""
+    """Wait until no operation is under way; return True if that took no longer than ``timeout_s`` seconds."""
     with lock:
         return changed.wait_for(lambda: not any(operation._under_way for operation in _refusable), timeout_s)

@@ -1,7 +1,7 @@
-"""Most bytes held by snapshots that are freed as early as any restore point allows. Pure.
+"""Most bytes held by snapshots that are freed as early as every restore point allows. All functions are pure.
 
-Windows repeat, so what is held repeats: any so many snapshots in a row, of which the oldest are a persisted run. What a
-newer full state has superseded of those is given back before the whole snapshot is.
+Windows repeat, and so do the held snapshots: a fixed number of consecutive ones, of which the oldest are a persisted
+run. A part of that run that a newer full state has superseded is freed before the rest of its snapshot.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy.typing as npt
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 
 Kept = npt.NDArray[np.int64]
-"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``, when what the next ``step`` snapshots have
-superseded is given back; with one step nothing ever is."""
+"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``, after the parts are freed that the next ``step``
+snapshots have superseded. With one step no part is ever freed."""
 
 
 def most_held(kept: Kept, count: int) -> int:
-    """The most bytes of ``count`` snapshots in a row, at whichever of a window they begin.
+    """Return the most bytes of ``count`` consecutive snapshots, over all positions of a window at which they may begin.
 
     Args:
-        kept: of each snapshot of a window.
-        count: how many are held; the first window's length of them are the persisted run.
+        kept: bytes of each snapshot of a window.
+        count: number of held snapshots, of which the first ``snapshots`` are the persisted run.
     """
     snapshots, steps = kept.shape
     places = np.arange(count)
@@ -32,7 +32,10 @@ def most_held(kept: Kept, count: int) -> int:
 
 
 def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
-    """Bytes of each snapshot of a window on one rank of the schedule's table, without pages and records."""
+    """Return the bytes of each snapshot of a window on one rank of the schedule's table.
+
+    Rounding to pages and records are not included.
+    """
     slots, table = schedule.slots(), schedule.table
     compute, full, gradient = table.compute[rank], table.full[rank], table.gradient[rank]
     steps = schedule.size if schedule.supersedes else 1
@@ -52,8 +55,10 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return after how many slots the full state of each operator is saved again, for each slot, int64 ``[operators]``;
-    a window's length if never. One pass over all answers of :meth:`Schedule.superseded`.
+    """Return for each slot how many slots later each operator's full state is saved again, int64 ``[operators]``.
+
+    The number is a window's length if the full state is not saved again. One pass gives all answers of
+    :meth:`Schedule.superseded`.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]
@@ -68,11 +73,11 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
-    """Return the parts of ``held`` that are not needed if no restore point ends before ``SS_last``.
+    """Return the parts of ``held`` that no recovery needs if no restore point ends before ``SS_last``.
 
     Returns:
-        By iteration, of those of which it is something: the operators whose gradients are followed by a newer full
-        state, bool ``[operators]``.
+        Operators whose gradients are followed by a newer full state, bool ``[operators]``, by iteration; iterations
+        without such operators are left out.
     """
     unneeded = {}
     newer: npt.NDArray[np.bool_] | None = None

@@ -1,4 +1,4 @@
-"""Idle spans of the network within an iteration (GEMINI, section 5), from its traffic in some iterations."""
+"""Idle spans of the network within an iteration (GEMINI, section 5), derived from its traffic in some iterations."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOTS = 100
-"""Parts that an iteration is looked at in."""
+"""Equal parts of an iteration for which traffic is counted."""
 BUSY_SHARE = 0.1
-"""Share of the highest rate of any sample; a sample with more is training's communication."""
+"""Share of the highest rate of any sample; a sample with a higher rate is communication of training."""
 OFTEN = 0.25
-"""A part is busy that is busy in more than this share of the iterations."""
+"""Share of the iterations; a part that is busy in more of them counts as busy."""
 FILLED = 0.8
-"""Share of an idle span that is filled: no iteration is quite like another."""
+"""Share of an idle span that copies may fill, because iterations differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Network traffic in one moment of an iteration."""
+    """Network traffic in a short period of an iteration."""
 
     offset_s: float
-    """Seconds from the beginning of the iteration to the end of the moment."""
+    """Seconds from the beginning of the iteration to the end of the period."""
     length_s: float
     nbytes: int
 
 
 @dataclass(frozen=True)
 class IdleSpans:
-    """Idle spans of an iteration. Without information all of it is idle."""
+    """Idle spans of an iteration; by default all of it is idle."""
 
     iteration_s: float = math.inf
     spans: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
-    """Beginnings and ends, seconds from the beginning of the iteration, ascending."""
+    """Beginnings and ends in seconds from the beginning of the iteration, ascending."""
 
     @property
     def idle_s(self) -> float:
@@ -41,7 +41,7 @@ class IdleSpans:
         return sum(end - begin for begin, end in self.spans)
 
     def wait_s(self, offset_s: float) -> float:
-        """Seconds until something may be sent, 0 if it may be now. After the end of an iteration it may."""
+        """Return the seconds until a copy may be sent; 0 in an idle span and after the end of the iteration."""
         if offset_s >= self.iteration_s:
             return 0.0
         return next(
@@ -49,15 +49,18 @@ class IdleSpans:
         )
 
     def left_s(self, offset_s: float) -> float:
-        """Seconds for which it may be sent from ``offset_s`` on, in an idle span."""
+        """Return the seconds that copies may fill from ``offset_s`` to the end of its idle span.
+
+        The result is infinite outside the idle spans.
+        """
         return next((FILLED * (end - offset_s) for begin, end in self.spans if begin <= offset_s < end), math.inf)
 
 
 def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpans:
-    """The spans in which training leaves the network alone.
+    """Return the spans of an iteration in which training leaves the network idle.
 
     Args:
-        iterations: of some, beside which nothing was saved, their length in seconds and what was seen.
+        iterations: length in seconds and samples of some iterations without saving.
     """
     samples = [sample for _, group in iterations for sample in group if sample.length_s > 0]
     if not samples:

@@ -1,4 +1,4 @@
-"""Intervals of dense checkpoints: those that hide a checkpoint, or keep its cost below a cap."""
+"""Intervals of dense checkpoints that hide a checkpoint behind training, or keep its cost below a cap."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import math
 from moevement_core.errors import WindowError
 
 STEP = 2
-"""Iterations that are added while a checkpoint costs more than its cap (CheckFreq's public implementation)."""
+"""Iterations added to the interval while a checkpoint costs more than its cap (CheckFreq's public implementation)."""
 
 
 def hidden_interval(checkpoint_s: float, overhead_s: float, iteration_s: float) -> int:
-    """The fewest iterations beside which a checkpoint is over before the next one begins.
+    """Return the fewest iterations in which a checkpoint ends before the next one begins.
 
-    That is ``max(1, ceil((t_full - overhead) / t_iter))`` of CheckFreq.
+    It is CheckFreq's ``max(1, ceil((t_full - overhead) / t_iter))``.
 
     Args:
-        checkpoint_s: t_full, seconds from the beginning of the copy until the checkpoint is where it has to be.
-        overhead_s: seconds of it by which training is delayed.
-        iteration_s: t_iter, of an iteration beside which nothing is saved.
+        checkpoint_s: t_full, seconds from the beginning of the copy until the checkpoint has reached its destination.
+        overhead_s: seconds of it that delay training.
+        iteration_s: t_iter, seconds of an iteration without saving.
 
     Raises:
-        WindowError: no iteration time, or a time that is no number.
+        WindowError: the iteration time is not positive, or a time is not finite.
     """
     if not (math.isfinite(iteration_s) and iteration_s > 0):
         raise WindowError(f"iteration time of {iteration_s} s; needs a positive number")
@@ -31,18 +31,18 @@ def hidden_interval(checkpoint_s: float, overhead_s: float, iteration_s: float) 
 
 
 def tuned_interval(now: int, hidden: int, overhead_s: float, iteration_s: float, cap: float) -> int:
-    """The interval after one that was monitored: longer while checkpoints cost too much, shorter where they need not.
+    """Return the interval after a monitored one: longer if checkpoints cost too much, shorter if the cap allows it.
 
     Args:
-        now: the interval that was monitored, iterations.
-        hidden: what :func:`hidden_interval` gives for what was measured in it; never less than this.
-        overhead_s: seconds by which its checkpoint delayed training.
-        iteration_s: of an iteration beside which nothing is saved.
-        cap: the share of training time that checkpoints may cost.
+        now: monitored interval, iterations.
+        hidden: result of :func:`hidden_interval` for the measured times; the least result of this function.
+        overhead_s: seconds by which the checkpoint of the interval delayed training.
+        iteration_s: seconds of an iteration without saving.
+        cap: share of training time that checkpoints may cost.
     """
     if overhead_s > cap * now * iteration_s:
         return max(now + STEP, hidden)
-    # One less only where that keeps to the cap with room to spare, or measurements would move it to and fro.
+    # The shorter interval must keep to the cap with a margin; otherwise measurements would move it to and fro.
     if now > 1 and overhead_s <= 0.8 * cap * (now - 1) * iteration_s:
         return max(now - 1, hidden)
     return max(now, hidden)

@@ -1,7 +1,7 @@
-"""Which experts a checkpoint holds that holds not all of them (MoC-System, section 3.2), and what losing it costs.
+"""Choice of experts for a checkpoint that leaves some out (MoC-System, section 3.2), and the tokens that this costs.
 
-Experts are taken in turn, in an order that comes by all expert-parallel ranks before it comes back to one, and each
-layer begins with another of them: so the ranks save about equally much in every checkpoint.
+Experts take turns. The order visits every expert-parallel rank before it returns to one, and each layer begins with
+another expert of it. So ranks save about equally much in every checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Tokens = npt.NDArray[np.int64]
 
 
 def turns(table: OperatorTable) -> dict[int, list[int]]:
-    """The experts of each layer in the order in which they are saved, the first in the first checkpoint.
+    """Return the experts of each layer in the order in which checkpoints take them.
 
     Args:
-        table: the operators of a stage, a row of bytes for each of its ranks.
+        table: operators of a stage, with a row of bytes for each of its ranks.
 
     Returns:
-        By layer, places in the table.
+        Positions in the table by layer; the first is in the first checkpoint.
     """
     layers: dict[int, list[int]] = {}
     for number, layer in enumerate(sorted({int(layer) for layer in table.layers[table.is_expert]})):
@@ -44,12 +44,12 @@ def turns(table: OperatorTable) -> dict[int, list[int]]:
 
 
 def most_experts(table: OperatorTable) -> int:
-    """E: the experts of the layer that has the most; 1 without any."""
+    """Return E, the number of experts of the layer with the most; 1 without experts."""
     return max(map(len, turns(table).values()), default=1)
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
-    """The experts that checkpoint number ``turn`` holds: K of each layer, beginning where the one before ended."""
+    """Return the experts in checkpoint number ``turn``: K of each layer, from where the previous checkpoint ended."""
     return [
         experts_of_layer[(turn * experts + place) % len(experts_of_layer)]
         for experts_of_layer in order.values()
@@ -58,18 +58,17 @@ def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
 
 
 def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int, count: int) -> list[list[int]]:
-    """Return those of the :func:`chosen` experts that are written to disk (persist-PEC, section 5.1): the ones that
-    have waited longest.
+    """Return the :func:`chosen` experts that are written to disk (persist-PEC, section 5.1): those that waited longest.
 
     Args:
-        order: as in :func:`chosen`.
-        experts: likewise.
-        first: the first turn.
-        turns_: how many, one after the other.
-        count: how many of each layer are written.
+        order: experts of each layer, as in :func:`chosen`.
+        experts: K, as in :func:`chosen`.
+        first: number of the first checkpoint.
+        turns_: number of consecutive checkpoints.
+        count: number of experts of each layer that are written.
 
     Returns:
-        Places in the table, by turn.
+        Positions in the table, for each checkpoint.
     """
     written: dict[int, int] = {}
     turns = []
@@ -85,15 +84,15 @@ def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int
 
 @dataclass(frozen=True)
 class LostTokens:
-    """Tokens lost in a recovery whose experts are older than the rest of the state."""
+    """Tokens that a recovery lost because its experts are older than the rest of the state."""
 
     by_expert: Mapping[str, int] = field(default_factory=dict)
-    """Routed tokens whose updates it lost, by operator; those that lost none are left out."""
+    """Routed tokens whose updates were lost, by operator; operators without losses are left out."""
     shares: Mapping[int, float] = field(default_factory=dict)
-    """Share of all tokens so far that this and earlier recoveries lost, by layer with experts."""
+    """Share of all tokens so far that this recovery and earlier ones lost, by layer with experts."""
 
     def __or__(self, other: LostTokens) -> LostTokens:
-        """Return the losses of both stages, or of one that is reported twice."""
+        """Return the losses of two stages, or of one stage that two ranks report."""
         return LostTokens({**self.by_expert, **other.by_expert}, {**self.shares, **other.shares})
 
     @property
@@ -103,7 +102,7 @@ class LostTokens:
 
     @property
     def proportion(self) -> float:
-        """PLT (equation 7): the share of tokens lost, averaged over layers with experts. Of the tokens so far."""
+        """PLT (equation 7): share of all tokens so far that were lost, a mean over layers with experts."""
         return float(np.mean(list(self.shares.values()))) if self.shares else 0.0
 
 
@@ -114,15 +113,15 @@ class TokenAccount:
     routed: Tokens
     """Tokens that the state has processed; each routed copy of a token counts as one."""
     lost: Tokens
-    """Tokens among them whose updates a recovery lost."""
+    """Tokens among them whose updates recoveries lost."""
 
     @classmethod
     def empty(cls, operators: int) -> TokenAccount:
-        """Return the account before anything ran."""
+        """Return the account before the first iteration."""
         return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
 
     def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
-        """Return the account after one or several iterations."""
+        """Return the account after one or several iterations with ``counts`` tokens."""
         return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)
 
     @property
@@ -131,9 +130,12 @@ class TokenAccount:
         return self.routed - self.lost
 
     def back_to(self, versions: Tokens) -> TokenAccount:
-        """This account, of the iteration that a job goes back to, with experts whose state has ``versions``.
+        """Return this account after the job went back to its iteration with experts of ``versions``.
 
-        What an earlier recovery had lost already is not lost again.
+        Tokens that an earlier recovery lost are not lost again.
+
+        Args:
+            versions: tokens whose updates are in the restored version of each operator.
         """
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
@@ -149,12 +151,12 @@ class TokenAccount:
 
 
 def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:
-    """Tokens whose updates each operator's version has.
+    """Return the tokens whose updates are in each operator's version.
 
     Args:
-        versions: iterations, by operator.
-        learned: of a strategy, by iteration, with its ``routed`` and ``lost``; None of a snapshot that another strategy
-            took before this one counted.
+        versions: iteration of each operator's version.
+        learned: state of a strategy by iteration, with its ``routed`` and ``lost`` tokens. It is None for a snapshot
+            that another strategy captured before this one began to count.
     """
     known = (learned[int(at)] for at in versions)
     return np.array(

@@ -1,8 +1,8 @@
 """Popularity of experts, and the order in which operators are saved for it (MoEvement section 3.5, appendices B and E).
 
-Operators that are saved late in a window stay frozen long in a replay, and a frozen operator costs no weight gradient
-and no optimizer step. So the experts with the most tokens come last, and behind them what serves every token: gates,
-non-experts, embedding and head. Ties go by the operator's place in the table.
+An operator that is saved late in a window stays frozen long in a replay, and a frozen operator costs no weight gradient
+and no optimizer step. So the experts with the most tokens come last. Behind them come the operators that serve every
+token: gates, non-experts, embedding and head. Operators with equal scores keep the order of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Order = npt.NDArray[np.intp]
 
 
 class Ordering(StrEnum):
-    """Rules by which operators are ordered."""
+    """Rule by which operators are ordered."""
 
     HARD_COUNT = "hard"
     """Tokens routed to the expert, over the run (section 3.5)."""
@@ -33,9 +33,7 @@ class Ordering(StrEnum):
     CAPACITY = "capacity"
     """Tokens over the expert's capacity (appendix B)."""
     BACK_TO_FRONT = "back-to-front"
-    """Order from the head to the embedding, whatever the counts (appendix E; the default of a model
-    without experts).
-    """
+    """Order from the head to the embedding, whatever the counts (appendix E; default of a model without experts)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class OrderingConfig:
 
     ordering: Ordering = Ordering.HARD_COUNT
     alpha: float = 0.9
-    """Weight of the past in the moving average, at least 0 and below 1. Only for ``decayed``."""
+    """Weight of the past in the moving average, at least 0 and below 1; only for ``decayed``."""
 
     def __post_init__(self) -> None:
         if self.ordering not in tuple(Ordering):
@@ -54,16 +52,15 @@ class OrderingConfig:
 
 
 class Popularity:
-    """The popularity of the experts of one table, as it grows with the run.
+    """Popularity of the experts of one table, accumulated over the run.
 
     Every rank that holds one of the operators must observe the same counts (summed over the ranks that hold replicas),
-    so that all of them derive the same order. :attr:`scores` is all the state there is; it is part of what a recovery
-    restores.
+    so that all of them derive the same order. A recovery restores :attr:`scores`, which is the whole state.
 
     Args:
-        table: the operators; only its experts are counted.
-        config: by what.
-        capacity: tokens that each operator can take in a batch, float64 ``[operators]``; needed by ``capacity`` alone.
+        table: operators; only its experts are counted.
+        config: rule of the order.
+        capacity: tokens that each operator can take in a batch, float64 ``[operators]``; only ``capacity`` needs it.
     """
 
     def __init__(self, table: OperatorTable, config: OrderingConfig, capacity: Scores | None = None) -> None:
@@ -84,14 +81,15 @@ class Popularity:
         """Popularity of each operator so far, float64 ``[operators]``."""
 
     def observe(self, counts: Scores) -> None:
-        """Take in one iteration.
+        """Add the counts of one iteration.
 
         Args:
-            counts: tokens per expert, or sums of gate probabilities for ``soft``, float64 ``[operators]``, zero where
-                there is no expert.
+            counts: tokens per expert, or sums of gate probabilities for ``soft``, float64 ``[operators]``; zero for an
+                operator that is no expert.
 
         Raises:
-            PopularityError: NaN, infinite or negative counts, or not one for each operator. Nothing was taken in.
+            PopularityError: counts are NaN, infinite or negative, or not one for each operator. The scores stay
+                unchanged.
         """
         counts = checked(self.table, counts, "count")
         match self.config.ordering:
@@ -104,25 +102,27 @@ class Popularity:
                 self.scores = self.scores + counts
 
     def order(self) -> Order:
-        """The order in which a window saves the operators now: places in the table, first saved first."""
+        """Return the order in which a window saves the operators now: positions in the table, first saved first."""
         return order_operators(self.table, self.scores, self.config.ordering)
 
 
 def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = Ordering.HARD_COUNT) -> Order:
-    """``OrderOperators()`` of the paper's Algorithm 1: experts by ascending score, then what serves every token.
+    """Return the order of ``OrderOperators()`` of the paper's Algorithm 1.
 
-    Of several ranks, each has its own in this order, and all have as much in the first so many as each other.
+    Experts come by ascending score, and after them the operators that serve every token. The operators of each rank are
+    in this order. Operators of several ranks are interleaved, so that each rank has saved about the same share of its
+    bytes at every position.
 
     Args:
-        table: the operators.
-        scores: popularity, float64 ``[operators]``; what stands at other operators than experts is ignored.
-        ordering: only ``back-to-front`` makes a difference here; scores already are what the others measure.
+        table: operators.
+        scores: popularity, float64 ``[operators]``; scores of operators that are no experts are ignored.
+        ordering: only ``back-to-front`` makes a difference here, because scores already follow the other rules.
 
     Returns:
-        Places in the table, first saved first. A permutation, the same for the same input on every machine.
+        Positions in the table, first saved first. The permutation is the same for the same input on every machine.
 
     Raises:
-        PopularityError: NaN, infinite or negative scores, or not one for each operator.
+        PopularityError: scores are NaN, infinite or negative, or not one for each operator.
     """
     scores = checked(table, scores, "score")
     if ordering is Ordering.BACK_TO_FRONT:
@@ -132,11 +132,11 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
 
 
 def _evened(order: Order, table: OperatorTable) -> Order:
-    """An order in which every rank comes to the same part of its own bytes at the same time.
+    """Return an order in which every rank reaches the same share of its own bytes at the same position.
 
-    The experts of one rank may all be less popular than those of another, and before anything is counted their numbers
-    are all lower. In one order of all experts its slots would be full when those of the others are empty, and the copy
-    of an iteration takes as long as the fullest. On each rank the order stays what it was.
+    The experts of one rank may all be less popular than those of another rank, and before any count their numbers are
+    all lower. In one order of all experts, the slots of one rank would then be full while those of others are empty.
+    The copy of an iteration takes as long as the fullest slot. The order within each rank stays unchanged.
     """
     held = table.full[:, order]
     reached = np.cumsum(held, axis=1) / np.maximum(held.sum(axis=1, keepdims=True), 1)
@@ -145,10 +145,10 @@ def _evened(order: Order, table: OperatorTable) -> Order:
 
 
 def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "count") -> Scores:
-    """Counts given by operator name as an array, float64 ``[operators]``.
+    """Return counts by operator name as an array, float64 ``[operators]``.
 
     Raises:
-        PopularityError: a name that is no expert of the table, or an expert without a count.
+        PopularityError: a name is no expert of the table, or an expert has no count.
     """
     array = np.zeros(len(table))
     for name, value in counts.items():
@@ -165,7 +165,11 @@ def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "co
 
 
 def checked(table: OperatorTable, values: Scores, what: str) -> Scores:
-    """``values`` as float64 ``[operators]``, refused with the operator's name if one cannot be a popularity."""
+    """Return ``values`` as float64 ``[operators]``.
+
+    Raises:
+        PopularityError: a value cannot be a popularity; the message names its operator.
+    """
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (len(table),):
         raise PopularityError(f"{what}s of shape {list(array.shape)}; needs one for each of the {len(table)} operators")
@@ -178,5 +182,5 @@ def checked(table: OperatorTable, values: Scores, what: str) -> Scores:
 
 
 def some_of(names: tuple[str, ...], count: int = 3) -> str:
-    """The first few names, for a message."""
+    """Return the first ``count`` names as text for a message, and how many more there are."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

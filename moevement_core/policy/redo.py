@@ -1,9 +1,9 @@
-"""Which snapshots restore a state by updates that are made again, by what they hold.
+"""Runs of snapshots that restore a state by repeating updates, found by their contents.
 
-Each snapshot ``SS_t`` has the gradients that the update to ``state@t`` was made from, of every operator whose full
-state it does not hold. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` if every operator's full state is in
-one of them and its gradients are in each one after that: the newest full state is loaded, and the updates since are
-made again.
+Each snapshot ``SS_t`` holds gradients of every operator whose full state it does not hold: those of the update to
+``state@t``. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` under two conditions for every operator. Its
+full state is in one of them, and its gradients are in each one after that. A recovery loads the newest full state and
+repeats the updates since then.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from moevement_core.policy.schedule import Contents, Saved
 
 
 class RedoRun(NewestStateRun):
-    """Snapshots ``first`` to ``last``, from which ``state@last`` is made by updates alone."""
+    """Snapshots ``first`` to ``last``, from which ``state@last`` follows by updates alone."""
 
     @property
     def is_redone(self) -> bool:
-        """Updates are made again, and no iteration is run."""
+        """True, because updates are repeated and no iteration is executed again."""
         return True
 
 
 def redo_runs(
     snapshots: Mapping[int, Contents], until: int | None = None, *, with_dense: bool = False
 ) -> Iterator[RedoRun]:
-    """Every run that restores a state by updates, the one that reaches farthest first, each as short as can be.
+    """Yield every run that restores a state by updates, the farthest first, each as short as can be.
 
     Args:
-        snapshots: what each available snapshot holds, by iteration.
-        until: later snapshots are not used.
-        with_dense: whether a snapshot that is dense by itself counts, too: no update is needed.
+        snapshots: contents of each available snapshot, by iteration.
+        until: last iteration of a run; later snapshots are not used.
+        with_dense: True if a snapshot counts, too, that is dense by itself and needs no update.
 
     Raises:
-        ScheduleError: snapshots of different numbers of operators.
+        ScheduleError: snapshots have different numbers of operators.
     """
     for last in sorted((iteration for iteration in snapshots if until is None or iteration <= until), reverse=True):
         full_at = _newest_full_state(snapshots, last)
@@ -47,7 +47,7 @@ def redo_runs(
 
 
 def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the beginnings of runs that exist or may be completed by coming snapshots, the newest first.
+    """Yield the first iterations of runs that exist, or may be completed by coming snapshots, the newest first.
 
     The newest of ``snapshots`` must be the last one taken.
     """
@@ -64,7 +64,7 @@ def _has_gradients(saved: Contents) -> bool:
 
 
 def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDArray[np.int64] | None:
-    """The snapshot that each operator's full state is loaded from to reach ``state@last``; None if one has none."""
+    """Return the iteration of each operator's full state for reaching ``state@last``; None if an operator lacks one."""
     operators = len(snapshots[last])
     full_at = np.full(operators, -1, dtype=np.int64)
     is_open = np.ones(operators, dtype=bool)

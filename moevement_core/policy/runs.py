@@ -1,4 +1,4 @@
-"""Restore points among existing snapshots, whichever strategy captured them."""
+"""Restore points among existing snapshots, independent of the strategy that captured them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moevement_core.policy.versions import leaves_out, open_version_starts, vers
 
 
 def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Every run of snapshots that gives a dense state: by replay, by redo or by versions; the last to begin is first.
+    """Yield every run of snapshots that restores a state, by replay, redo or versions, the last to begin first.
 
     Args:
-        snapshots: what each available snapshot holds, by iteration.
-        until: the iteration that is to be recovered; snapshots of later ones are not used.
+        snapshots: contents of each available snapshot, by iteration.
+        until: iteration that is to be recovered; later snapshots are not used.
 
     Raises:
-        ScheduleError: snapshots of different numbers of operators.
+        ScheduleError: snapshots have different numbers of operators.
     """
     kinds: list[Iterator[RecoverableRun]] = [redo_runs(snapshots, until), recoverable_runs(snapshots, until)]
     if any(leaves_out(saved) for saved in snapshots.values()):
@@ -29,11 +29,11 @@ def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) 
 
 
 def open_starts(snapshots: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-    """Yield the beginnings of restore points that exist or may be completed by coming snapshots; some twice.
+    """Yield the first iterations of restore points that exist or may be completed later; some come twice.
 
     Args:
-        snapshots: what each holds.
-        is_gapless: whether the newest of them is the last one taken: by replay or redo no run reaches over a gap.
+        snapshots: contents of each snapshot, by iteration.
+        is_gapless: True if the newest of them is the last snapshot taken; runs of replay or redo reach over no gap.
     """
     yield from open_version_starts(snapshots)
     if is_gapless:

@@ -1,9 +1,9 @@
 """Content of every snapshot, through every change of schedules (``GenerateSchedule()`` of MoEvement's Algorithm 1).
 
-``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` says of each iteration what its snapshot holds, if one is
-taken at all; strategies make them (:mod:`moevement_core.strategies`). A :class:`ScheduleHistory` strings schedules
-together: a new one begins where a window of the old one would, so windows stay whole, and every snapshot can be told
-from its iteration alone.
+``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` gives the content of each iteration's snapshot, or says
+that none is taken; strategies make schedules (:mod:`moevement_core.strategies`). A :class:`ScheduleHistory` holds the
+schedules of a run. A new schedule begins where a window of the old one would begin, so windows stay whole. The content
+of every snapshot follows from its iteration alone.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from moevement_core.operators import OperatorTable
 
 
 class Saved(IntEnum):
-    """Kinds of an operator's state in a snapshot."""
+    """Kind of an operator's state in a snapshot."""
 
     NOTHING = 0
     COMPUTE = 1
     FULL = 2
     GRADIENT = 3
-    """Gradients that the update to this iteration's state was made from."""
+    """Gradients of the update that led to this iteration's state."""
     OMITTED = 4
-    """Nothing: a recovery takes the newest older version, and the updates since are lost."""
+    """Nothing, but a recovery may take the newest older version; the updates since then are lost."""
 
 
 Contents = npt.NDArray[np.int8]
 """Content of a snapshot for each operator of the table, :class:`Saved` as int8 ``[operators]``."""
 
 LAG_ALLOWANCE = 2
-"""Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
+"""Iterations by which peers may trail before a window is abandoned; memory is allocated for so many."""
 LATE_AT_PEERS = 1
-"""Iterations by which peers free snapshots late: ranks learn a little later of what a quiet iteration holds up.
-Peers set buffers aside for so many."""
+"""Iterations by which peers free snapshots late, for which they allocate memory. A quiet iteration delays the agreement
+of ranks on what may be freed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule(ABC):
-    """Schedule of snapshots from ``start`` on, repeated in windows. Plain data: ranks that agree on
-    it save the same.
+    """Schedule of snapshots from ``start`` on, repeated in windows.
+
+    It is plain data: ranks that agree on a schedule save the same.
     """
 
     table: OperatorTable
     start: int = field(default=0, kw_only=True)
-    """The iteration whose state the first snapshot holds."""
+    """Iteration whose state the first snapshot holds."""
 
     @property
     @abstractmethod
     def id(self) -> str:
-        """A name that only equal schedules share, whatever rank made them; it travels with every snapshot."""
+        """Name that only equal schedules share, on any rank; it travels with every snapshot."""
 
     @property
     @abstractmethod
@@ -71,7 +72,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Iterations whose snapshots are captured at once where a job starts."""
+        """Iterations of snapshots that a job captures at once when it starts."""
         return self.size
 
     @property
@@ -81,21 +82,20 @@ class Schedule(ABC):
 
     @property
     def reorders(self) -> bool:
-        """True if a schedule of the same size may follow that saves operators in another order."""
+        """True if a schedule of the same size, with another order of operators, may follow."""
         return True
 
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return what snapshots of ``slot`` hold of each operator; None if none is captured in it."""
+        """Return the content of snapshots of ``slot`` for each operator; None if none is captured in it."""
 
     supersedes: ClassVar[bool] = False
-    """True if parts of a snapshot become useless before all of it does."""
+    """True if parts of a snapshot become useless before the whole snapshot does."""
 
     def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
-        """Return the operators of a snapshot of ``slot`` that are not needed once the ``later`` slots after it are
-        persisted, bool ``[operators]``.
+        """Return a mask of operators whose part of ``slot`` is useless once the next ``later`` slots are persisted.
 
-        What an update was made from is of no use where the full state after it is there.
+        The mask is bool ``[operators]``. Gradients are useless once a later full state of the operator is persisted.
         """
         contents = self.contents_of_slot(slot)
         assert contents is not None
@@ -104,97 +104,106 @@ class Schedule(ABC):
         return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return what is written to disk of a snapshot of ``slot``; None: all of it."""
+        """Return the part of a snapshot of ``slot`` that is written to disk; None: all of it."""
         return None
 
     @abstractmethod
     def last_of_run(self, first: int) -> int:
-        """The last snapshot of the run that begins with ``SS_first``, where no other schedule comes between."""
+        """Return the last snapshot of the run that begins with ``SS_first``, if no other schedule begins in it."""
 
     @abstractmethod
     def may_begin_at(self, iteration: int) -> bool:
-        """Return whether a run may begin with ``SS_iteration``, after some that were left out."""
+        """Return True if a run may begin with ``SS_iteration`` after earlier snapshots were left out."""
 
     @abstractmethod
     def slots_kept(self, lag: int, *, to_disk: bool) -> int:
-        """Snapshots of itself that a rank keeps at most.
+        """Return the most own snapshots that a rank keeps.
 
         Args:
             lag: iterations by which replication may trail.
-            to_disk: whether one run more is kept, that is being written while newer ones come.
+            to_disk: True if a rank also keeps a run that is being written to disk while newer ones are captured.
         """
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Snapshots that a rank keeps while nothing breaks: room for more is made when it is needed."""
+        """Return how many snapshots a rank keeps while nothing fails; memory for more is allocated on demand."""
         return self.slots_kept(lag, to_disk=to_disk)
 
     @abstractmethod
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
-        """Return how many iterations logs and records reach back at most: no plan begins before the oldest snapshot
-        that is kept.
+        """Return how many iterations logs and records reach back at most.
+
+        No recovery begins before the oldest snapshot that is kept.
         """
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations they reach back while nothing breaks."""
+        """Return how many iterations logs and records reach back while nothing fails."""
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """The iteration after which a recovery from a run, its first and last snapshot, runs iterations again."""
+        """Return the iteration after which a recovery executes iterations again.
+
+        Args:
+            run: first and last snapshot of the run that the recovery loads.
+        """
         return run[0]
 
     @abstractmethod
     def most_replayed(self, lag: int) -> int:
-        """Committed iterations that a recovery replays at most.
+        """Return the most committed iterations that a recovery replays.
 
         Args:
             lag: L, iterations by which replication trails capture. When ``state@T`` is the last one committed,
-                ``SS_(T-1)`` is captured (``SS_T`` is still being copied), so ``SS_(T-1-L)`` is the newest that peers
+                ``SS_(T-1)`` is captured and ``SS_T`` is still being copied. So ``SS_(T-1-L)`` is the newest that peers
                 may have.
         """
 
     @abstractmethod
     def expected_rollback(self, lag: float) -> float:
-        """Iterations of work that a failure at a random moment costs on average, the interrupted one half."""
+        """Return the mean iterations of work that a failure at a random moment costs.
+
+        The interrupted iteration counts half.
+        """
 
     @abstractmethod
     def with_windows_of(self, other: Schedule) -> Schedule:
-        """These operators, saved when ``other`` saves those of another stage."""
+        """Return this schedule's operators, saved when ``other`` saves the operators of another stage."""
 
     @abstractmethod
     def starting_at(self, start: int) -> Schedule:
-        """The same from another iteration on."""
+        """Return the same schedule with another start."""
 
     def digested_once_a_window(self, iteration: int) -> Sequence[str]:
-        """The operators of whose whole state ``SS_iteration`` has a digest, where each has one in a window.
+        """Return the operators whose whole state has a digest in ``SS_iteration``, if each has one digest in a window.
 
-        All of them where a replay of the window has brought every operator back.
+        These are all operators in the last snapshot of a window, because a replay of the window has restored all by
+        then.
         """
         return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
 
     def slot(self, iteration: int) -> int:
-        """The slot that ``SS_iteration`` saves.
+        """Return the slot that ``SS_iteration`` saves.
 
         Raises:
-            ScheduleError: the schedule is not yet in force then.
+            ScheduleError: the schedule begins after ``iteration``.
         """
         if iteration < self.start:
             raise ScheduleError(f"iteration {iteration}: this schedule begins at {self.start}; ask the one before it")
         return (iteration - self.start) % self.size
 
     def window_start(self, iteration: int) -> int:
-        """The first iteration of the window that ``SS_iteration`` belongs to."""
+        """Return the first iteration of the window that ``SS_iteration`` belongs to."""
         return iteration - self.slot(iteration)
 
     def decided_at(self, iteration: int) -> int:
-        """The last iteration, ``iteration`` or earlier, at which ranks decide anew what comes."""
+        """Return the last iteration, ``iteration`` or earlier, at which ranks decide what later snapshots hold."""
         return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:
-        """The first iteration, ``iteration`` or later, whose snapshot begins a window."""
+        """Return the first iteration, ``iteration`` or later, whose snapshot begins a window."""
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
     def contents(self, iteration: int) -> Contents | None:
-        """Return what ``SS_iteration`` holds of each operator; None if it is not captured."""
+        """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
         return self.contents_of_slot(self.slot(iteration))
 
     def slots(self) -> list[int]:
@@ -203,15 +212,18 @@ class Schedule(ABC):
 
 
 def is_other_window(new: Schedule, old: Schedule) -> bool:
-    """Return whether windows of ``new`` hold or take something else than those of ``old``, whatever their order."""
+    """Return True if windows of ``new`` differ from those of ``old`` in size, number of snapshots or strategy.
+
+    The order of operators does not count.
+    """
     return (new.size, new.snapshots, type(new)) != (old.size, old.snapshots, type(old))
 
 
 class ScheduleHistory:
-    """The schedules of a run, each in force until the next begins.
+    """History of the schedules of a run, each in force until the next begins.
 
-    All ranks of a job change theirs at the same boundary; what a change needs to be agreed on is its order and window,
-    where it begins follows.
+    All ranks of a job change schedules at the same boundary. They agree only on the new order and window; the iteration
+    of the change follows.
     """
 
     def __init__(self, first: Schedule, *later: Schedule) -> None:
@@ -219,24 +231,24 @@ class ScheduleHistory:
 
     @property
     def all(self) -> tuple[Schedule, ...]:
-        """Schedules that are remembered, the oldest first."""
+        """Schedules that the history still holds, the oldest first."""
         return tuple(self._schedules)
 
     @property
     def newest(self) -> Schedule:
-        """The last schedule decided on, in force or about to be."""
+        """Last schedule that was decided on, in force or about to be."""
         return self._schedules[-1]
 
     @property
     def oldest(self) -> Schedule:
-        """The first schedule that is remembered."""
+        """First schedule that the history still holds."""
         return self._schedules[0]
 
     def at(self, iteration: int) -> Schedule:
-        """The schedule under which ``SS_iteration`` is taken.
+        """Return the schedule under which ``SS_iteration`` is captured.
 
         Raises:
-            ScheduleError: the iteration is before the first schedule that is remembered.
+            ScheduleError: the iteration is before the first schedule that the history holds.
         """
         if (index := self._index(iteration)) < 0:
             first = self._schedules[0].start
@@ -244,17 +256,17 @@ class ScheduleHistory:
         return self._schedules[index]
 
     def since(self, iteration: int) -> tuple[Schedule, ...]:
-        """Return those that ``SS_iteration`` and later ones are taken under, the oldest first."""
+        """Return the schedules under which ``SS_iteration`` and later snapshots are captured, the oldest first."""
         return tuple(self._schedules[max(0, self._index(iteration)) :])
 
     def contents(self, iteration: int) -> Contents | None:
-        """Return what ``SS_iteration`` holds of each operator; None if it is not captured."""
+        """Return the content of ``SS_iteration`` for each operator; None if it is not captured."""
         return self.at(iteration).contents(iteration)
 
     def change(self, now: int, to: Schedule) -> Schedule:
-        """Another schedule from the first window on that begins after ``SS_now``; returns it as it starts there.
+        """Return ``to`` with its start, after adding it from the first window that begins after ``SS_now``.
 
-        A change that was decided on and has not begun yet is replaced.
+        It replaces a schedule that was decided on and has not begun.
         """
         while len(self._schedules) > 1 and self.newest.start > now:
             self._schedules.pop()
@@ -266,7 +278,7 @@ class ScheduleHistory:
         return new
 
     def forget_before(self, iteration: int) -> None:
-        """Drop the schedules that no snapshot from ``iteration`` on was taken under."""
+        """Drop the schedules under which no snapshot from ``iteration`` on was captured."""
         keep = self._schedules.index(self.at(iteration))
         del self._schedules[:keep]
 

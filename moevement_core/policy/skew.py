@@ -1,4 +1,4 @@
-"""Skew of the popularity of experts, and popularities of a wanted skew (MoEvement appendix D)."""
+"""Skew of the popularity of experts, and random popularities of a wanted skew (MoEvement appendix D)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Shares = npt.NDArray[np.float64]
 
 
 def shares_of(counts: npt.ArrayLike) -> Shares:
-    """Token shares ``[..., experts]`` of counts ``[..., experts]``; zero where no token was routed at all.
+    """Return the token shares ``[..., experts]`` of counts ``[..., experts]``; zero if no token was routed at all.
 
     Raises:
-        PopularityError: NaN, infinite or negative counts, or fewer than one expert.
+        PopularityError: counts are NaN, infinite or negative, or there is no expert.
     """
     array = np.asarray(counts, dtype=np.float64)
     if array.ndim == 0 or array.shape[-1] < 1:
@@ -27,15 +27,15 @@ def shares_of(counts: npt.ArrayLike) -> Shares:
 
 
 def herfindahl(counts: npt.ArrayLike) -> Shares:
-    """Herfindahl-Hirschman index of counts ``[..., experts]``: the sum of squared shares, ``[...]``."""
+    """Return the Herfindahl-Hirschman index of counts ``[..., experts]``: the sum of squared shares, ``[...]``."""
     return (shares_of(counts) ** 2).sum(axis=-1)
 
 
 def skewness(counts: npt.ArrayLike) -> Shares:
-    """Normalised skewness S of counts ``[..., experts]``, ``[...]``: 0 is even, 1 is all tokens at one expert.
+    """Return the normalised skewness S of counts ``[..., experts]``, ``[...]``: 0 is even, 1 is all at one expert.
 
     Raises:
-        PopularityError: fewer than two experts, for which S is not defined.
+        PopularityError: there are fewer than two experts, for which S is not defined.
     """
     shares = shares_of(counts)
     experts = shares.shape[-1]
@@ -44,9 +44,10 @@ def skewness(counts: npt.ArrayLike) -> Shares:
 
 
 def dirichlet_alpha(wanted: float, experts: int) -> float:
-    """Parameter of the symmetric Dirichlet distribution whose expected S is ``wanted``.
+    """Return the parameter of the symmetric Dirichlet distribution whose expected S is ``wanted``.
 
-    From the appendix: E[HHI] = (a + 1) / (a E + 1), hence E[S] = 1 / (a E + 1). Infinite for 0, zero for 1.
+    The appendix gives E[HHI] = (a + 1) / (a E + 1), hence E[S] = 1 / (a E + 1). The result is infinite for S = 0 and
+    zero for S = 1.
     """
     _at_least_two(experts)
     if not 0.0 <= wanted <= 1.0:
@@ -55,7 +56,7 @@ def dirichlet_alpha(wanted: float, experts: int) -> float:
 
 
 def sample_shares(wanted: float, experts: int, generator: np.random.Generator, size: int = 1) -> Shares:
-    """``size`` random popularities, float64 ``[size, experts]``, whose skewness is ``wanted`` on average."""
+    """Return ``size`` random popularities, float64 ``[size, experts]``, whose skewness is ``wanted`` on average."""
     alpha = dirichlet_alpha(wanted, experts)
     if np.isinf(alpha):
         return np.full((size, experts), 1.0 / experts)

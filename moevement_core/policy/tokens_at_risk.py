@@ -1,4 +1,4 @@
-"""Which experts a checkpoint holds by the tokens that a failure would cost (MoEtion, section 4.3, Algorithm 1)."""
+"""Choice of the experts in a checkpoint by the tokens that a failure would cost (MoEtion, section 4.3, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.partial_experts import Tokens
 
 Chosen = npt.NDArray[np.bool_]
-"""Operators, bool ``[operators]``."""
+"""Mask of operators, bool ``[operators]``."""
 
 
 def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[int, int]:
-    """S[i]: how many experts of each layer are saved, in proportion to the tokens at risk there.
+    """Return S[i]: how many experts of each layer are saved, in proportion to the tokens at risk in the layer.
 
-    What rounding down leaves over goes to the layers that it took the most from, and what a layer has no experts for to
-    the others; both are open in the paper.
+    The paper leaves two questions open. Experts that remain after rounding down go to the layers that lost most by
+    rounding. Experts that a layer does not have go to the other layers.
 
     Args:
-        risk: R[i], tokens that the experts of a layer got since each of them was saved.
-        experts: how many a layer has.
-        total: S_total.
+        risk: R[i], tokens that the experts of a layer received since each expert was saved.
+        experts: number of experts of each layer.
+        total: S_total, number of experts of all layers that are saved.
 
     Returns:
-        By layer; the sum is ``total``, or all experts.
+        Number by layer; the sum is ``total``, or all experts.
     """
     total = min(total, sum(experts.values()))
     granted = dict.fromkeys(experts, 0)
     while (left := total - sum(granted.values())) > 0:
         open_ = [layer for layer in experts if granted[layer] < experts[layer]]
         weight = sum(risk[layer] for layer in open_)
-        # Without a token anywhere every layer has the same claim.
+        # Every layer has the same claim if no layer has a token at risk.
         claim = {layer: left * risk[layer] / weight if weight else left / len(open_) for layer in open_}
         for layer in open_:
             granted[layer] += min(int(claim[layer]), experts[layer] - granted[layer])
@@ -42,13 +42,13 @@ def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[in
 
 
 def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) -> Chosen:
-    """The experts that the next checkpoint holds.
+    """Return a mask of the experts that the next checkpoint holds.
 
     Args:
-        table: the operators of the stage.
-        risk: P, tokens that each expert got since it was saved.
-        due: those that it holds in any case; they count for ``total``.
-        total: S_total, experts of all layers together.
+        table: operators of the stage.
+        risk: P, tokens that each expert received since it was saved.
+        due: experts that the checkpoint holds in any case; they count for ``total``.
+        total: S_total, number of experts of all layers together.
     """
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
     of_layer = {layer: int(risk[operators].sum()) for layer, operators in places.items()}
@@ -57,14 +57,15 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
 
 
 def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts: int) -> Chosen:
-    """Return a mask of as many experts of each layer, those with the most tokens at risk (MoC-System, section 3.2,
-    load-aware selection).
+    """Return a mask of as many experts of each layer: those with the most tokens at risk.
+
+    This is load-aware selection of MoC-System, section 3.2.
 
     Args:
-        table: as in :func:`most_at_risk`.
-        risk: likewise.
-        due: likewise.
-        experts: K, of each layer.
+        table: operators of the stage.
+        risk: tokens that each expert received since it was saved.
+        due: experts that the checkpoint holds in any case; they count for ``experts``.
+        experts: K, number of experts of each layer.
     """
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
     return _most_of(places, dict.fromkeys(places, experts), risk, due)
@@ -73,7 +74,7 @@ def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts:
 def _most_of(places: dict[int, npt.NDArray[np.int64]], wanted: dict[int, int], risk: Tokens, due: Chosen) -> Chosen:
     chosen = np.zeros(len(risk), dtype=bool)
     for layer, operators in places.items():
-        # The due ones first, then by tokens; the place in the table decides between equals.
+        # Due experts come first, then experts by tokens; between equals the position in the table decides.
         order = operators[np.lexsort((operators, -risk[operators], ~due[operators]))]
         chosen[order[: max(wanted[layer], int(due[operators].sum()))]] = True
     return chosen

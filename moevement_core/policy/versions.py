@@ -1,10 +1,10 @@
-"""Which snapshots restore a state whose operators are of different age (MoC-System, section 3.1; MoEtion, section 6).
+"""Runs of snapshots that restore operators of different age (MoC-System, section 3.1; MoEtion, section 6).
 
-A snapshot that leaves operators out (:attr:`Saved.OMITTED`) says that a recovery is to take the newest older version of
-them. So a state is restored from the newest snapshot and, for each operator that it leaves out, from the newest one
-before it that has it; updates in between are lost. Where snapshots are missing, older versions take their place.
+A snapshot that leaves operators out (:attr:`Saved.OMITTED`) requires that a recovery takes the newest older version of
+them. So a state is restored from the newest snapshot and, for each operator that it leaves out, from the newest earlier
+snapshot that has the operator. The updates in between are lost. If snapshots are missing, older versions are used.
 
-A version is full state, or full state and the gradients of every update from there on (MoEtion, section 5.2).
+A version is full state, or full state and the gradients of every update after it (MoEtion, section 5.2).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moevement_core.policy.schedule import Contents, Saved
 
 @dataclass(frozen=True, eq=False)
 class VersionRun(NewestStateRun):
-    """Snapshots ``first`` to ``last`` of which each operator has its newest version in some."""
+    """Snapshots ``first`` to ``last``, which together hold the newest version of each operator."""
 
     versions: npt.NDArray[np.int64]
-    """See :attr:`version_at`."""
+    """Iteration of each operator's version, int64 ``[operators]``; see :attr:`version_at`."""
 
     @property
     @override
@@ -44,27 +44,32 @@ class VersionRun(NewestStateRun):
 
     @override
     def is_at(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Which operators have the state of ``iteration``, and not that of an earlier one, bool ``[operators]``."""
+        """Return a mask of the operators that have exactly the state of ``iteration``, bool ``[operators]``."""
         return (self.full_at <= iteration) & (iteration <= self.version_at)
 
     @override
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Which operators have their update of ``iteration`` made again, bool ``[operators]``: all after the run."""
+        """Return a mask of the operators that repeat or execute their update of ``iteration``, bool ``[operators]``.
+
+        These are all operators if ``iteration`` comes after the run.
+        """
         return (self.full_at < iteration) & ((iteration <= self.version_at) | (iteration > self.last))
 
     @property
     def snapshots(self) -> set[int]:
-        """Snapshots that are read."""
+        """Iterations of the snapshots that a recovery reads."""
         pairs = set(zip(self.full_at.tolist(), self.version_at.tolist(), strict=True))
         return {self.last}.union(*(range(full, version + 1) for full, version in pairs))
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
-    """The state that each snapshot restores with those before it, the newest first.
+    """Yield the run that ends with each snapshot, the newest first.
+
+    A snapshot has no run if an operator has no version by then.
 
     Args:
-        snapshots: what each available snapshot holds, by iteration.
-        until: later snapshots are not used.
+        snapshots: contents of each available snapshot, by iteration.
+        until: last iteration of a run; later snapshots are not used.
     """
     usable = {
         iteration: saved
@@ -87,9 +92,7 @@ NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield where such a run may still begin: with every snapshot that is newer than the beginning
-    of the newest run.
-    """
+    """Yield the iterations with which a run may still begin: snapshots newer than the beginning of the newest run."""
     newest = next(version_runs(snapshots), None)
     for iteration, saved in snapshots.items():
         if leaves_out(saved) and (newest is None or iteration > newest.first):
@@ -97,7 +100,7 @@ def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 
 
 def leaves_out(saved: Contents) -> bool:
-    """Return whether a snapshot leaves operators to older ones."""
+    """Return True if a snapshot leaves operators to older snapshots."""
     return bool((saved == Saved.OMITTED).any())
 
 

@@ -1,20 +1,21 @@
-"""Size of the sparse window: iterations over which a snapshot of everything is spread (MoEvement section 3.5, Algorithm
-1).
+"""Size of the sparse window: the iterations over which a snapshot of everything is spread.
 
-Two answers live here. :func:`find_window_size` is the paper's, for operators of one size and one bandwidth.
-:func:`choose_window` is what live runs use: sizes as they are, one row for each rank of a stage, and two budgets, what
-device-to-host copies can move in an iteration and what the network can carry to ``r`` peers (as in MoEtion, its
-section 4.2).
+The paper is MoEvement, section 3.5 and Algorithm 1. This file has two ways to find the size:
 
-What the paper leaves open, decided here:
+- :func:`find_window_size` is the paper's, for operators of one size and one bandwidth.
+- :func:`choose_window` is the one of live runs. It takes actual sizes, one row for each rank of a stage, and two
+  budgets for an iteration: bytes of device-to-host copies, and bytes that the network can carry to ``r`` peers (as in
+  MoEtion, its section 4.2).
 
-* An operator that alone exceeds the budget has a slot alone, which is reported as over budget: it will stall. The
-  other operators still keep to the budget, so that one slot of the window stalls and not all.
-* When the compute weights that a slot must hold exceed the budget by themselves, slots hold one operator each until
-  they no longer do; each of them is reported.
-* A window has at most as many slots as there are operators. Only a window that is imposed (the maximum over the ranks
-  of the job, or a flag) may be longer; then the last slots are empty.
-* No bandwidth, no iteration time or no operator is an error. One operator has a window of one iteration.
+The paper leaves these cases open; the decisions are:
+
+* An operator that alone exceeds the budget has a slot alone, which is reported as over budget: it will stall. The other
+  operators still keep to the budget, so that one slot of the window stalls and not all.
+* If the compute weights in a slot exceed the budget by themselves, slots hold one operator each until the weights fit.
+  Each of these slots is reported.
+* A window has at most as many slots as there are operators. Only an imposed window (the maximum over the ranks of the
+  job, or a flag) may be longer; its last slots are then empty.
+* A job without bandwidth, iteration time or operators is an error. One operator has a window of one iteration.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order
 
 ROUNDING = 1e-6
-"""Share of an iteration that is not worth one more iteration."""
+"""Share of an iteration that is too small to add another iteration."""
 _BALANCE_STEPS = 10  # the peak is balanced to within 1/1024 of the budget
 
 
 class WindowKind(StrEnum):
-    """Which operators a slot saves compute weights of."""
+    """Kind of a window: the operators whose compute weights a slot saves."""
 
     ALIGNED = "aligned"
-    """Operators of later slots (the paper's kind). Recovery needs a whole window: rollback of W to 2W iterations."""
+    """Compute weights of operators in later slots (the paper's kind). A recovery needs a whole window and rolls back W
+    to 2W iterations."""
     ROLLING = "rolling"
-    """Every other operator. Any W consecutive snapshots recover: rollback of W iterations, at more bytes."""
+    """Compute weights of all other operators. A recovery can use any W consecutive snapshots and rolls back W
+    iterations, at the cost of more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class PaperWindow:
     window: int
     """W_sparse, iterations."""
     active: int
-    """O_Active, operators that a slot saves in full."""
+    """O_Active, number of operators that a slot saves in full."""
     fits: bool
-    """True if the first snapshot takes no longer than an iteration. The paper stops at two operators either way."""
+    """True if the first snapshot takes no longer than an iteration. The paper stops at two operators in any case."""
 
 
 def find_window_size(
@@ -66,18 +69,18 @@ def find_window_size(
     optimizer_bytes: float,
     bytes_per_s: float,
 ) -> PaperWindow:
-    """``FindWindowSize()`` of the paper's Algorithm 1, line by line: all operators are of one size.
+    """Return the window of the paper's Algorithm 1, ``FindWindowSize()``, line by line; all operators are of one size.
 
     Args:
-        operators: how many.
+        operators: number of operators.
         iteration_s: T_Iter, seconds.
-        compute_bytes: S_Compute of one operator; ``master_bytes`` and ``optimizer_bytes`` likewise.
-        master_bytes: S_Master.
-        optimizer_bytes: S_Optim.
+        compute_bytes: S_Compute, bytes of one operator's compute weights.
+        master_bytes: S_Master, bytes of one operator's master weights.
+        optimizer_bytes: S_Optim, bytes of one operator's optimizer state.
         bytes_per_s: B_PCIe, effective bandwidth from device to host.
 
     Raises:
-        WindowError: no operators, a negative size, or no bandwidth or time.
+        WindowError: there are no operators, a size is negative, or bandwidth or time is not positive.
     """
     if operators < 1:
         raise WindowError(f"{operators} operators; a window needs at least one")
@@ -101,18 +104,18 @@ def find_window_size(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Budget of one rank: what it can move in an iteration without stalling it."""
+    """Budget of one rank: the bytes that it can move in an iteration without a stall."""
 
     iteration_s: float
     """Seconds of an iteration."""
     d2h_bytes_per_s: float
-    """Copies from device to host."""
+    """Bandwidth of copies from device to host, in bytes per second."""
     replication_bytes_per_s: float = math.inf
-    """Rate of the network for this rank beside training; infinite if nothing is replicated."""
+    """Network bandwidth for this rank's copies beside training, in bytes per second; infinite without replication."""
     replicas: int = 2
-    """r: peers that every snapshot is sent to (MoEvement section 3.2)."""
+    """r, number of peers that receive every snapshot (MoEvement section 3.2)."""
     reserved_d2h_bytes: float = 0.0
-    """Bytes of every iteration that other copies take from the first budget: the boundary log."""
+    """Bytes of every iteration that other copies to the host need: those of the boundary log."""
 
     def __post_init__(self) -> None:
         _positive("iteration time", self.iteration_s, "s", "measure one, or give --iteration-time")
@@ -131,44 +134,47 @@ class Budget:
 
     @property
     def d2h_bytes(self) -> float:
-        """Bytes that copies can move in an iteration."""
+        """Bytes of a snapshot that can be copied to the host in an iteration."""
         return self.d2h_bytes_per_s * self.iteration_s - self.reserved_d2h_bytes
 
     @property
     def replication_bytes(self) -> float:
-        """Largest snapshot that the network carries to every peer in an iteration, in bytes."""
+        """Bytes of the largest snapshot that the network carries to every peer in an iteration."""
         return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
 
     @property
     def bytes(self) -> float:
-        """Largest snapshot in bytes: the smaller of both limits."""
+        """Bytes of the largest snapshot that keeps to both limits."""
         return min(self.d2h_bytes, self.replication_bytes)
 
     @property
     def binding(self) -> str:
-        """Which of both is the smaller one: ``device to host`` or ``replication``."""
+        """Name of the smaller limit: ``device to host`` or ``replication``."""
         return "device to host" if self.d2h_bytes <= self.replication_bytes else "replication"
 
     def copy_s(self, snapshot_bytes: float) -> float:
-        """Seconds that a snapshot's copy to the host takes, with the boundary log beside it."""
+        """Return the seconds that a snapshot's copy to the host takes, with the boundary log beside it."""
         return (snapshot_bytes + self.reserved_d2h_bytes) / self.d2h_bytes_per_s
 
     def send_s(self, snapshot_bytes: float) -> float:
-        """Seconds that sending a snapshot to every peer takes."""
+        """Return the seconds that sending a snapshot to every peer takes."""
         return snapshot_bytes * self.replicas / self.replication_bytes_per_s if self.replicas else 0.0
 
     def stall_s(self, snapshot_bytes: float) -> float:
-        """Seconds that training waits for a snapshot's copy. Slow peers do not stall it: replication falls behind."""
+        """Return the seconds that training waits for a snapshot's copy.
+
+        Slow peers do not stall training: replication falls behind.
+        """
         return max(0.0, self.copy_s(snapshot_bytes) - self.iteration_s)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Window:
-    """Ordered operators, cut into consecutive slots."""
+    """Window of ordered operators, divided into consecutive slots."""
 
     kind: WindowKind
     ends: tuple[int, ...]
-    """Position in the order at which each slot ends; its length is W."""
+    """Position in the order at which each slot ends; W positions."""
     slot_bytes: npt.NDArray[np.int64]
     """Bytes of each slot on each rank, int64 ``[ranks, W]``."""
     budget_bytes: float
@@ -176,7 +182,7 @@ class Window:
 
     @property
     def size(self) -> int:
-        """Size of the window W, in iterations."""
+        """W, the number of slots, in iterations."""
         return len(self.ends)
 
     @property
@@ -186,18 +192,18 @@ class Window:
 
     @property
     def peak_bytes(self) -> int:
-        """The heaviest slot of the heaviest rank."""
+        """Bytes of the heaviest slot on the heaviest rank."""
         return int(self.slot_bytes.max())
 
 
 def choose_window(table: OperatorTable, order: Order, budget: Budget, kind: WindowKind = WindowKind.ALIGNED) -> Window:
-    """The smallest window whose slots keep to the budget, its slots about equally heavy.
+    """Return the smallest window whose slots keep to the budget, with slots of about equal weight.
 
-    For one rank, or for all ranks of a stage at once: a slot must fit on each of them. The window of a job is the
-    largest one of its stages; give it to :func:`impose_window` on the others.
+    It is the window of one rank, or of all ranks of a stage at once: a slot must fit on each of them. The window of a
+    job is the largest one of its stages, and :func:`impose_window` gives the other stages its size.
 
-    Cutting greedily is optimal: a slot that begins later in the order weighs less with the same end, so reaching as
-    far as possible with each slot never costs a slot later.
+    Greedy cuts are optimal. With the same end, a slot that begins later in the order weighs less. So a slot that
+    reaches as far as possible never costs another slot later.
     """
     cutter = _Cutter(table, order, kind)
     ends = cutter.greedy(budget.bytes)
@@ -213,10 +219,12 @@ def impose_window(
     kind: WindowKind = WindowKind.ALIGNED,
     budget_bytes: float = math.inf,
 ) -> Window:
-    """A window of exactly ``size`` slots, about equally heavy; with fewer operators than slots the last are empty.
+    """Return a window of exactly ``size`` slots of about equal weight.
+
+    If there are fewer operators than slots, the last slots are empty.
 
     Raises:
-        WindowError: a size below one.
+        WindowError: ``size`` is below one.
     """
     if size < 1:
         raise WindowError(f"a window of {size} iterations; needs at least 1")
@@ -229,30 +237,30 @@ def impose_window(
 def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: int) -> int:
     """Return the iterations from the beginning of a window to that of the next: as few as ``bytes_to_save`` allows.
 
-    Algorithm 1 says how many snapshots a window needs for copies from device to host not to stall an iteration. How
-    often a window may begin is another question: links and processors have all iterations until the next one for it.
+    Algorithm 1 gives the number of snapshots in a window, so that copies from the device stall no iteration. The period
+    is another question, because links and processors can use all iterations until the next window begins.
 
     Args:
-        window_bytes: all snapshots of a window, on the rank that has the most.
-        size: snapshots of a window.
+        window_bytes: bytes of all snapshots of a window on the rank with the most.
+        size: number of snapshots in a window.
         bytes_to_save: bytes that an iteration may save, a mean over a window and the rest after it.
-        most: iterations that are never exceeded.
+        most: most iterations of a period, unless ``size`` is larger.
     """
     period = math.ceil(window_bytes / bytes_to_save - ROUNDING) if bytes_to_save > 0 else most
     return max(size, min(most, period))
 
 
 def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:
-    """The least budget in bytes from which a window of ``size`` slots, or fewer, is possible (to within 0.1%)."""
+    """Return the smallest budget in bytes that allows a window of ``size`` slots or fewer (to within 0.1%)."""
     return impose_window(table, order, min(size, len(table)), kind).peak_bytes
 
 
 class _Cutter:
-    """Cuts one order into slots.
+    """Division of one order into slots.
 
-    With ``F`` and ``C`` the running sums of full and compute bytes along the order, a slot from ``s`` to ``e`` weighs
+    ``F`` and ``C`` are the running sums of full and compute bytes along the order. A slot from ``s`` to ``e`` weighs
     ``F[e] - F[s] + C[n] - C[e]`` (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` (rolling). Full state is never
-    smaller than compute weights, so ``G = F - C`` never falls and the farthest end is found by bisection.
+    smaller than compute weights. So ``G = F - C`` never falls, and bisection finds the farthest end of a slot.
     """
 
     def __init__(self, table: OperatorTable, order: Order, kind: WindowKind) -> None:
@@ -285,10 +293,11 @@ class _Cutter:
         return min(bisect_right(gain, budget - fixed) - 1 for gain, fixed in zip(self._gain, before, strict=True))
 
     def greedy(self, budget: float, most: int | None = None) -> list[int]:
-        """Ends of slots that each reach as far as ``budget`` lets them, but over one operator at least.
+        """Return the ends of slots that each reach as far as ``budget`` allows, but over one operator at least.
 
-        With ``most`` it gives up, and returns nothing, when one more slot than that would be needed or a slot would
-        exceed the budget.
+        Args:
+            budget: bytes that a slot may have.
+            most: most slots, for which every slot must keep to ``budget``. If that is impossible the result is empty.
         """
         ends: list[int] = []
         start = 0
@@ -301,7 +310,7 @@ class _Cutter:
         return ends
 
     def balanced(self, slots: int, low: float, high: float) -> list[int]:
-        """Return at most ``slots`` slots of about the least possible peak, given that ``high`` suffices."""
+        """Return the ends of at most ``slots`` slots with about the least possible peak; ``high`` must suffice."""
         best = self.greedy(high, most=slots)
         for _ in range(_BALANCE_STEPS):
             middle = (low + high) / 2
@@ -310,7 +319,7 @@ class _Cutter:
         return best
 
     def split_to(self, slots: int, ends: list[int]) -> list[int]:
-        """``ends`` with the heaviest slots that can be split split, until there are ``slots`` of them."""
+        """Return ``ends`` with ``slots`` slots, after splitting the heaviest slots that hold several operators."""
         while len(ends) < slots:
             weights = self.weights(ends)
             starts = [0, *ends]

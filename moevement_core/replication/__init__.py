@@ -1,1 +1,1 @@
-"""Copies of snapshots on peers: where they go, how they travel, who has acknowledged what."""
+"""Copies of snapshots on peers: placement, transfer and acknowledgements."""

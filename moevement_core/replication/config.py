@@ -1,4 +1,4 @@
-"""The flags of copies: how many are kept, and where."""
+"""Flags that set how many copies of snapshots are kept, and where."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _streams(flag_name: str, count: int) -> int:
 
 @dataclass(frozen=True)
 class CopiesConfig:
-    """Configuration of copies of snapshots."""
+    """Configuration of copies of snapshots: their number, placement and network connections."""
 
     replicas: int | None = flag(
         "--moevement-replicas", type=int, metavar="R", check=at_least(0),
@@ -84,7 +84,7 @@ class CopiesConfig:
             object.__setattr__(self, "replicas", asked)
 
     def node_of(self, rank: int) -> str:
-        """Returns the name of the node that ``rank``, which is this process, is on."""
+        """Return the name of the node that ``rank`` is on; ``rank`` must be the rank of this process."""
         if node := os.environ.get(NODE_ENV):
             return node
         return socket.gethostname() if self.ranks_per_node is None else str(rank // self.ranks_per_node)

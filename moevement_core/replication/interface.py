@@ -1,4 +1,4 @@
-"""Counters of this host's network interfaces, which include all traffic of the host."""
+"""Byte counters of this host's network interfaces, which count the traffic of all processes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import psutil
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _WORD = 4
-"""Bytes that a counter of an InfiniBand port counts as one."""
+"""Bytes for each count of an InfiniBand port's data counter."""
 
 
 def bytes_moved(host: str) -> Callable[[], int] | None:
-    """Returns what gives the bytes that came and went so far by the interface of an address and by all InfiniBand
-    ports; None where this host does not tell.
+    """Return a function that reads the bytes sent and received so far; None if this host has no counter.
+
+    The function adds up the interface that has the address of ``host``, and all InfiniBand ports.
 
     Args:
-        host: the address, or a name of it.
+        host: address of the interface, or a host name for it.
     """
     interface = _interface(host)
     ports = [
@@ -29,7 +30,7 @@ def bytes_moved(host: str) -> Callable[[], int] | None:
     ]
 
     def moved() -> int:
-        # Those of the process's own network namespace, which sysfs may not be of.
+        # psutil counts the process's own network namespace; files of sysfs may belong to another one.
         counters = psutil.net_io_counters(pernic=True).get(interface) if interface else None
         by_ports = sum(int(path.read_text()) for path in ports) * _WORD
         return by_ports + (counters.bytes_sent + counters.bytes_recv if counters is not None else 0)

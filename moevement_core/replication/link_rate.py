@@ -1,4 +1,4 @@
-"""Rate of the links to all peers, from what senders have delivered since the last question."""
+"""Rate of the links from a rank to all its peers, measured from acknowledged sends."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from moevement_core.replication.sender import Sender
 
 
 class LinkRate:
-    """Rate of the links of one rank to all its peers together; for the training thread."""
+    """Meter of the total rate of a rank's links to its peers. Only the training thread uses it."""
 
     def __init__(self) -> None:
         self._before: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
-        """Bytes and seconds of each sender when it was last asked."""
+        """Acknowledged bytes and send seconds of each sender at the last call of :meth:`take`."""
         self._bytes_per_s = math.inf
 
     def take(self, senders: Sequence[Sender], needed_bytes_per_s: float) -> float:
-        """Return bytes per second; infinite without peers.
+        """Return the total rate of the links in bytes per second; infinite without peers.
 
-        Sends are spread over time, so how fast they were says less than what senders have learned of their link.
+        A send is usually slower than its link, because senders spread snapshots over time. So the rate that a sender
+        has learned of its link counts before the measured rate of its sends.
 
-        A peer that has acknowledged nothing since the last call is behind a link that carries less than is sent, who
-        knows how much less: then the rate is half of what it was, or of what is needed, whichever is less.
+        A peer that has acknowledged nothing since the last call has a link slower than its sends, by an unknown factor.
+        The result is then half of the last result or of ``needed_bytes_per_s``, whichever is smaller.
 
         Args:
-            senders: one for each peer.
-            needed_bytes_per_s: what is sent to all peers together now, on average.
+            senders: one sender for each peer.
+            needed_bytes_per_s: mean bytes per second that the links to all peers together have to carry now.
         """
         rates = []
         for sender in senders:

@@ -1,8 +1,7 @@
-"""Sends copies while training leaves the network alone (GEMINI, section 5), in chunks that fit into what is left.
+"""Timing of sends: copies leave in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
 
-In the first iterations beside which nothing is saved the counters of the network are read every millisecond or so. From
-then on it is known when in an iteration training communicates. A copy that is behind (the next one waits already) goes
-out at once.
+In the first iterations without saving, a thread reads the network counters about every millisecond. Their profile shows
+when in an iteration training communicates. A copy that is late, because the next one already waits, is sent at once.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from moevement_core import log
 from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
 
 PROFILED = 8
-"""Iterations."""
+"""Iterations in a profile."""
 PATIENCE = 100
-"""Iterations in which so many have to come; where copies never end, none does, and they are sent at once."""
+"""Iterations after which profiling ends without a result, and copies are sent at once.
+
+Only iterations without saving are profiled, and a job whose copies never end has none."""
 LOOK_S = 0.001
 """Seconds between two readings of the counters."""
 STEP_S = 0.01
@@ -25,14 +26,14 @@ STEP_S = 0.01
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes."""
+"""Bytes of a chunk: before a rate is known, at least, and at most."""
 
 
 class Pace:
-    """Pace of one rank in one process.
+    """Pace of the sends of one process, with a thread that profiles the network.
 
     Args:
-        moved: gives the bytes that went over the network so far.
+        moved: function that returns the bytes sent and received over the network so far.
     """
 
     def __init__(self, moved: Callable[[], int]) -> None:
@@ -44,14 +45,14 @@ class Pace:
         self._looks = threading.Event()
         self._is_over = False
         self._rate = 0.0
-        """Bytes per second of what was sent lately; 0 before anything was."""
+        """Bytes per second of the newest copy; 0 before the first one."""
         threading.Thread(target=self._look, name="moevement-pace", daemon=True).start()
 
     def begin(self, *, was_quiet: bool) -> None:
         """Start the clock of an iteration.
 
         Args:
-            was_quiet: whether nothing was saved beside the one before, from its beginning to its end.
+            was_quiet: True if nothing was saved beside the previous iteration, from its beginning to its end.
         """
         self._began_s = time.perf_counter()
         if self._is_over:
@@ -69,14 +70,15 @@ class Pace:
             )
 
     def allowed(self, nbytes: int, must_hurry: Callable[[], bool]) -> int:
-        """Wait until something may be sent.
+        """Wait for an idle span; return the bytes that a sender may send now.
 
         Args:
-            nbytes: that are to be sent.
-            must_hurry: asked now and then; if so, all of them may be.
+            nbytes: bytes that are left to send.
+            must_hurry: function that returns True if the sender may send everything at once; called at least every
+                :data:`STEP_S` seconds.
 
         Returns:
-            How many of them may be sent now.
+            Bytes that may be sent now, ``nbytes`` at most.
         """
         while not must_hurry():
             offset_s = time.perf_counter() - self._began_s
@@ -89,12 +91,12 @@ class Pace:
         return nbytes
 
     def sent(self, nbytes: int, seconds: float) -> None:
-        """A copy has arrived: so much was sent in so long, without waits."""
+        """Record that a copy of ``nbytes`` bytes was sent and acknowledged in ``seconds``, waits excluded."""
         self._rate = nbytes / max(seconds, 1e-6)
 
     @property
     def is_known(self) -> bool:
-        """True if it is known when training communicates."""
+        """True if profiling has ended."""
         return self._is_over
 
     def _look(self) -> None:
@@ -106,7 +108,7 @@ class Pace:
 
 
 class Profile:
-    """Network traffic in some iterations, by counters that any thread may read from time to time."""
+    """Profile of network traffic over some iterations. Any thread may add readings of the counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,15 +118,15 @@ class Profile:
         self._last = 0
 
     def begin(self, now_s: float, moved: int, *, is_counted: bool) -> Sequence[tuple[float, Sequence[Sample]]]:
-        """An iteration begins now, so that nothing of it is unseen.
+        """Begin an iteration with a reading of the counters, so that the profile covers all of it.
 
         Args:
-            now_s: of a monotonic clock.
-            moved: bytes that went over the network so far.
-            is_counted: whether the iteration before belongs to the profile.
+            now_s: time of the reading on a monotonic clock, in seconds.
+            moved: bytes sent and received over the network so far.
+            is_counted: True if the iteration that ends now belongs to the profile.
 
         Returns:
-            The length of each iteration that does, and what was seen in it.
+            Length in seconds and samples of each iteration in the profile.
         """
         with self._lock:
             self._add(now_s, moved)
@@ -134,7 +136,7 @@ class Profile:
             return self._iterations
 
     def look(self, now_s: float, moved: int) -> None:
-        """Note that the counter stood at ``moved`` at ``now_s``; ignored if a later reading is there."""
+        """Record that the counters stood at ``moved`` at ``now_s``. A reading older than the newest one is ignored."""
         with self._lock:
             self._add(now_s, moved)
 

@@ -1,4 +1,4 @@
-"""Store of what a rank keeps for another one, as copies or in parity, for all users but its receiver."""
+"""Interface of a store that keeps another rank's snapshots, as copies or in parity."""
 
 from __future__ import annotations
 
@@ -12,83 +12,86 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 
 class PeerStore(ABC):
-    """Store of one source. May be used from any thread.
+    """Store of one source's snapshots, as copies or in parity. Any thread may use it.
 
     Args:
-        source: the rank whose snapshots are kept.
+        source: rank whose snapshots are kept.
     """
 
     def __init__(self, source: int) -> None:
         self.source = source
         self.growing = threading.Lock()
-        """Held by who finds that there is too little room until there is more."""
+        """Lock that a receiver holds while it compares memory with its need and allocates more."""
 
     @property
     def key(self) -> Who:
-        """Purpose under which its memory is allowed."""
+        """Key of this store's memory in the :class:`~moevement_core.replication.allowance.Allowance`."""
         return self.source
 
     floor: int = NONE
-    """Older snapshots are stale."""
+    """First iteration whose snapshot is accepted; older snapshots are stale."""
 
     def lower_floor(self, iteration: int) -> None:
-        """Take snapshots from ``iteration`` on again: the source goes back to what is older than those it had."""
+        """Accept snapshots from ``iteration`` on again, because the job goes back to an older state than they had."""
         self.floor = min(self.floor, iteration)
 
     def is_part_of(self, others: Collection[PeerStore]) -> bool:
-        """Return whether one of ``others`` uses the same memory."""
+        """Return True if one of ``others`` uses the same memory."""
         return self in others
 
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Host memory set aside for this source."""
+        """Bytes of host memory allocated for this source."""
 
     @property
     def room_bytes(self) -> int:
-        """Host memory that the source may count on, allocated or to be allocated when a snapshot comes."""
+        """Bytes of host memory that the source may count on: allocated now, or later when a snapshot arrives."""
         return self.memory_bytes
 
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
-        """Return the id of the schedule of each kept snapshot, by iteration; every one was whole when it arrived."""
+        """Return the schedule id of each kept snapshot by iteration; every snapshot was whole when it arrived."""
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """Return the snapshots that can be handed out, by iteration."""
+        """Return the snapshots that this store can lend, by iteration."""
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return one of them, whose memory stays unchanged until it is released; None if there is none."""
+        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not here."""
 
     @abstractmethod
     def free_before(self, iteration: int) -> None:
-        """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""
+        """Free snapshots before ``iteration``, which no recovery needs, and refuse such snapshots from now on."""
 
     @abstractmethod
     def give_back(self, last: int) -> None:
-        """Let go of parts that no way back needs any more, all of which end with ``SS_last`` or later."""
+        """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
 
     @abstractmethod
     def drop(self, first: int, count: int) -> None:
-        """Let go of ``count`` iterations from ``first`` on."""
+        """Free the snapshots of ``count`` iterations from ``first`` on."""
 
     @abstractmethod
     def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
-        """Wait until so much is free, but no longer than that."""
+        """Wait until ``nbytes`` bytes are free, for ``timeout_s`` seconds at most."""
 
     @abstractmethod
     def make_room(self, nbytes: int) -> None:
-        """Allocate until there are ``nbytes``.
+        """Allocate memory until there are ``nbytes`` bytes.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: the host does not have so much memory.
         """
 
     @abstractmethod
     def need(self, nbytes: int) -> None:
-        """Note that the source needs ``nbytes`` from now on, and no more."""
+        """Record that the source needs exactly ``nbytes`` bytes from now on."""
 
     @abstractmethod
     def trim(self) -> bool:
-        """Give back some of what nobody needs and what is free; return whether any went. Call it again and again."""
+        """Free some unused memory that the source does not need; return True if any was freed.
+
+        A call frees only a part, so the receiver's thread calls it after every message.
+        """

@@ -1,4 +1,4 @@
-"""Which peers keep the copies of each rank's snapshots."""
+"""Placement: the peers that keep copies of each rank's snapshots."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from moevement_core.errors import ConfigError
 from moevement_core.util.words import counted
 
 Placement = list[tuple[int, ...]]
-"""Peers of each rank, the nearest first."""
+"""Peers of each rank, by rank; the nearest peer is first."""
 
 
 class PlacementKind(StrEnum):
-    """Rules by which peers are chosen."""
+    """Rule by which the peers of a rank are chosen."""
 
     SPREAD = "spread"
-    """Every copy on another node, every rank keeping as many copies as it makes."""
+    """Rule with every copy on another node; each rank keeps as many copies as it makes."""
     REDUNDANCY = "redundancy"
-    """MoEtion's Algorithm 2: among the ranks that hold the same state first, then elsewhere; loads kept even."""
+    """MoEtion's Algorithm 2: ranks with the same state come first, other ranks after them, and loads stay even."""
     GROUPS = "groups"
-    """GEMINI's (SOSP '23, its Algorithm 1): nodes in groups that keep each other's copies, what is left over in a ring.
-    Where the nodes are a multiple of a group's, no placement survives more losses of that many nodes at once."""
+    """GEMINI's rule (SOSP '23, its Algorithm 1): nodes of a group keep each other's copies, and left-over nodes form a
+    ring. If the number of nodes is a multiple of the group size, no placement survives more of the cases in which as
+    many nodes as a group has are lost at once."""
 
 
 WANTED = 2
-"""Copies of each snapshot, where the nodes allow it and nobody says otherwise."""
+"""Copies of each snapshot that a job makes by default, if it has enough nodes."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Number of copies of each snapshot, and where they may be."""
+    """Copies of each snapshot: their number, and where they may be."""
 
     replicas: int
     same_node: bool
-    """True if copies may stay on the rank's own node, where they survive a process and not the node."""
+    """True if copies may be on the rank's own node, where they survive a process but not the node."""
     warning: str | None = None
     """Warning for the job's operator if there are fewer copies than wanted."""
 
@@ -46,10 +47,10 @@ def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node
     """Return the copies that the nodes of a job allow.
 
     Args:
-        nodes: the node that each rank runs on.
-        replicas: that were asked for; nothing for two, or as many as there can be.
-        same_node: whether copies may stay on the rank's own node.
-        is_running: whether the job has begun: then it goes on with what the nodes that are left allow.
+        nodes: node of each rank.
+        replicas: number of copies that the flags ask for; None: two, or as many as the nodes allow.
+        same_node: True if copies may be on the rank's own node.
+        is_running: True if the job has begun. It then continues with the copies that the remaining nodes allow.
     """
     ranks, others = len(nodes), len(set(nodes)) - 1
     if replicas is not None and not (is_running and replicas > (ranks - 1 if same_node else others)):
@@ -81,18 +82,18 @@ def place(
     same_node: bool = False,
     before: Sequence[Sequence[int]] = (),
 ) -> Placement:
-    """The peers of every rank.
+    """Return the peers of every rank.
 
     Args:
-        nodes: the node that each rank runs on.
-        replicas: r, copies of each snapshot.
-        kind: by what peers are chosen.
+        nodes: node of each rank.
+        replicas: r, number of copies of each snapshot.
+        kind: rule that chooses the peers.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
-        same_node: whether copies may stay on the rank's own node, where they survive a process and not the node.
-        before: the peers of every rank until now. Those that will do stay, so that copies need not be rebuilt.
+        same_node: True if copies may be on the rank's own node, where they survive a process but not the node.
+        before: peers of every rank until now. Peers that still fit stay, so that their copies need not be rebuilt.
 
     Raises:
-        ConfigError: fewer other nodes, or ranks, than copies.
+        ConfigError: there are fewer other nodes, or other ranks, than copies.
     """
     ranks, node_count = len(nodes), len(set(nodes))
     if replicas < 0:
@@ -128,7 +129,7 @@ def _at_home_too(
     groups: Sequence[Sequence[int]],
     before: Sequence[Sequence[int]],
 ) -> Placement:
-    """A copy on each other node, and the rest on whatever ranks are left."""
+    """Place a copy on each other node, and the remaining copies on any ranks."""
     away = place(nodes, len(set(nodes)) - 1, kind, groups, before=before)
     had = before or [()] * len(nodes)
     kept = [
@@ -141,7 +142,7 @@ def _at_home_too(
 def _that_will_do(
     rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int, *, is_spread: bool
 ) -> tuple[int, ...]:
-    """Return the peers that are on another node than ``rank`` and, if ``is_spread``, than each other."""
+    """Return the former peers on another node than ``rank`` and, if ``is_spread``, on different nodes."""
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
     if is_spread:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
@@ -164,7 +165,7 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """The rank with the same place on each other node of the group, or on the next nodes of the ring."""
+    """Choose the rank with the same position on each other node of the group, or on the next nodes of the ring."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         members[node].append(rank)
@@ -177,11 +178,11 @@ def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def peer_nodes(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """Return for each node the other nodes of its group, or the next ones of the ring of left-over nodes.
+    """Return for each node the other nodes of its group, or the next nodes of the ring of left-over nodes.
 
     Args:
-        nodes: how many there are, more than ``replicas``.
-        replicas: r; a group has r + 1 nodes. What a multiple of that leaves over is in one ring with the last group.
+        nodes: number of nodes, more than ``replicas``.
+        replicas: r; a group has r + 1 nodes. Left-over nodes form one ring with the last group.
     """
     size = replicas + 1
     grouped = nodes if nodes % size == 0 else (nodes // size - 1) * size
@@ -200,7 +201,10 @@ def _near_redundancy(
     groups: Sequence[Sequence[int]],
     kept: Sequence[Sequence[int]] = (),
 ) -> Placement:
-    """Choose, rank by rank, the least loaded peers: of the own group first, always of other nodes, new nodes first."""
+    """Choose the least loaded peers, rank by rank.
+
+    Ranks of the same group come first, and nodes without a copy come before others; all peers are on other nodes.
+    """
     choice = _Choice(nodes, replicas, groups, Counter(peer for peers in kept for peer in peers))
     placement: Placement = []
     for rank in range(len(nodes)):
@@ -212,10 +216,15 @@ def _near_redundancy(
 
 
 class _Choice:
-    """Choice of the best next peer of a rank, in time that does not grow with the number of ranks in the usual case.
+    """Choice of the best next peer of a rank, in time that usually does not grow with the number of ranks.
 
-    A peer is the better, in this order: it keeps fewer copies than a rank makes; its node has none of this rank's
-    copies; it is of the rank's group; it keeps few copies; it follows the rank closely.
+    The first condition in which two peers differ decides which one is better:
+
+    - It keeps fewer copies than a rank makes.
+    - Its node has no copy of this rank.
+    - It is in the rank's group.
+    - It keeps fewer copies than the other one.
+    - It follows the rank more closely.
     """
 
     def __init__(
@@ -226,10 +235,10 @@ class _Choice:
         self._by_load = [
             [rank for rank in range(len(nodes)) if load[rank] == copies] for copies in range(replicas)
         ]  # fmt: skip
-        """Ranks that keep so many copies, ascending, for each number of copies below ``replicas``."""
+        """Ranks that keep a given number of copies, ascending, for each number below ``replicas``."""
 
     def next_peer(self, rank: int, chosen: Sequence[int]) -> int:
-        """Return the best peer beside those already chosen, which has a copy more from now on."""
+        """Return the best peer that is not among ``chosen``, and count one more copy for it."""
         used = {self._nodes[rank], *(self._nodes[peer] for peer in chosen)}
         best = self._of_group(rank, used)
         if best is None:
@@ -248,7 +257,7 @@ class _Choice:
         return (peer - rank) % len(self._nodes)
 
     def _of_group(self, rank: int, used: set[Hashable]) -> int | None:
-        """Return the best peer of the rank's group that keeps few enough copies and is on a new node."""
+        """Return the best peer of the rank's group that keeps few enough copies on a new node; None without one."""
         free = [
             peer
             for peer in self._group_of.get(rank, ())
@@ -257,7 +266,7 @@ class _Choice:
         return min(free, key=lambda peer: (self._load[peer], self._distance(rank, peer)), default=None)
 
     def _least_loaded(self, rank: int, used: set[Hashable]) -> Iterator[int]:
-        """Yield peers that keep few enough copies and are on a new node, the best first."""
+        """Yield the peers that keep few enough copies and are on a new node, the best first."""
         for ranks in self._by_load:
             after = bisect_left(ranks, rank)
             for index in range(len(ranks)):
@@ -266,7 +275,10 @@ class _Choice:
                     yield peer
 
     def _of_all(self, rank: int, chosen: Sequence[int], used: set[Hashable]) -> int:
-        """Return the best peer of all: each keeps as many copies as a rank makes, or its node has one already."""
+        """Return the best peer if no peer is ideal.
+
+        Each peer then keeps as many copies as a rank makes, or its node already has a copy.
+        """
         group = set(self._group_of.get(rank, ()))
         return min(
             (peer for peer in range(len(self._nodes)) if self._nodes[peer] != self._nodes[rank] and peer not in chosen),
@@ -286,10 +298,10 @@ def sources_of(placement: Placement, rank: int) -> tuple[int, ...]:
 
 
 def all_sources(placement: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
-    """Return for each of so many ranks those whose copies it keeps, ascending, in time linear in the copies."""
+    """Return for each of ``ranks`` ranks the sources whose copies it keeps, ascending, in time linear in the copies."""
     sources: list[list[int]] = [[] for _ in range(ranks)]
     for source, peers in enumerate(placement):
         for peer in peers:
             if peer < ranks:
                 sources[peer].append(source)
-    return [tuple(those) for those in sources]
+    return [tuple(of_rank) for of_rank in sources]

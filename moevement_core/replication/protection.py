@@ -12,7 +12,10 @@ _COPIES, _PARITY = re.compile(r"copies:(\d+)"), re.compile(r"parity:(\d+)\+(\d+)
 
 @dataclass(frozen=True)
 class Parity:
-    """M blocks of parity for groups of G ranks: any M nodes of a group, and of those that keep its parity, may go."""
+    """Parity scheme: M blocks of parity for each group of G ranks.
+
+    Any M nodes may be lost among the nodes of a group and the nodes that keep its parity.
+    """
 
     members: int
     blocks: int
@@ -23,17 +26,17 @@ class Parity:
 
 @dataclass(frozen=True)
 class Protection:
-    """Protection that was asked for; neither field: the default number of copies."""
+    """Protection that the flags ask for; with both fields None, the default number of copies."""
 
     replicas: int | None = None
     parity: Parity | None = None
 
 
 def protection_of(name: str, text: str | None) -> Protection:
-    """Returns what ``copies:R`` or ``parity:G+M`` says.
+    """Return the protection that ``copies:R`` or ``parity:G+M`` describes.
 
     Raises:
-        ConfigError: it says neither.
+        ConfigError: ``text`` has neither form.
     """
     if text is None:
         return Protection()

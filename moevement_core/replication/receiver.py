@@ -1,4 +1,4 @@
-"""The receiving side of a connection: a thread that fills a store with copies of one rank's snapshots, each checked."""
+"""Receiving side of a connection: a thread fills a store with one rank's snapshots, and checks each."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from moevement_core.util.priority import let_training_go_first
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2
-"""Seconds that a snapshot waits for room before its source hears that there is none; the source may have something to
-drop.
+"""Seconds that a snapshot waits for free memory before the receiver answers FULL; the source may then drop snapshots.
 """
 
 
 class Receiver(ABC):
-    """Receiver of the snapshots of one source, over one connection.
+    """Receiver of one source's snapshots over one connection, with a thread of its own.
 
     Args:
         rank: this rank.
-        store: what comes goes here; no other receiver may use it any more.
-        transport: where snapshots come from.
-        allowance: host memory for the copies of all sources here; what goes beyond it is refused.
-        report: called, in words, with what is refused and when the source is gone.
+        store: store for the snapshots; no other receiver may use it from now on.
+        transport: transport from the source.
+        allowance: host memory of this rank for the copies of all sources; requests beyond it are refused.
+        report: callback that receives one sentence for each refusal, and one when the source is lost.
     """
 
     def __init__(self, rank: int, store: PeerStore, transport: Transport, allowance: Allowance, report: Report) -> None:
         self.store = store
         self.ended = threading.Event()
-        """The source said goodbye or is gone."""
+        """Event that is set once the source has sent BYE or is lost."""
         self.cpu_s = 0.0
         """Processor seconds of the receiver's thread."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
@@ -60,7 +59,7 @@ class Receiver(ABC):
                 self.cpu_s = time.thread_time()
         except SnapshotError as error:
             self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
-        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+        except Exception as error:  # training continues after any error; the log must name it
             self._report(f"rank {self.store.source}, whose snapshots are kept here, is gone: {_first_line(error)}")
         finally:
             self.ended.set()
@@ -70,7 +69,7 @@ class Receiver(ABC):
         self._transport.receive(self.store.source, TO_PEER, data)
         try:
             message = Message.decode(data)
-        except SnapshotError:  # where the next one begins nobody can tell
+        except SnapshotError:  # the position of the next message is unknown
             what, instead = f"a message of rank {self.store.source}", "what is kept of it stays, until ranks meet again"
             damage.report("the checksum of a message", what, instead)
             raise
@@ -95,7 +94,7 @@ class Receiver(ABC):
             return self._make_room(message.payload_bytes)
 
     def _trim(self) -> None:
-        """Give memory back that the source does not need any more, on this thread: training never waits for it."""
+        """Free memory that the source no longer needs, on this thread, so that training never waits for it."""
         with self.store.growing:
             if self.store.trim():
                 self._allowance.keep(self.store.key, self._room_bytes())
@@ -103,7 +102,7 @@ class Receiver(ABC):
     def _make_room(self, wanted: int) -> Kind:
         store = self.store
         if self._room_bytes() >= wanted:
-            return Kind.GO  # asked again after a failure, or by another member of a group
+            return Kind.GO  # a repeated request after a failure, or one of another member of a group
         if not self._allowance.take(store.key, wanted):
             self._report(
                 f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
@@ -119,7 +118,7 @@ class Receiver(ABC):
         return Kind.GO
 
     def _room_bytes(self) -> int:
-        """Bytes that the source may count on."""
+        """Return the bytes that the source may count on."""
         return self.store.room_bytes
 
     def _receive(self, message: Message) -> None:
@@ -131,7 +130,7 @@ class Receiver(ABC):
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
             self._say(Kind.DAMAGED, message.iteration)
             return
-        if message.iteration < self.store.floor:  # it was on its way when the ranks agreed on a newer window
+        if message.iteration < self.store.floor:  # the ranks agreed on a newer window while it was on its way
             self._say(Kind.STALE, message.iteration)
             return
         try:
@@ -144,12 +143,12 @@ class Receiver(ABC):
 
     @abstractmethod
     def _take_in(self, header: Header, message: Message) -> None:
-        """Receive the payload of a snapshot whose header was checked, and answer what came of it."""
+        """Receive the payload of a snapshot whose header was checked, and answer with the result."""
 
     def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a copy as it came") -> None:
         what = part if isinstance(part, str) else part.name
         text = f"snapshot {iteration} of rank {self.store.source} arrived damaged ({what})"
-        damage.report(by, text, "asked for it again")  # at once: what else goes wrong now does not explain it
+        damage.report(by, text, "asked for it again")  # reported at once, before errors that follow from it
 
     def _checked(self, header: Header, message: Message) -> Header:
         store = self.store
@@ -167,7 +166,7 @@ class Receiver(ABC):
 
 
 class CopyReceiver(Receiver):
-    """Keeps every snapshot whole."""
+    """Receiver that keeps a whole copy of every snapshot."""
 
     def __init__(
         self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
@@ -198,7 +197,7 @@ class CopyReceiver(Receiver):
             self._say(Kind.GO, message.iteration)
             for piece in room.pieces(0, message.payload_bytes):
                 self._transport.receive(store.source, TO_PEER, piece)
-        except Exception:  # the source is gone in the middle of it; another generation uses the memory again
+        except Exception:  # the source was lost during the transfer; the next generation reuses the memory
             store.give_up(room)
             raise
         snapshot = Snapshot(header, room)

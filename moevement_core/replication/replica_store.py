@@ -1,4 +1,4 @@
-"""Copies of another rank's snapshots in this rank's host memory; they outlive the connection that brought them."""
+"""Store of copies of another rank's snapshots in host memory; it outlives the connection that brought them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """A snapshot that is kept, or still read."""
+    """Snapshot that is kept here, or that was freed and still has readers."""
 
     snapshot: Snapshot
     readers: int = 0
@@ -25,11 +25,11 @@ class _Replica:
 
 
 class ReplicaStore(PeerStore):
-    """The copies of one source. May be used from any thread.
+    """Store of the copies of one source. Any thread may use it.
 
     Args:
-        source: the rank whose snapshots are kept.
-        device: whose host memory they go to.
+        source: rank whose snapshots are kept.
+        device: device whose host memory holds the copies.
     """
 
     def __init__(self, source: int, device: Device) -> None:
@@ -37,15 +37,15 @@ class ReplicaStore(PeerStore):
         self.floor = NONE
         self._arena = Arena(device)
         self._promised = 0
-        """Bytes that the source asked for and was given: some of them may have been given back meanwhile."""
+        """Bytes that the source asked for and may count on; a part of them may have been freed since."""
         self._is_fitting = False
-        """True if memory that turns out not to be needed is released."""
+        """True while unneeded memory is being freed."""
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory set aside for this source."""
+        """Bytes of host memory allocated for this source."""
         return self._arena.nbytes
 
     @property
@@ -54,7 +54,7 @@ class ReplicaStore(PeerStore):
         return max(self._arena.nbytes, self._promised)
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """Return the kept snapshots by iteration; every one was whole when it arrived."""
+        """Return the kept snapshots by iteration; every snapshot was whole when it arrived."""
         with self._lock:
             return {iteration: replica.snapshot for iteration, replica in self._replicas.items()}
 
@@ -63,7 +63,7 @@ class ReplicaStore(PeerStore):
         return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """A snapshot that is kept, whose buffer stays as it is until it is given back; nothing if there is none."""
+        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
         with self._lock:
             replica = self._replicas.get(iteration)
             if replica is None:
@@ -72,23 +72,23 @@ class ReplicaStore(PeerStore):
             return SnapshotLease(replica.snapshot, lambda: self._give_back(replica))
 
     def free_before(self, iteration: int) -> None:
-        """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""
+        """Free snapshots before ``iteration``, which no recovery needs, and refuse such snapshots from now on."""
         with self._lock:
             self.floor = max(self.floor, iteration)
             self._release([kept for kept in self._replicas if kept < iteration])
 
     def drop(self, first: int, count: int) -> None:
-        """Let go of ``count`` iterations from ``first`` on."""
+        """Free the snapshots of ``count`` iterations from ``first`` on."""
         with self._lock:
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
     def give_back(self, last: int) -> None:
-        """Let go of parts that no way back needs any more, all of which end with ``SS_last`` or later."""
+        """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
         with self._lock:
             held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
             for iteration, unneeded in superseded(held, last).items():
                 replica = self._replicas[iteration]
-                if not replica.readers:  # else it is tried again
+                if not replica.readers:  # a later call frees the parts of a snapshot that has readers now
                     replica.snapshot, ranges = replica.snapshot.without(unneeded)
                     self._arena.release_parts(replica.snapshot.buffer, ranges)
 
@@ -97,10 +97,10 @@ class ReplicaStore(PeerStore):
         self._arena.wait_for(nbytes, timeout_s)
 
     def make_room(self, nbytes: int) -> None:
-        """Allocate until there are ``nbytes``.
+        """Allocate memory until there are ``nbytes`` bytes.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: the host does not have so much memory.
         """
         self._arena.grow(nbytes)
         self._promised, self._is_fitting = nbytes, False
@@ -118,26 +118,26 @@ class ReplicaStore(PeerStore):
         return self._arena.nbytes < before
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
-        """Room for a snapshot, which takes the place of one of the same iteration; nothing if none is free."""
+        """Return memory for a snapshot, after freeing a copy of the same iteration; None if too little is free."""
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
         return self._arena.acquire(nbytes)
 
     def bring_back(self, nbytes: int) -> None:
-        """Allocate so much of what was given back for a snapshot that has no room, as far as that was promised.
+        """Allocate freed memory again for a snapshot of ``nbytes`` bytes, up to the promised bytes.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: the host does not have so much memory.
         """
         self._arena.grow(min(self._promised, self._arena.nbytes + in_pages(nbytes)))
 
     def give_up(self, buffer: Buffer) -> None:
-        """Nothing whole has arrived in it."""
+        """Release the buffer of a snapshot that did not arrive whole."""
         self._arena.release(buffer)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a whole snapshot; it is dropped if a newer window was agreed on while it arrived."""
+        """Add a whole snapshot; drop it instead if the ranks agreed on a newer window while it arrived."""
         with self._lock:
             if snapshot.iteration < self.floor:
                 self._arena.release(snapshot.buffer)

@@ -1,4 +1,4 @@
-"""The sending side: one thread for each peer, that brings it every snapshot and learns what it has."""
+"""Sending side of a connection: for each peer, a thread sends every snapshot and receives acknowledgements."""
 
 from __future__ import annotations
 
@@ -27,45 +27,46 @@ Report = Callable[[str], None]
 ATTEMPTS = 3
 """Attempts to send a snapshot that arrives damaged."""
 RETRY_S = 0.05
-"""Seconds before the next question to a peer whose buffers are all taken."""
+"""Seconds until the next offer to a peer that has no free memory."""
 LAST_S = 1.0
-"""Seconds for which such a peer is asked again at the end of the job."""
+"""Seconds for which such a peer receives further offers at the end of the job."""
 CHUNK_S = 0.01
 """Seconds between two looks at a pause."""
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
-"""Bytes between two such looks: at least, and before anything was sent. With each look a thread of low priority takes
-the interpreter's lock, and where processors are busy a training thread may wait for it to be given back."""
+"""Bytes between two such looks: at least, and before any snapshot was sent. With each look, a thread of low priority
+takes the interpreter's lock. On busy processors a training thread may have to wait until that thread releases it."""
 STEP_S = 0.1
-"""Seconds of one wait for the end: a main thread that runs nothing for long counts as hanging."""
+"""Seconds of one wait for the end. A main thread that executes no bytecode for long counts as hanging."""
 
 
 _URGENT = object()
-"""Among jobs: there is something that the peer is to forget, or to have room for."""
+"""Marker among the jobs: an OPEN or DROP message waits in the urgent queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A snapshot to be brought to the peer."""
+    """Snapshot that is to be sent to the peer."""
 
     snapshot: Snapshot
     begin: Callable[[], Snapshot | None]
-    """Called before it is read; gives what is left of it, None if it was freed meanwhile."""
+    """Function called before reading; returns the snapshot without parts freed meanwhile, or None if it was freed."""
     end: Callable[[], None]
-    """Called when it is no longer read."""
+    """Function that is called after reading."""
 
 
 class Sender:
-    """Brings snapshots to one peer, in order, on a thread of its own. Never blocks who calls it.
+    """Sender of snapshots to one peer, in order, on a thread of its own. No method but :meth:`wait_for_answer`,
+    :meth:`close` and :meth:`abandon` blocks its caller.
 
     Args:
         rank: this rank.
-        peer: who keeps the copies.
-        transport: the way there.
-        kept: called on the sender's thread when the peer has acknowledged a snapshot.
-        lost: called when the peer will never have one.
-        report: called, in words, with what goes wrong.
-        pace: says when snapshots may be sent; None: at once.
-        pause: while it is on no snapshot is sent.
+        peer: rank that keeps the copies.
+        transport: transport to the peer.
+        kept: callback on the sender's thread after the peer has acknowledged a snapshot.
+        lost: callback for a snapshot that the peer will never have.
+        report: callback that receives one sentence for each problem.
+        pace: timing of sends within an iteration; None sends at once.
+        pause: pause during which no snapshot is sent.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Sender:
         self.rank = rank
         self.peer = peer
         self.sent_bytes = 0
-        """Payload bytes acknowledged so far."""
+        """Payload bytes acknowledged by the peer so far."""
         self.send_s = 0.0
-        """Seconds that sending them took, without pauses."""
+        """Seconds that sending these bytes took, pauses excluded."""
         self._paused_s = 0.0
         """Seconds of pauses so far."""
         self.gone: str | None = None
-        """Why nothing is sent any more."""
+        """Reason why the sender sends nothing more; None while it works."""
         self._transport = transport
         self._kept = kept
         self._lost = lost
@@ -97,43 +98,43 @@ class Sender:
         self.spread = Spread()
         """Rate at which snapshots leave."""
         self._bytes_per_s = math.inf
-        """Rate that the connection has."""
+        """Rate that is set for the connection, in bytes per second."""
         self._payload_bytes = 0
-        """Bytes of the newest send."""
+        """Payload bytes of the newest send."""
         self.cpu_s = 0.0
-        """Processor seconds of the sender's thread."""
+        """Processor seconds of the sender's thread so far."""
         self._delivered = self._taken = 0
-        """Snapshots that were to be brought so far, and those of them that the thread has begun with."""
+        """Snapshots that were queued so far, and those of them that the thread has begun to send."""
         self._waiting_since_s: float | None = None
         self._abandoned = False
         self._answered = threading.Event()
         self.is_refused = False
-        """True if the peer has no host memory for copies."""
+        """True if the peer has refused the newest request for host memory."""
         self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.is_full = False
-        """True if the peer has no room for the next snapshot yet."""
+        """True if the peer had no free memory for the newest snapshot."""
         self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
         self._thread.start()
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which an answer has been due, 0 if none is."""
+        """Seconds since the sender began to wait for an answer; 0 if it waits for none."""
         since = self._waiting_since_s
         return time.monotonic() - since if since is not None else 0.0
 
     @property
     def backlog(self) -> int:
-        """Messages that wait to be sent."""
+        """Number of messages and snapshots that wait to be sent."""
         return self._jobs.qsize()
 
     def open(self, nbytes: int) -> None:
-        """Ask the peer for ``nbytes`` for all that it keeps at a time; before it is offered any other snapshot."""
+        """Ask the peer for ``nbytes`` bytes for all snapshots that it keeps, before the next snapshot is offered."""
         self._say_first(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
 
     def wait_for_answer(self, timeout_s: float) -> bool:
-        """Wait until the peer has answered the first :meth:`open`; whether it has."""
+        """Wait until the peer has answered the first :meth:`open`; return True if it has."""
         deadline_s = time.monotonic() + timeout_s
         while not self._answered.wait(STEP_S):
             if self.gone is not None or time.monotonic() > deadline_s:
@@ -141,14 +142,14 @@ class Sender:
         return True
 
     def deliver(self, delivery: Delivery) -> None:
-        """Queue a snapshot for the peer."""
+        """Queue a snapshot for the peer; report it as lost if the sender has ended."""
         self._delivered += 1
         self._jobs.put(delivery)
-        if self.gone is not None:  # asked after queueing, so that none slips in behind the thread's last look
+        if self.gone is not None:  # checked after queueing: the thread may have emptied its queue just before
             self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
-        """Tell the peer to forget snapshots ``first`` to ``last``, before it is offered any other."""
+        """Ask the peer to drop snapshots ``first`` to ``last``, before the next snapshot is offered."""
         self._say_first(Message(Kind.DROP, self.rank, first, count=last - first + 1))
 
     def _say_first(self, message: Message) -> None:
@@ -156,7 +157,7 @@ class Sender:
         self._jobs.put(_URGENT)
 
     def close(self, timeout_s: float) -> bool:
-        """Bring what is queued, say goodbye; whether that was done in time."""
+        """Send what is queued, then BYE; return True if that took no longer than ``timeout_s`` seconds."""
         self._asks_until_s = time.monotonic() + LAST_S
         self._jobs.put(Message(Kind.BYE, self.rank))
         deadline_s = time.monotonic() + timeout_s
@@ -165,7 +166,7 @@ class Sender:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """End the thread, whose connection is broken; what is queued stays unsent and is nobody's loss."""
+        """End the thread, whose connection is broken. Queued snapshots stay unsent, and none is reported as lost."""
         self._abandoned = True
         self._jobs.put(None)
         self._thread.join()
@@ -185,7 +186,7 @@ class Sender:
                 self._say(job)
                 if job.kind is Kind.BYE:
                     return
-        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+        except Exception as error:  # training continues after any error; the log must name it
             if self._abandoned:
                 return
             self.gone = (str(error).splitlines() or [type(error).__name__])[0]
@@ -196,13 +197,13 @@ class Sender:
         self.is_refused = self._answer() is not Kind.GO
         was_answered = self._answered.is_set()
         self._answered.set()
-        if self.is_refused and was_answered:  # what it gave before stays
+        if self.is_refused and was_answered:  # the peer keeps the memory that it gave before
             self._report(f"peer {self.peer} has no more host memory for copies of rank {self.rank} than it gave")
         elif self.is_refused:
             raise ReplicationError("it refuses the host memory that the copies need")
 
     def _lose_queued(self) -> None:
-        """Nothing that was to be sent will be."""
+        """Report every queued snapshot as lost."""
         while True:
             try:
                 job = self._jobs.get_nowait()
@@ -214,7 +215,7 @@ class Sender:
     def _deliver(self, delivery: Delivery) -> None:
         try:
             answer = self._attempts(delivery)
-        except Exception:  # ends the thread, which reports it; this snapshot is no longer in its queue
+        except Exception:  # the thread ends and reports the error; this snapshot is no longer in the queue
             self._lost(delivery.snapshot)
             raise
         if answer is Kind.KEPT:
@@ -235,10 +236,14 @@ class Sender:
         return answer
 
     def _offer(self, delivery: Delivery) -> Kind | None:
-        """Make one attempt; return None if the snapshot was freed before it could be sent."""
+        """Offer a snapshot to the peer until the peer has free memory; return its answer.
+
+        Returns:
+            None if the snapshot was freed before it could be sent.
+        """
         while (snapshot := delivery.begin()) is not None:
             try:
-                self._say_urgent()  # a peer that is full may have room then
+                self._say_urgent()  # a full peer may have free memory after a DROP or OPEN
                 began_s, paused_s = time.perf_counter(), self._paused_s
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
@@ -248,7 +253,7 @@ class Sender:
                     self.send_s += seconds
             finally:
                 delivery.end()
-            # The peer frees memory when the job agrees on a newer window, which at its end it never will.
+            # A peer frees memory when the job agrees on a newer window; at its end the job agrees on none.
             self.is_full = answer is Kind.FULL
             if answer is not Kind.FULL or time.monotonic() > self._asks_until_s:
                 return answer
@@ -273,7 +278,7 @@ class Sender:
         return self._send(pieces)
 
     def _wanted(self, snapshot: Snapshot, packed: Header, answer: Message) -> list[torch.Tensor]:
-        """Return the blocks that are not yet in the parity to which the snapshot is added."""
+        """Return the blocks that the peer's parity does not contain yet."""
         flags = torch.empty(answer.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self.peer, TO_SOURCE, flags)
         answer.refuse_unless_whole(flags)
@@ -286,7 +291,7 @@ class Sender:
         return pieces
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
-        """Send in chunks, at once or when the network is idle, but not beside a quiet iteration."""
+        """Send in chunks, at once or in idle spans of the network; pause during a quiet iteration."""
         if self._pace is None:
             self._send_spread(pieces)
             return self._answer()
@@ -306,7 +311,7 @@ class Sender:
         return answer
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send at the rate that is set, in chunks that keep to a pause."""
+        """Send at the rate that is set, in chunks between which the sender looks at the pause."""
         rate = self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
@@ -318,7 +323,7 @@ class Sender:
                 self._transport.send(self.peer, TO_PEER, chunk)
 
     def _set_rate(self) -> float:
-        """Set the rate of the connection, where it is another one than before, and return it."""
+        """Return the rate for the next send, after setting it for the connection if it differs from the last one."""
         rate = self.spread.bytes_per_s(self._delivered - self._taken)
         if rate != self._bytes_per_s:
             self._transport.pace(self.peer, TO_PEER, rate)
@@ -326,7 +331,7 @@ class Sender:
         return rate
 
     def _must_hurry(self) -> bool:
-        """Return whether the next snapshot, or the end, waits."""
+        """Return True if the next snapshot already waits, or the sender ends."""
         return self._is_ending() or self._delivered > self._taken
 
     def _keep_to_pause(self) -> None:
@@ -335,7 +340,7 @@ class Sender:
         self._paused_s += time.perf_counter() - began_s
 
     def _is_ending(self) -> bool:
-        """Return whether the job or its generation ends."""
+        """Return True if the job or its generation ends."""
         return self._abandoned or self._asks_until_s < float("inf")
 
     def _say_urgent(self) -> None:

@@ -1,9 +1,12 @@
-"""Rate at which copies leave: a part of what the link carries, so that messages of training do not wait behind them.
+"""Rate at which copies are sent: a share of the link's rate, so that messages of training do not wait behind copies.
 
 A bulk stream that is sent as fast as it can fills the queues of a slow link, and every small message of training waits
-in them: on a link of 100 Mbit/s training stood still while copies left. At a rate well below that of the link queues
-stay empty, and the same bytes cost training about half as much. The rate of the link is learned from the sends
-themselves: now and then one leaves as fast as it can, and one that takes longer than its rate says has met the link.
+in them. On a link of 100 Mbit/s, training stood still while copies were sent. Well below the link's rate the queues
+stay empty, and the same bytes cost training about half as much. A sender learns the rate of the link from its own
+sends:
+
+- One of every :data:`TRIED_EVERY` sends runs at full speed.
+- A send that takes longer than its rate implies was limited by the link.
 """
 
 from __future__ import annotations
@@ -11,40 +14,39 @@ from __future__ import annotations
 import math
 
 TIME_SHARE = 0.8
-"""Share of the time until more is to be sent that a send may take."""
+"""Share of the time until the next snapshot that a send may take."""
 LINK_SHARE = 0.4
-"""Share of the link's rate that a send takes where it has the time for it."""
+"""Share of the link's rate at which a send runs, unless it has to be faster to end in time."""
 LATE = 1.3
-"""A send that takes so many times as long as its rate says has met a link, or a peer, that is slower."""
+"""Factor by which a send takes longer than its rate implies if the link, or the peer, is slower than that rate."""
 TRIED_EVERY = 32
-"""Every how many sends one leaves as fast as it can: a link that was slow may be quick again."""
+"""Sends from one full-speed send to the next. A full-speed send finds out if a slow link has become fast again."""
 MEASURED_BYTES = 512 << 10
-"""A send of fewer bytes says nothing: most of its time goes into the answers of the peer."""
+"""Fewest bytes of a send that measures the link. A smaller send spends most of its time on the peer's answers."""
 CATCH_UP = 2.0
-"""Factor of the rate of a sender that has fallen behind."""
+"""Factor by which a sender that has fallen behind raises its rate."""
 
 
 class Spread:
     """Rate of one sender.
 
-    The training thread sets :attr:`needed_bytes_per_s` and :attr:`usual_backlog`; everything else is of the sender's
-    thread.
+    The training thread sets :attr:`needed_bytes_per_s` and :attr:`usual_backlog`; the sender's thread uses the rest.
     """
 
     def __init__(self) -> None:
         self.needed_bytes_per_s = math.inf
-        """Bytes of snapshots that come per second, on average; infinite while that is not known."""
+        """Mean bytes of new snapshots per second; infinite while unknown."""
         self.usual_backlog = 1
-        """Snapshots that may wait without the sender having fallen behind: those of a window."""
+        """Snapshots that may wait before the sender counts as behind: those of a window."""
         self.link_bytes_per_s = math.inf
-        """Rate of the link for this sender, as far as sends have shown; infinite before one has."""
+        """Rate of the link in bytes per second, as far as sends have measured it; infinite before that."""
         self._sends = 0
 
     def bytes_per_s(self, backlog: int) -> float:
-        """Return the rate of the next send; infinite while nothing is known, and to try the link.
+        """Return the rate of the next send in bytes per second; infinite while unknown and for a full-speed send.
 
         Args:
-            backlog: snapshots that wait.
+            backlog: number of snapshots that wait.
         """
         if self._sends % TRIED_EVERY == TRIED_EVERY - 1:
             return math.inf
@@ -53,12 +55,12 @@ class Spread:
         return rate * CATCH_UP if backlog > self.usual_backlog else rate
 
     def sent(self, nbytes: int, seconds: float, bytes_per_s: float) -> None:
-        """Take in how long a send took.
+        """Record how long a send took.
 
         Args:
-            nbytes: bytes that it brought.
-            seconds: until the peer had acknowledged it, without pauses.
-            bytes_per_s: the rate that it had; infinite: it was sent as fast as it could be.
+            nbytes: payload bytes of the send.
+            seconds: seconds until the peer had acknowledged it, pauses excluded.
+            bytes_per_s: rate of the send in bytes per second; infinite for a full-speed send.
         """
         self._sends += 1
         if nbytes >= MEASURED_BYTES and seconds * bytes_per_s > LATE * nbytes:

@@ -1,7 +1,7 @@
 """Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
 
-For each snapshot: message, header, answer; and if the answer is GO, the payload and another answer. No pickle: a
-stranger's bytes can at worst be refused.
+A snapshot takes a message, a header and an answer. If the answer is GO, the payload and another answer follow. Nothing
+is pickled, so a receiver can only refuse foreign bytes.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ _FIELDS = struct.Struct("<8sIIqQQQQ")  # magic, kind, rank, iteration, header by
 MAX_HEADER_BYTES = 1 << 30
 
 TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
-"""Tags: what a source sends, what its peer answers, and what anybody sends back to whom it belongs."""
+"""Tags of messages from a source, of answers of its peer, and of snapshots that a holder sends back to their owner."""
 TO_STAGE = (4, 5)
-"""Tags of what a stage that replays is fed, forward and backward."""
+"""Tags of tensors that are sent to a stage that replays, forward and backward."""
 
 
 class Kind(IntEnum):
-    """Kinds of messages between source and peer."""
+    """Kind of a message."""
 
     OPEN = 1
-    """Source: make ready ``payload_bytes`` for all that is kept at a time."""
+    """Request of a source for ``payload_bytes`` bytes of memory, for all snapshots that are kept at a time."""
     SNAPSHOT = 2
-    """Source: a snapshot of these sizes follows."""
+    """Announcement of a source: a snapshot of these sizes follows."""
     DROP = 3
-    """Source: forget ``count`` snapshots from ``iteration`` on; no recovery can use them."""
+    """Request of a source to drop ``count`` snapshots from ``iteration`` on, which no recovery can use."""
     BYE = 4
-    """Source: nothing follows."""
+    """Last message of a source."""
     TENSOR = 5
-    """Neighbour: a tensor that crossed a stage boundary follows."""
+    """Announcement of a neighbouring stage: a tensor that crossed a stage boundary follows."""
     GO = 10
-    """Peer: send the payload, of ``payload_bytes`` blocks those that the flags say which follow, all of it if there are
-    none; or, to OPEN, ready."""
+    """Answer of a peer: send the payload. If ``payload_bytes`` is not 0, so many flags follow, one for each block, and
+    only the flagged blocks are wanted. As an answer to OPEN: the memory is ready."""
     KEPT = 11
-    """Peer: it is here, and it is what was captured."""
+    """Answer of a peer: it keeps the snapshot, whose digests match."""
     FULL = 12
-    """Peer: no buffer is free."""
+    """Answer of a peer: too little memory is free."""
     DAMAGED = 13
-    """Peer: the bytes are not those that the header says."""
+    """Answer of a peer: the received bytes do not match their digest or checksum."""
     REFUSED = 14
-    """Peer: not a snapshot that belongs here, or more memory than it may give."""
+    """Answer of a peer: the snapshot does not belong here, or needs more memory than the peer may give."""
     STALE = 15
-    """Peer: a newer window is persisted everywhere, as the source learns in a moment; nobody needs this any more."""
+    """Answer of a peer: no rank needs the snapshot, because a newer window is persisted everywhere. The source will
+    soon know of that window too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message of the protocol."""
+    """Message of fixed size between two ranks."""
 
     kind: Kind
     rank: int
@@ -65,10 +66,10 @@ class Message:
     payload_bytes: int = 0
     count: int = 0
     check: int = 0
-    """Checksum of what follows and has no digest of its own: a header, or flags. See :func:`checksum`."""
+    """Checksum of the header or flags that follow, which have no digest of their own. See :func:`checksum`."""
 
     def encode(self) -> torch.Tensor:
-        """Return the message as it travels, uint8 ``[64]``."""
+        """Return the message as bytes for the wire, uint8 ``[64]``."""
         fields = _FIELDS.pack(
             _MAGIC, self.kind, self.rank, self.iteration, self.header_bytes, self.payload_bytes, self.count, self.check
         )
@@ -77,10 +78,10 @@ class Message:
 
     @staticmethod
     def decode(data: torch.Tensor) -> Message:
-        """The inverse of :meth:`encode`.
+        """Return the message that :meth:`encode` made.
 
         Raises:
-            SnapshotError: bytes that no sender of this version sends.
+            SnapshotError: no sender of this version sends these bytes.
         """
         raw = data.numpy().tobytes()
         if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
@@ -91,10 +92,10 @@ class Message:
         return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count, check)
 
     def refuse_unless_whole(self, data: torch.Tensor) -> None:
-        """Compare what followed this message with its checksum.
+        """Compare the header or flags that followed this message with its checksum.
 
         Raises:
-            SnapshotError: it was damaged on its way.
+            SnapshotError: ``data`` was damaged on its way.
         """
         if checksum(data) != self.check:
             raise SnapshotError(f"the header of iteration {self.iteration} was damaged on its way")
@@ -103,6 +104,6 @@ class Message:
 def checksum(data: torch.Tensor) -> int:
     """Return the checksum of a header, or of flags, for :attr:`Message.check`.
 
-    Headers name every tensor, and hold the record of an iteration; digests of tensors say nothing of either.
+    Headers name every tensor and hold the record of an iteration. The digests of tensors cover neither.
     """
     return xxhash.xxh3_64_intdigest(data.numpy())

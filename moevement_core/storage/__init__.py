@@ -1,1 +1,1 @@
-"""Persisted windows on disk: written beside training, loadable by a new job."""
+"""Persisted windows on disk, which ranks write beside training and a new job can load."""

@@ -1,4 +1,4 @@
-"""The flags of windows on disk."""
+"""Flags of windows on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moevement_core.util.flags import flag
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Configuration of windows on disk."""
+    """Configuration of windows on disk: the folders to write to and to load from."""
 
     persist_dir: str | None = flag(
         "--moevement-persist-dir", metavar="DIR",

@@ -1,7 +1,7 @@
-"""A snapshot as a file; ``docs/file_format.md`` describes the bytes.
+"""Snapshot as a file; ``docs/file_format.md`` describes the bytes.
 
-Magic, version, length and digest of the header, the header, and from the next multiple of 64 bytes on the snapshot's
-buffer as it is in memory. A file is written under another name, made durable, and renamed into place.
+A file holds magic, version, length and digest of the header, and the header. The snapshot's buffer follows as it is in
+memory, from the next multiple of 64 bytes on. A file is written under another name, made durable, and then renamed.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _MAX_HEADER_BYTES = 1 << 30
 
 
 def file_name(owner: int, iteration: int) -> str:
-    """The name of ``SS_iteration`` of rank ``owner``."""
+    """Return the name of the file with ``SS_iteration`` of rank ``owner``."""
     return f"rank_{owner:05d}_iteration_{iteration:07d}.snapshot"
 
 
 def owner_and_iteration(name: str) -> tuple[int, int] | None:
-    """The inverse of :func:`file_name`; nothing for other files."""
+    """Return the owner and iteration in a name that :func:`file_name` made; None for other files."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
+    """Return True if :func:`write_snapshot` makes files of this name, finished or cut off."""
     return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Write ``snapshot`` into ``folder`` and return when it is durable.
+    """Write ``snapshot`` into ``folder``, and return when the file is durable.
 
     Args:
-        folder: must be there.
-        snapshot: its buffer stays as it is until this returns.
-        is_wanted: asked before the file gets its name; if it is not any more, nothing of it stays.
+        folder: existing folder.
+        snapshot: snapshot whose buffer stays unchanged until this returns.
+        is_wanted: function that is called before the file gets its name; if it returns False, the file is deleted.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -62,7 +62,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
     padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
     path = folder / file_name(snapshot.header.rank, snapshot.iteration)
-    # Of its own for every attempt: one that a stalled disk has held up may still be under way.
+    # Every attempt has its own name, because a stalled disk may still hold an earlier attempt.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
         with open(partial, "wb", buffering=0, opener=opener) as file:
@@ -82,19 +82,19 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a snapshot file.
+    """Return the header of a snapshot file.
 
     Raises:
-        SnapshotError: it is not there, cut off, damaged, or of another version.
+        SnapshotError: the file is missing, cut off, damaged, or of another version.
     """
     return _read(path)[0]
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A snapshot file, its tensors not yet checked: :meth:`Snapshot.check` does that.
+    """Return the snapshot in a file, with unchecked tensors; :meth:`Snapshot.check` checks them.
 
     Raises:
-        SnapshotError: it is not there, cut off, its header is damaged, or of another version.
+        SnapshotError: the file is missing, cut off, or of another version, or its header is damaged.
     """
     header, payload_at = _read(path)
     try:
@@ -117,10 +117,10 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def payload_start(path: Path) -> int:
-    """Return the offset at which the tensors of a snapshot file begin.
+    """Return the offset in bytes at which the tensors of a snapshot file begin.
 
     Raises:
-        SnapshotError: as :func:`read_header`.
+        SnapshotError: the file has no valid header, as in :func:`read_header`.
     """
     return _read(path)[1]
 

@@ -1,11 +1,11 @@
-"""Manifest that makes a window on disk loadable: one for the whole job, written when every file of every rank is there.
+"""Manifest that makes a window on disk loadable: one for the whole job, written once all files of all ranks exist.
 
-``window_<iteration>_<job>.json`` beside the folder ``window_<iteration>_<job>``; the iteration is the one whose state
-the window gives. Where nodes have folders of their own, each gets the same manifest.
+The manifest ``window_<iteration>_<job>.json`` is beside the folder ``window_<iteration>_<job>``. The iteration is the
+one whose state the window restores. If nodes have their own folders, each folder has the same manifest.
 
-The folder may hold files of other people, under any name. A window is deleted only if its name is exactly one of ours
-and it is provably ours: by its manifest, or, before it has one, by the marker inside the folder. Of a window only the
-files that this project writes are deleted; whatever else somebody put there stays.
+The folder may hold foreign files under any name. A window is deleted only under two conditions. Its name is exactly one
+of this project's, and the window is provably this project's. The manifest proves it, or the marker inside the folder
+before there is a manifest. Only files that this project writes are deleted from a window; foreign files stay.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from moevement_core.util.regular_files import read_regular
 
 VERSION = 2
 _UNSEALED = 1
-"""A version without a digest, which is read, too."""
+"""Version without a digest, which is still readable."""
 _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
-"""Marker file in the folder of every window, from before its first snapshot on: the folder is this project's."""
+"""Name of the file that marks a window's folder as this project's, from before its first snapshot on."""
 DATA_SETTINGS = "data"
-"""The setting that holds, as a mapping, what decides which samples are drawn. It may differ where a window is loaded,
-and is named where the replay comes to another state."""
+"""Name of the setting that holds, as a mapping, the settings that decide which samples are drawn. A job that loads the
+window may have other ones; they are named if the replay reaches another state."""
 BY_ITERATION = ("iterations_to_skip",)
-"""Settings that are lists of iterations: only those that the window replays have to be the same."""
+"""Names of settings that are lists of iterations. Only the iterations that the window replays must be the same."""
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A window of a job."""
+    """Manifest of one window of a job."""
 
     job: str
-    """A name that only this start of the job has: the job's, and for its second start and later ones ``.N``."""
+    """Name that only this start of the job has: the name of the job, with ``.N`` for its second start and later ones.
+    """
     first: int
     """First snapshot of the window, the same on every rank."""
     last: int
     """Last snapshot of the window, with which the state is dense on every rank."""
     reaches: int
-    """The iteration whose dense state it gives."""
+    """Iteration whose dense state the window restores."""
     progress: Mapping[str, int]
-    """Iteration and consumed samples then."""
+    """Iteration and consumed samples of that state."""
     settings: Mapping[str, Any]
-    """Settings that another job must share to load the window."""
+    """Settings that another job must share in order to load the window."""
     arithmetic: tuple[str, ...] = ()
-    """Arithmetic of each rank that wrote it, or one entry where all had the same; empty if it is not known. See
-    :mod:`moevement_core.util.arithmetic`.
-    """
+    """Arithmetic of each rank that wrote the window, or one entry if all had the same; empty if unknown. See
+    :mod:`moevement_core.util.arithmetic`."""
     is_sealed: bool = field(default=True, compare=False)
-    """True if the file has a digest of all this; those of version 1 have none."""
+    """True if the file has a digest of these fields; files of version 1 have none."""
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Manifest:
         return f"window_{self.reaches:07d}_{self.job}"
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return in words which of a job's settings are others than those of this window."""
+        """Return one text for each of a job's settings that differs from this window's."""
         names = [name for name in settings if name in self.settings and name != DATA_SETTINGS]
         return _differences(
             {name: self._replayed(name, settings[name]) for name in names},
@@ -78,7 +78,7 @@ class Manifest:
         )
 
     def other_data(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return in words which settings of the data are others than those of this window."""
+        """Return one text for each setting of a job's data that differs from this window's."""
         return _differences(settings.get(DATA_SETTINGS) or {}, self.settings.get(DATA_SETTINGS) or {})
 
     def _replayed(self, name: str, value: Any) -> Any:
@@ -87,7 +87,7 @@ class Manifest:
         return [iteration for iteration in value if self.first < iteration <= self.reaches]
 
     def write(self, directory: Path) -> None:
-        """Rename it into place; its files are durable by then."""
+        """Write the manifest under another name and rename it; the files of the window are durable by then."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
@@ -108,10 +108,10 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The inverse of :meth:`Manifest.write`.
+    """Return the manifest that :meth:`Manifest.write` wrote.
 
     Raises:
-        SnapshotError: it is no manifest that this program reads, or was changed after it was written.
+        SnapshotError: the file is no manifest that this program reads, or was changed after it was written.
     """
     try:
         content = json.loads(read_regular(path, _MOST_BYTES))
@@ -134,15 +134,18 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """XXH3-128 of the fields, whatever their order and the blanks between them. Finds what was changed by mistake."""
+    """Return the XXH3-128 of the fields, independent of their order and of blanks between them.
+
+    It finds accidental changes.
+    """
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    """Refuse what cannot be in a manifest, which those without a digest may say.
+    """Refuse a manifest with impossible values, which one without a digest may have.
 
     Raises:
-        SnapshotError: it is there.
+        SnapshotError: a value is impossible.
     """
     numbers = (manifest.first, manifest.last, manifest.reaches)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
@@ -169,8 +172,9 @@ def manifests(directory: Path) -> list[Manifest]:
 
 
 def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
-    """Return all readable manifests in ``directory``, the newest first; and the reason why others, by their windows'
-    names, are not readable.
+    """Return all readable manifests in ``directory``, the newest first, and why others are unreadable.
+
+    The reasons are by name of the window.
     """
     readable, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
@@ -183,15 +187,15 @@ def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, st
 
 
 def reach_of(name: str) -> int:
-    """The iteration whose state the window of a name gives."""
+    """Return the iteration whose state the window ``name`` restores."""
     return int(name.split("_")[1])
 
 
 def make_window_folder(directory: Path, name: str) -> Path:
-    """Make the folder of a window and mark it as ours; returns it. Every rank that writes there calls it.
+    """Make the folder of a window, mark it as this project's, and return it. Every rank that writes there calls it.
 
     Raises:
-        OSError: it cannot be made or written.
+        OSError: the folder cannot be made or written.
     """
     folder = directory / name
     make_folder(folder)
@@ -203,7 +207,7 @@ def make_window_folder(directory: Path, name: str) -> Path:
 
 
 def own_windows(directory: Path) -> Iterator[str]:
-    """The names of all windows in ``directory`` that are provably this project's, finished or not."""
+    """Yield the names of all windows in ``directory`` that are provably this project's, finished or not."""
     for path in directory.glob("window_*"):
         name = path.name.removesuffix(".json")
         if not _NAME.fullmatch(name) or path.is_symlink():
@@ -217,9 +221,10 @@ def own_windows(directory: Path) -> Iterator[str]:
 
 
 def remove_window(directory: Path, name: str) -> None:
-    """Delete a window that :func:`own_windows` has named; its manifest goes first, so that no half of it is loadable.
+    """Delete a window that :func:`own_windows` has named.
 
-    A folder in which somebody else has put something stays, with that in it.
+    The manifest goes first, so that no half of the window is loadable. A folder with foreign files stays, with those
+    files.
     """
     (directory / f"{name}.json").unlink(missing_ok=True)
     folder = directory / name
@@ -229,20 +234,20 @@ def remove_window(directory: Path, name: str) -> None:
         if is_snapshot_file(path.name):
             path.unlink(missing_ok=True)
     rest = {path.name for path in folder.iterdir()}
-    if rest <= {MARKER}:  # last, so that a deletion that is cut off can be finished
+    if rest <= {MARKER}:  # the marker goes last, so that an interrupted deletion can be finished
         (folder / MARKER).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
 
 
 def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[str]) -> None:
-    """Delete windows that are needed no more, finished or not.
+    """Delete windows that are no longer needed, finished or not.
 
     Args:
-        directory: where.
-        job: of its own windows those older than ``oldest`` go.
-        oldest: the name of one.
-        replaced: windows of others that go, too.
+        directory: folder with the windows.
+        job: name of this start of the job, whose windows before ``oldest`` are deleted.
+        oldest: name of a window.
+        replaced: names of further windows that are deleted.
     """
     for name in set(own_windows(directory)):
         if name in replaced or (name.endswith(f"_{job}") and name < oldest):
@@ -251,12 +256,12 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
 
 
 def remove_unfinished(directory: Path, start: str, but: str) -> None:
-    """Delete what failures have left of windows of a job that will never be finished.
+    """Delete windows of a job that failures left unfinished.
 
     Args:
-        directory: where.
-        start: of the job.
-        but: the name of the window that is being written.
+        directory: folder with the windows.
+        start: name of a start of the job.
+        but: name of the window that is being written.
     """
     for name in set(own_windows(directory)):
         if is_of_job(name, start) and name != but and not (directory / f"{name}.json").exists():
@@ -265,7 +270,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
 
 def is_of_job(name: str, start: str) -> bool:
-    """Return whether the window ``name`` was written by ``start`` or another start of the same job."""
+    """Return True if ``start``, or another start of the same job, wrote the window ``name``."""
     return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
 
 

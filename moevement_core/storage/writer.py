@@ -1,11 +1,11 @@
-"""Writes windows to disk beside training, one after the other: the newest that is persisted when the last is done.
+"""Writer of windows to disk beside training, one window after the other.
 
-Every rank decides the same, from what all ranks agreed on: which window is written, and whether it is durable
-everywhere, or will never be. Then whoever is the first rank of a folder writes the manifest, and deletes what is older
-than the window before.
+When one window is done, the newest persisted one is next. Every rank makes the same decisions, from what all ranks
+agreed on: which window is written, and whether it is durable everywhere or never will be. The first rank of each folder
+then writes the manifest, and deletes windows older than the previous one.
 
-Snapshots may leave experts to older files (``Header.on_disk``). Then the first window is written whole, and every later
-one has links to those files of the window before that hold the newest state of something.
+Snapshots may leave experts to older files (``Header.on_disk``). The first window is then written whole. Every later one
+has links to the files of the previous window that hold the newest state of some operator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moevement_core.storage.manifest import (
 
 Report = Callable[[str], None]
 KEPT = 2
-"""Windows on disk: the newest, and the one before in case a node dies while manifests are renamed."""
+"""Windows on disk: the newest, and the previous one in case a node dies while manifests are renamed."""
 
 
 _Identity = tuple[int, int, str]
@@ -50,15 +50,15 @@ _Identity = tuple[int, int, str]
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """Window that is being written."""
+    """Window that ranks are writing."""
 
     manifest: Manifest
     files: dict[_Identity, str]
-    """Files of the window that this rank writes, each with its content in the form of :attr:`Header.contents`."""
+    """Files that this rank writes for the window, each with its content in the form of :attr:`Header.contents`."""
     is_whole: bool
     """True if each snapshot is written whole."""
     older: dict[_Identity, str]
-    """Files of the previous window that it has links to, in the same form."""
+    """Files of the previous window that the window has links to, in the same form."""
     writing: Writing = Writing.BUSY
     """Progress of this rank."""
 
@@ -69,25 +69,28 @@ class Folder:
 
     path: Path
     writes_manifest: bool
-    """True if this is the first of the ranks that write there."""
+    """True if this rank is the first of the ranks that write there."""
 
 
 class WindowWriter:
-    """Writer of one rank. All methods are for the training thread; only the last of them waits for the disk.
+    """Writer of windows of one rank. Only the training thread calls it.
+
+    Only :meth:`finish` and :meth:`close` wait for the disk; a thread of the writer does the rest.
 
     Args:
-        folder: where.
-        job: a name of this start of the job, the same on all ranks.
-        settings: for the manifest.
-        arithmetic: likewise.
-        lease: the snapshots of this rank that belong to a window, from its first to its last: own ones, then copies
-            that this rank's folder must hold; nothing if one is missing.
-        progress_of: iteration and consumed samples of the state that a snapshot holds.
-        report: called, in words, with what goes wrong.
-        taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
-        left_behind: writers of earlier generations; while a stalled disk holds one of them up, no window is begun, so
-            that stalled ones do not take one another's buffers.
-        leaves_out: whether snapshots may leave operators to older files.
+        folder: folder to write to.
+        job: name of this start of the job, the same on all ranks.
+        settings: settings for the manifest.
+        arithmetic: arithmetic of the ranks for the manifest.
+        lease: function that lends the snapshots of a window, from its first to its last iteration. They are this rank's
+            own, and copies that the rank's folder must hold. It returns None if one is missing.
+        progress_of: function that returns iteration and consumed samples of the state that a snapshot holds.
+        report: callback that receives one sentence for each problem.
+        taken_over: function that names another job that has the folder now, or returns None. It may take as long as the
+            disk does.
+        left_behind: writers of earlier generations. No window begins while a stalled disk holds one of them up, so that
+            stalled writers do not use up each other's buffers.
+        leaves_out: True if snapshots may leave operators to older files.
     """
 
     def __init__(
@@ -105,29 +108,29 @@ class WindowWriter:
         leaves_out: bool = False,
     ) -> None:
         self.newest = NONE
-        """The iteration whose state the newest window on disk gives."""
+        """Iteration whose state the newest window on disk restores."""
         self.written_bytes = 0
         self.write_s = 0.0
         self.failed = 0
-        """Windows that could not be written on some rank."""
+        """Number of windows that some rank could not write."""
         self._folder, self._job = folder, job
         self._settings, self._arithmetic = settings, arithmetic
         self._lend, self._progress_of, self._report = lease, progress_of, report
         self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
         self._abandoned = False
         self._not_written = 0
-        """Windows that this rank could not write since the last one that all ranks could: with two of them on a full
-        disk it is now one, now the other."""
+        """Number of windows that this rank could not write since the last one that all ranks wrote. Two ranks that
+        share a full disk may fail in turn."""
         self._found: frozenset[str] = frozenset()
-        """Windows of others that were there before; they go when the first one of this job is durable."""
+        """Names of windows that were there before this start of the job; its first durable window replaces them."""
         self._window: _Window | None = None
-        """The one that the job is writing now."""
+        """Window that the job is writing now; None if there is none."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
-        """The folder of the window that this rank wrote last, and the snapshots in it."""
+        """Folder of the window that this rank wrote last, and the snapshots in it."""
         self._durable: _Window | None = None
-        """The newest that is durable everywhere."""
+        """Newest window that is durable everywhere."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
@@ -135,16 +138,16 @@ class WindowWriter:
 
     @property
     def writing(self) -> Writing:
-        """Progress of this rank with the window that the job is writing, which is reported to all ranks."""
+        """Progress of this rank with the window that the job is writing, as the rank reports it to all ranks."""
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
-        """Take in how far all ranks are. Nothing is concluded before the last of them is done with it."""
+        """Take in the least progress of all ranks; finish the window once every rank is done with it."""
         if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
             self._conclude(self._window, writing)
 
     def begin(self, first: int, last: int) -> None:
-        """A window is persisted everywhere: write it, unless another one is being written."""
+        """Begin to write a window that is persisted everywhere, unless another one is being written."""
         if self._window is not None or first <= self._last_begun:
             return
         self._last_begun = first
@@ -155,7 +158,7 @@ class WindowWriter:
             newest = next(lease.snapshot for lease in leased if lease.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
         before = self._durable
-        # Snapshots say what is written of them; where nothing is durable yet, that is everything.
+        # Headers name the part that is written. If no window is durable yet, all of each snapshot is written.
         is_whole = before is None or not self._leaves_out
         files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
         older: dict[_Identity, str] = {}
@@ -173,8 +176,8 @@ class WindowWriter:
         """Finish the window that is being written, so that another one may begin; every rank calls it.
 
         Args:
-            agree: the least of all ranks' answers.
-            timeout_s: how long to wait for the disk.
+            agree: function that returns the least progress of all ranks.
+            timeout_s: seconds to wait for the disk.
         """
         deadline = time.monotonic() + timeout_s
         while self.writing is Writing.BUSY and time.monotonic() < deadline:
@@ -182,33 +185,33 @@ class WindowWriter:
         self.learn(agree(self.writing))
 
     def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
-        """Finish the window that is being written, and end; every rank calls it.
+        """Finish the window that is being written, and end the thread; every rank calls it.
 
         Args:
-            agree: the least of all ranks' answers.
-            timeout_s: how long to wait for the disk.
+            agree: function that returns the least progress of all ranks.
+            timeout_s: seconds to wait for the disk.
         """
         self.finish(agree, timeout_s)
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
     def abandon(self) -> None:
-        """Give up after a failure; does not wait for the disk.
+        """Give up the window that is being written, after a failure and without waiting for the disk.
 
-        A window that is being written is no window: it gets no further file and no manifest, and what there is of it
-        is deleted when the job writes the next. Its buffers stay leased until the disk lets go of them. A window that
-        all ranks have agreed on is durable, and gets its manifest.
+        The window gets no further file and no manifest. The job deletes its files when it writes the next window. The
+        buffers stay leased until the disk returns. A window that all ranks have agreed on is durable, and still gets
+        its manifest.
         """
         self._abandoned, self._window = True, None
         self._jobs.put(None)
 
     @property
     def is_alive(self) -> bool:
-        """Return whether its thread works, or waits for work."""
+        """True if the writer's thread works, or waits for work."""
         return self._thread.is_alive()
 
     def _conclude(self, window: _Window, writing: Writing) -> None:
-        """Finish ``window``, which all ranks have begun, with the result that all agreed on."""
+        """Finish ``window``, which all ranks have begun, with the result that all ranks agreed on."""
         self._window = None
         if writing is Writing.FAILED:
             self.failed += 1
@@ -239,7 +242,7 @@ class WindowWriter:
         return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
 
     def _refuse_if_taken_over(self) -> None:
-        """Two jobs that write to one folder would delete each other's windows.
+        """Refuse to write if another job uses the folder, because two jobs would delete each other's windows.
 
         Raises:
             FolderInUse: another job has the folder now, or has begun to write to it.
@@ -271,7 +274,7 @@ class WindowWriter:
                 self._bring(identity, folder)
             sync_folder(folder)
             self._last_written = folder, window.files
-        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+        except Exception as error:  # training continues after any error; the log must name it
             if not self._abandoned:
                 self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
         else:
@@ -282,7 +285,7 @@ class WindowWriter:
                 lease.release()
 
     def _bring(self, identity: _Identity, folder: Path) -> None:
-        """A file of the newest durable window into ``folder``: as a link, or as a copy on a disk that has none."""
+        """Bring a file of the newest durable window into ``folder``: as a link, or a copy on a disk without links."""
         assert self._durable is not None
         name = file_name(*identity[:2])
         before = self._folder.path / self._durable.manifest.name / name
@@ -292,8 +295,9 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Return whether the file became a link to that of the previous window, where windows overlap; False on a disk
-        without links.
+        """Link the file of the previous window into ``folder`` if it is the same; return True if that succeeded.
+
+        Successive windows that overlap share files. A disk without links has none.
         """
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
@@ -301,7 +305,7 @@ class WindowWriter:
         name = file_name(*identity[:2])
         try:
             os.link(before / name, folder / name)
-        except OSError:  # or the window before is gone: then it is written
+        except OSError:  # the disk has no links, or the previous window is gone: the file is written instead
             return False
         return True
 
@@ -318,9 +322,9 @@ class WindowWriter:
             self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _discard(self, window: _Window) -> None:
-        """Remove what this rank wrote of an abandoned window, so that a full disk does not stay full."""
+        """Delete the files that this rank wrote for an abandoned window, so that a full disk does not stay full."""
         folder = self._folder.path / window.manifest.name
-        with suppress(OSError):  # at the end: other ranks' files are still there
+        with suppress(OSError):  # the folder stays as long as it holds files of other ranks
             for rank, iteration, _ in (*window.files, *window.older):
                 (folder / file_name(rank, iteration)).unlink(missing_ok=True)
             if [path.name for path in folder.iterdir()] == [MARKER]:
@@ -330,7 +334,7 @@ class WindowWriter:
     def _fail(self, window: _Window, why: str) -> None:
         window.writing = Writing.FAILED
         self._not_written += 1
-        if not self._not_written & (self._not_written - 1):  # the 1st, 2nd, 4th, 8th ... is reported
+        if not self._not_written & (self._not_written - 1):  # only the 1st, 2nd, 4th, 8th ... failure is reported
             first, so_far = window.manifest.first, f" ({self._not_written} by now)" if self._not_written > 1 else ""
             self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next is tried")
 
@@ -340,7 +344,7 @@ def _identity(snapshot: Snapshot) -> _Identity:
 
 
 def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
-    """Return the content of a snapshot's file."""
+    """Return the content of a snapshot's file, in the form of :attr:`Header.contents`."""
     header = snapshot.header
     return header.contents if is_whole or header.on_disk is None else header.on_disk.contents
 

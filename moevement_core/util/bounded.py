@@ -1,4 +1,4 @@
-"""Questions to a disk that may never answer: a mount that has gone away blocks whoever looks at it, for ever."""
+"""Bounded waits for a disk that may never answer: a lost mount blocks every thread that looks at it, for ever."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""Seconds of one wait: a main thread that runs nothing for long counts as hanging."""
+"""Seconds of one wait. A main thread that executes no bytecode for long counts as hanging."""
 
 
 def within[T](seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, executed on a thread of its own that is left behind if it takes too long.
+    """Return the result of ``work``, which runs on its own thread; the thread is abandoned if it takes too long.
 
     Args:
-        seconds: how long to wait for it.
-        work: must do no harm if it comes to its end later.
+        seconds: longest time to wait.
+        work: function that does no harm if it ends later.
 
     Raises:
-        OSError: ``ETIMEDOUT`` if it takes longer; and whatever ``work`` raises.
+        OSError: ``ETIMEDOUT`` if ``work`` takes longer. Errors of ``work`` are raised as they are.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -28,7 +28,7 @@ def within[T](seconds: float, work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # raised where it was asked for
+        except BaseException as error:  # raised on the calling thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="moevement-look", daemon=True)

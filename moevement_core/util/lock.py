@@ -1,13 +1,13 @@
-"""Lock of a folder, so that one job at a time writes to it: with owner, host and heartbeat, also where several hosts
-share it.
+"""Lock of a folder, so that one job at a time writes to it, even if several hosts share the folder.
 
-The lock is a file that its holder creates (``O_EXCL``) and rewrites every few seconds. Clocks of different hosts are
-never compared: whoever finds a lock watches it by its own clock. If the file changes, the holder lives, and the folder
-is refused. If it stays as it is for :data:`STALE_S`, or if its holder ran on this very host and has ended, it is taken
-over: the old file is renamed away, which only one of several observers can do, and a new one is created.
+The lock is a file with owner, host and heartbeat that its holder creates (``O_EXCL``) and rewrites every few seconds.
+Clocks of different hosts are never compared: an observer watches the file by its own clock. If the file changes, the
+holder lives, and the folder is refused. The observer takes the lock over if the file stays the same for
+:data:`STALE_S`, or if its holder ran on this host and has ended. It renames the old file, which only one of several
+observers can do, and creates a new one.
 
 The owner is the *job*: a process of the same job takes a lock over at once, because it has taken over the rank of the
-process that held it. The holder notices within a heartbeat that it has lost the lock and stops writing.
+process that held it. The former holder notices the loss within a heartbeat and stops writing.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _SETTLE_S = 0.2
 """Seconds after a takeover that another observer may take between its last look and its rename."""
 _RELEASE_S = 5.0
 _BYTES = 512
-"""Bytes of the file, whatever it holds, so that a heartbeat overwrites all of it in one write."""
+"""Bytes of the file, independent of its content, so that a heartbeat overwrites all of it in one write."""
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Holder of a lock, as the file names it."""
+    """Holder of a lock, as the lock file names it."""
 
     job: str
     token: str
     """Token of this acquisition."""
     host: str
     machine: str
-    """The boot and the process namespace in which ``pid`` means something."""
+    """Boot and process namespace in which ``pid`` is valid."""
     pid: int
     started: str
     """Start of the process by its kernel's count, because process ids are used again."""
@@ -63,7 +63,7 @@ class Holder:
 
     @staticmethod
     def of_this_process(job: str) -> Holder:
-        """A new acquisition by this process."""
+        """Return the holder of a new acquisition by this process."""
         pid = os.getpid()
         return Holder(
             job, uuid.uuid4().hex, socket.gethostname(), machine_id(), pid, start_of(pid) or "", round(time.time(), 3)
@@ -71,11 +71,11 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process is known to be gone; False where that cannot be known from here."""
+        """True if the process is known to have ended; False if that cannot be known from here."""
         return is_gone(self.machine, self.pid, self.started)
 
     def sentence(self) -> str:
-        """Return in words which job holds the lock, and since when."""
+        """Return text that names the job, process and host that hold the lock, and since when."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"job {self.job} (pid {self.pid} on {self.host}, since {since})"
 
@@ -85,7 +85,7 @@ class Holder:
 
     @staticmethod
     def decode(data: bytes) -> Holder | None:
-        """The inverse of :meth:`encode`; nothing for a file that is not written yet, or is no lock."""
+        """Return the holder that :meth:`encode` encoded; None for an unwritten file, or one that is no lock."""
         try:
             return Holder(**json.loads(data))
         except (ValueError, TypeError):
@@ -93,22 +93,22 @@ class Holder:
 
 
 class FolderLock:
-    """A lock that this process holds, with a thread that keeps it fresh; made by :func:`acquire`.
+    """Lock that this process holds, with a thread that renews it; :func:`acquire` makes it.
 
-    Use as a context manager, or call :meth:`release`.
+    It is a context manager; other callers call :meth:`release`.
     """
 
     def __init__(self, folder: Path, descriptor: int, own: Holder, report: Report, beat_s: float) -> None:
         self.folder = folder
         self.lost: str | None = None
-        """Holder of the lock in words, once it is not this process any more; None before."""
+        """Text that names the new holder, once another process has taken the lock; None before."""
         self._descriptor, self._mine, self._report, self._beat_s = descriptor, own, report, beat_s
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="moevement-lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Let others have the folder. Waits a few seconds at most, however long the disk takes."""
+        """Release the folder for other jobs. This takes a few seconds at most, however slow the disk is."""
         self._ending.set()
         self._thread.join(_RELEASE_S)
 
@@ -124,7 +124,7 @@ class FolderLock:
 
     def _keep_fresh(self) -> None:
         while not self._ending.wait(self._beat_s) and self.lost is None:
-            with suppress(OSError):  # a disk that is away for a while; the next beat comes when it is back
+            with suppress(OSError):  # the disk may be unreachable for a while; a later heartbeat reaches it
                 self._beat()
         with suppress(OSError):
             if self.lost is None and self._holder_now() == self._mine.token:
@@ -146,7 +146,7 @@ class FolderLock:
         _write(self._descriptor, self._mine)
 
     def _create_again(self) -> None:
-        """Create the lock file again after it was deleted, or after the folder was away and is back."""
+        """Create the lock file again after it was deleted, or after the folder was unreachable for a while."""
         if (descriptor := _create(self.folder / LOCK, self._mine)) is not None:
             os.close(self._descriptor)
             self._descriptor = descriptor
@@ -166,19 +166,20 @@ def acquire(
     beat_s: float = BEAT_S,
     stale_s: float = STALE_S,
 ) -> FolderLock:
-    """Lock ``folder`` for ``job``.
+    """Lock ``folder`` for ``job`` and return the lock.
 
     Args:
-        folder: made if it is not there.
-        job: a name that all processes of one job, and no others, have.
-        flag: what the user gave the folder by, for the message.
-        may_wait: whether a lock whose holder may be dead is watched for ``stale_s``; otherwise it is refused at once.
-        report: called, in words, when that takes a while, and later if another job takes the lock over.
+        folder: folder, which is created if it is missing.
+        job: name that only the processes of one job have.
+        flag: flag by which the user named the folder, for messages.
+        may_wait: True to watch a lock whose holder may be dead for ``stale_s`` seconds; False to refuse the folder at
+            once.
+        report: callback that receives a sentence if that takes a while, and later if another job takes the lock over.
         beat_s: seconds between heartbeats.
-        stale_s: seconds without a heartbeat after which a holder is taken for dead.
+        stale_s: seconds without a heartbeat after which a holder counts as dead.
 
     Raises:
-        FolderInUse: another job holds it.
+        FolderInUse: another job holds the lock.
         OSError: the folder cannot be made, read or written.
     """
     make_folder(folder)
@@ -190,7 +191,7 @@ def acquire(
                 return FolderLock(folder, descriptor, own, report, beat_s)
             os.close(descriptor)
         if (content := _read(path)) is None:
-            continue  # released just now
+            continue  # the holder has just released it
         holder = Holder.decode(content)
         if holder is not None and (holder.job == job or holder.has_ended):
             _put_aside(path, lambda data, token=holder.token: _token(data) == token)  # type: ignore[misc]
@@ -210,8 +211,9 @@ def acquire(
 
 
 def other_holder(folder: Path, job: str) -> str | None:
-    """Return in words the holder of ``folder``, if it is another job than ``job``; None otherwise. Reads the file,
-    which may take long.
+    """Return text that names the holder of ``folder`` if it is another job than ``job``; None otherwise.
+
+    The function reads the lock file, which may take long.
 
     Raises:
         OSError: the folder cannot be read.
@@ -221,7 +223,7 @@ def other_holder(folder: Path, job: str) -> str | None:
 
 
 def _create(path: Path, holder: Holder) -> int | None:
-    """A descriptor of the new file; nothing if there is one already."""
+    """Return a descriptor of the new lock file; None if the file exists."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode().bits)
     except FileExistsError:
@@ -232,11 +234,11 @@ def _create(path: Path, holder: Holder) -> int | None:
 
 def _write(descriptor: int, holder: Holder) -> None:
     os.pwrite(descriptor, holder.encode(), 0)
-    os.fsync(descriptor)  # on a shared file system others see it only then
+    os.fsync(descriptor)  # other hosts of a shared file system see the file only after that
 
 
 def _read(path: Path) -> bytes | None:
-    """Opened again each time: only then does NFS ask the server."""
+    """Return the bytes of a lock file, opened anew because NFS asks the server only then; None if it is missing."""
     try:
         return read_regular(path)
     except FileNotFoundError:
@@ -249,7 +251,7 @@ def _token(data: bytes) -> str | None:
 
 
 def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
-    """Remove a lock whose holder is gone; one that somebody else has created meanwhile is put back."""
+    """Remove a lock whose holder has ended; put it back if another process has created it meanwhile."""
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)
@@ -257,7 +259,7 @@ def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
         return  # another observer was quicker
     try:
         if not is_it(_read(aside) or b""):
-            with suppress(OSError):  # if even that fails its holder finds out at its next heartbeat
+            with suppress(OSError):  # if this fails, its holder notices the loss at its next heartbeat
                 os.link(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Parity instead of copies: groups of ranks on different nodes of whose snapshots other nodes keep combinations."""
+"""Parity instead of copies: nodes outside a group of ranks keep combinations of the group's snapshots."""

@@ -1,7 +1,7 @@
-"""Which combinations of members' bytes are kept, and how a lost member's bytes follow from those that are left.
+"""Coefficients of members' bytes in a group's parity, and recovery of lost members' bytes from the bytes that are left.
 
-A Cauchy matrix, of which every square part has an inverse (Blömer et al., ICSI TR-95-048), with columns scaled so that
-the first row is all ones: one block of parity is XOR.
+The code is a Cauchy matrix, of which every square part has an inverse (Blömer et al., ICSI TR-95-048). Its columns are
+scaled so that the first row is all ones: one block of parity is XOR.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.replication.parity.field import inverse, product, solve
 
 MOST = 128
-"""Members of a group and blocks of parity, together."""
+"""Most members of a group and blocks of parity, together."""
 
 
 @cache
@@ -22,7 +22,7 @@ def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
     """Return the coefficient of each member in each block of parity, elements of GF(256) ``[parities][members]``.
 
     Raises:
-        ConfigError: more than the field has elements for.
+        ConfigError: there are more than :data:`MOST` members and blocks together, or none of either.
     """
     if not members >= 1 or not parities >= 1 or members + parities > MOST:
         raise ConfigError(f"parity of {members} ranks in {parities} blocks; needs 1 or more of each, {MOST} together")
@@ -37,9 +37,9 @@ def recover(
     """Return how each lost member follows from the others and from as many blocks of parity as there are lost members.
 
     Args:
-        lost: places of members in the group.
-        members: places of those that are summed up in the blocks and are there.
-        parities: numbers of blocks that are there.
+        lost: positions in the group of the lost members.
+        members: positions of available members that the blocks contain.
+        parities: numbers of the available blocks.
         size: members of a whole group, and blocks of parity.
 
     Returns:

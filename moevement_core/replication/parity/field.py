@@ -1,9 +1,9 @@
-"""GF(256), as far as Reed-Solomon codes need it: bytes that are added, multiplied and divided.
+"""Arithmetic in GF(256) for Reed-Solomon codes: addition, multiplication and division of bytes.
 
-Blocks of parity are sums of members' bytes, each times a coefficient, and members come one after the other, each from
-another host. zfec and liberasurecode want all blocks of a stripe at once, in one place, and galois is slower
-(``benchmarks/parity_rates.md``); so the sums are made here, two bytes at a time from a table.
-``tests/unit/parity/test_field.py`` compares everything with galois.
+A block of parity is the sum of members' bytes, each times a coefficient. Members arrive one after the other, each from
+another host. zfec and liberasurecode need all blocks of a stripe at once in one place, and galois is slower
+(``benchmarks/parity_rates.md``). So this module computes the sums, two bytes at a time from a table.
+``tests/unit/replication/parity/test_field.py`` compares everything with galois.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 _POLYNOMIAL = 0x11D
 """x^8 + x^4 + x^3 + x^2 + 1, of which 2 is a primitive element."""
 _PIECE = 1 << 19
-"""Words at a time, so that what is looked up stays in the cache."""
+"""Words of two bytes that are multiplied at a time, few enough for the processor's cache."""
 
 
 def _tables() -> tuple[list[int], list[int]]:
@@ -50,14 +50,14 @@ def inverse(element: int) -> int:
 
 @lru_cache(maxsize=32)
 def _products_of_words(coefficient: int) -> npt.NDArray[np.uint16]:
-    """Return the product with each pair of bytes, uint16 ``[65536]``."""
+    """Return the product of ``coefficient`` with each pair of bytes, uint16 ``[65536]``."""
     products = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
     words = np.arange(1 << 16)
     return (products[words >> 8] << np.uint16(8)) | products[words & 255]
 
 
 def add_product(total: Bytes, coefficient: int, values: Bytes) -> None:
-    """``total += coefficient * values``, in place: uint8 arrays of the same length, contiguous."""
+    """Add ``coefficient * values`` to ``total`` in place; both are contiguous uint8 arrays of the same length."""
     if coefficient == 0 or not len(values):
         return
     if coefficient == 1:
@@ -80,10 +80,10 @@ def _words(values: Bytes) -> npt.NDArray[np.uint16]:
 
 
 def solve(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The inverse of a square matrix, by Gauss and Jordan.
+    """Return the inverse of a square matrix, by Gauss-Jordan elimination.
 
     Raises:
-        ZeroDivisionError: it has none.
+        ZeroDivisionError: the matrix has no inverse.
     """
     size = len(matrix)
     rows = [[*row, *(int(at == place) for place in range(size))] for at, row in enumerate(matrix)]

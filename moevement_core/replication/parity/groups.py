@@ -1,4 +1,4 @@
-"""Which ranks are in a group, and who keeps its parity: no node has two parts of anything."""
+"""Groups of ranks, and the ranks that hold their parity: no node has two parts of a group."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from moevement_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of whose snapshots others keep parity."""
+    """Group of ranks whose snapshots are protected by parity on other ranks."""
 
     members: tuple[int, ...]
     holders: tuple[int, ...]
-    """Holder of the first block of parity, of the second, and so on."""
+    """Ranks that hold parity: the first block, the second, and so on."""
     width: int
-    """Members of the widest group of the job, for which coefficients are made."""
+    """Members of the widest group of the job, for which coefficients are computed."""
 
     def place_of(self, rank: int) -> int:
-        """Return the position of a member."""
+        """Return the position of ``rank`` among the members."""
         return self.members.index(rank)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Members, and blocks of parity, that coefficients are made for."""
+        """Members and blocks of parity for which coefficients are computed."""
         return self.width, len(self.holders)
 
 
@@ -34,12 +34,14 @@ Groups = tuple[Group, ...]
 
 
 def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Groups:
-    """Groups of ranks in the same place on different nodes, and holders on others, each with as much as the others.
+    """Return groups of ranks with the same position on different nodes, and holders on other nodes.
+
+    Every node holds about as much parity as the others.
 
     Args:
-        nodes: the node that each rank runs on.
-        members: G, of a group at most.
-        parities: M, nodes that may be lost of any group.
+        nodes: node of each rank.
+        members: G, most members of a group.
+        parities: M, number of nodes of any group that may be lost.
 
     Raises:
         ConfigError: there are too few nodes.
@@ -60,7 +62,8 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
     groups = []
     for place in range(max(map(len, here))):
         for first, last in pairwise(bounds):
-            # Where nodes do not divide evenly, the narrow group goes round, and so do those who can hold for the wide.
+            # Groups move on by one node with each position. So nodes that do not divide evenly take turns in the narrow
+            # group, and in holding parity of the wide one.
             inside = [(node + place) % len(here) for node in range(first, last)]
             group_ranks = tuple(here[node][place] for node in inside if place < len(here[node]))
             if not group_ranks:
@@ -75,11 +78,11 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 WIDEST = 8
-"""Members of a group that is proposed."""
+"""Most members of a group in a proposed scheme."""
 
 
 def still_do(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
-    """Return whether every rank is in a group and no node has two parts of one, now that ranks are on ``nodes``."""
+    """Return True if the groups still fit ``nodes``: every rank is in a group, and no node has two parts of a group."""
     if any(group.size != (members, parities) for group in groups):
         return False
     everyone = sorted(rank for group in groups for rank in group.members)
@@ -90,7 +93,10 @@ def still_do(groups: Groups, nodes: Sequence[Hashable], members: int, parities: 
 
 
 def narrowed(nodes: Sequence[Hashable], members: int, parities: int) -> tuple[int, int]:
-    """The nearest to ``members`` and ``parities`` that a running job's nodes allow; no members: nothing."""
+    """Return the members and blocks, nearest to the wanted ones, that the nodes of a running job allow.
+
+    Both are 0 if only one node is left.
+    """
     count = len(set(nodes))
     parities = min(parities, count - 1)
     return (min(members, count - parities), parities) if parities else (0, 0)

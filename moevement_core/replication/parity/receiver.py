@@ -1,4 +1,4 @@
-"""The receiving side of a member's connection: adds its snapshots to the group's parity, block by block."""
+"""Receiving side of a member's connection: it adds the member's snapshots to the group's parity, block by block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 
 
 class ParityReceiver(Receiver):
-    """Receiver of one member's snapshots. Its answer names the blocks that it wants: all, or those that did not arrive
-    whole.
+    """Receiver of one member's snapshots.
+
+    Its answer GO names the blocks that it wants: all of them, or those that did not arrive whole.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ParityReceiver(Receiver):
         self._say(Kind.KEPT if is_whole else Kind.DAMAGED, message.iteration)
 
     def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
-        """Everything that is not in the sum yet; whether it is now."""
+        """Receive and add the blocks that the sum lacks; return True if it then contains the whole snapshot."""
         group, source, blocks = self._member.group, self._member.source, blocks_of(header)
         wanted = sorted(stripe.missing.get(source, ()))
         if not wanted:
@@ -77,11 +78,14 @@ class ParityReceiver(Receiver):
         return not stripe.missing.get(source)
 
     def _grow(self, nbytes: int) -> bool:
-        """Members of other sizes need more than the largest of them said; whether there is more."""
+        """Allocate memory for a sum of ``nbytes`` bytes; return True if there is enough.
+
+        If members differ in size, their sums need more memory than the largest member asked for.
+        """
         arena, key = self._member.group.arena, self._member.key
         with self._member.growing:
             if arena.available >= in_pages(nbytes):
-                return True  # another member has seen to it
+                return True  # the receiver of another member has allocated it
             wanted = arena.nbytes + in_pages(nbytes)
             if not self._allowance.take(key, wanted):
                 return False

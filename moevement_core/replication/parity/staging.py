@@ -1,4 +1,4 @@
-"""Memory for what is received of a member before it is added to a sum: of a few blocks at a time, for all members."""
+"""Memory of a group for blocks that were received from any member and are not yet added to a sum."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import torch
 
 AT_ONCE = 2
-"""Blocks: one is received while another is added. Tensors are not cut, and a group of nine would have one each."""
+"""Blocks in memory at a time: one is received while another is added. Tensors are never split, and without this limit
+each member of a group would hold a block."""
 
 
 class Staging:
-    """Staging memory of one group. May be used from any thread."""
+    """Staging memory of one group. Any thread may use it."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(AT_ONCE)
@@ -21,9 +22,9 @@ class Staging:
 
     @contextmanager
     def of(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Host memory, uint8 ``[nbytes]``; waits while as many others have some as there may be."""
+        """Lend host memory, uint8 ``[nbytes]``; wait while :data:`AT_ONCE` other blocks are lent."""
         with self._free:
-            # A list's append and pop are atomic; an exception in between costs one allocation.
+            # append and pop of a list are atomic; an exception between them costs one allocation.
             buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
             if buffer.numel() < nbytes:
                 buffer = torch.empty(nbytes, dtype=torch.uint8)

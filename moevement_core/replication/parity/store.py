@@ -1,7 +1,8 @@
-"""Parity of a group's snapshots in this rank's host memory: of each iteration one block, a sum over the members.
+"""Store of a group's parity in this rank's host memory: for each iteration one block, the sum over the members.
 
-Every member adds its own snapshot, block by block as it comes, each checked before it is added; nothing of it is kept
-but the header. A block of parity is never changed again once all members are in it, so what was recoverable stays so.
+Each member adds its own snapshot, block by block. A receiver checks each block before it is added, and keeps nothing of
+the snapshot but its header. A sum that contains all members never changes again, so every recovery that it allows stays
+possible.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from moevement_core.util import damage
 
 @dataclass(slots=True, eq=False)
 class Stripe:
-    """The block of parity of one iteration."""
+    """Block of parity of one iteration: the sum over members, and their headers."""
 
     iteration: int
     total: Buffer
     headers: dict[int, Header] = field(default_factory=dict)
     """Headers of the members that are in the sum, wholly or in part."""
     missing: dict[int, set[int]] = field(default_factory=dict)
-    """Numbers of the blocks that are missing, by member whose snapshot is on its way."""
+    """Numbers of the blocks that the sum lacks, by member whose snapshot is arriving."""
     digest: str | None = None
-    """Digest of the sum, once every member is in it."""
+    """Digest of the sum; None until it contains every member."""
     users: int = 0
-    """Threads that read it or add to it."""
+    """Number of threads that read the sum or add to it."""
     freed: bool = False
 
     @property
     def members(self) -> dict[int, Header]:
-        """Headers of the members that are in the sum wholly."""
+        """Headers of the members that the sum contains wholly."""
         return {source: header for source, header in self.headers.items() if source not in self.missing}
 
 
 class GroupStore:
-    """Parity of one group. May be used from any thread.
+    """Store of one group's parity. Any thread may use it.
 
     Args:
-        group: whose members' snapshots come.
-        number: of the block of parity that is kept here.
-        device: whose host memory it goes to.
+        group: group whose members send their snapshots here.
+        number: number of the block of parity that is kept here.
+        device: device whose host memory holds the sums.
     """
 
     def __init__(self, group: Group, number: int, device: Device) -> None:
@@ -67,17 +68,17 @@ class GroupStore:
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
         self._needed: dict[int, int] = {}
-        """Bytes that each member asked for last, or was found to need beside others."""
+        """Bytes that each member asked for last, or that its receiver allocated beside other sums."""
         self.growing = threading.Lock()
-        """Held by the member's receiver that finds too little room until there is more."""
+        """Lock that a member's receiver holds while it compares memory with its need and allocates more."""
 
     def stripes(self) -> list[Stripe]:
-        """Return the stripes in which no member is only in part, by iteration."""
+        """Return the stripes that contain no member only in part, by ascending iteration."""
         with self._lock:
             return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
     def schedules_of(self, source: int) -> dict[int, str]:
-        """Return the id of the schedule of each iteration in which ``source`` is wholly."""
+        """Return the schedule id of each iteration whose sum contains ``source`` wholly."""
         with self._lock:
             return {
                 iteration: stripe.headers[source].schedule
@@ -86,10 +87,10 @@ class GroupStore:
             }
 
     def begin(self, source: int, header: Header) -> Stripe | None:
-        """A snapshot of ``source`` is about to come; nothing if there is no room for it.
+        """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        What is there already of the same snapshot stays. Where another one of the same iteration is in the sum, nobody
-        can take it out again: a new sum is begun, without the other members.
+        Blocks of the same snapshot that were added earlier stay. Another snapshot of the same iteration cannot be
+        removed from the sum, so a new sum begins without the other members. The caller ends its use with :meth:`end`.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)
@@ -113,7 +114,7 @@ class GroupStore:
             return stripe
 
     def add(self, stripe: Stripe, source: int, number: int, data: Sequence[tuple[Entry, torch.Tensor]]) -> None:
-        """Block ``number`` of a member, whose tensors were checked, becomes part of the sum."""
+        """Add block ``number`` of a member, whose tensors were checked, to the sum."""
         coefficient = self._coefficients[source]
         with self._lock:
             if stripe.freed:
@@ -126,7 +127,10 @@ class GroupStore:
             stripe.missing[source].discard(number)
 
     def end(self, stripe: Stripe, source: int) -> None:
-        """End the adding of ``source``, which may not be in the sum wholly."""
+        """End the use of a stripe that :meth:`begin` returned for ``source``.
+
+        The snapshot may have arrived only in part. The call that completes the sum also computes its digest.
+        """
         with self._lock:
             stripe.users -= 1
             if not stripe.missing.get(source, True):
@@ -145,7 +149,7 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """Return the stripe of an iteration, unchanged until :meth:`give_back`; None if it is gone or damaged."""
+        """Return the stripe of an iteration, unchanged until :meth:`give_back`; None if missing, in part or damaged."""
         with self._lock:
             stripe = self._stripes.get(iteration)
             if stripe is None or stripe.missing:
@@ -159,20 +163,23 @@ class GroupStore:
         return stripe
 
     def give_back(self, stripe: Stripe) -> None:
-        """Release a stripe: it is not read any more."""
+        """End the reading of a leased stripe."""
         with self._lock:
             stripe.users -= 1
             self._release_unless_used(stripe)
 
     def free_before(self, iteration: int) -> None:
-        """Let go of what no recovery needs any more."""
+        """Free stripes before ``iteration``, which no recovery needs."""
         with self._lock:
             self.floor = max(self.floor, iteration)
             for old in [kept for kept in self._stripes if kept < iteration]:
                 self._release(old)
 
     def drop(self, source: int, first: int, count: int) -> None:
-        """A member will never have these again: what it is part of is of no use to the others either."""
+        """Free the stripes of ``count`` iterations from ``first`` on that contain ``source``.
+
+        The source will never send these snapshots again, and the sums are then of no use to other members either.
+        """
         with self._lock:
             iterations = [
                 at for at, stripe in self._stripes.items() if first <= at < first + count and source in stripe.headers
@@ -181,12 +188,15 @@ class GroupStore:
                 self._release(iteration)
 
     def need(self, source: int, nbytes: int) -> None:
-        """Note that ``source`` needs ``nbytes`` from now on."""
+        """Record that ``source`` needs ``nbytes`` bytes from now on."""
         with self._lock:
             self._needed[source] = nbytes
 
     def trim(self) -> bool:
-        """Give back some of what no member needs, once all have said what they need; return whether any went."""
+        """Free some memory that no member needs; return True if any was freed.
+
+        Nothing is freed before every member has asked for memory.
+        """
         with self._lock:
             needed = dict(self._needed)
         before = self.arena.nbytes
@@ -211,11 +221,11 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """Part of one member in a group's parity.
+    """Store of one member, which is a part of the group's parity.
 
     Args:
-        source: the member.
-        group: its store.
+        source: rank of the member.
+        group: store of the group's parity.
     """
 
     def __init__(self, source: int, group: GroupStore) -> None:
@@ -235,7 +245,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory on its first member; 0 on the others."""
+        """Bytes of the group's memory for its first member; 0 for the others."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
@@ -265,7 +275,7 @@ class MemberStore(PeerStore):
 
     @override
     def give_back(self, last: int) -> None:
-        """Nothing: parts of a sum are of use as long as any member needs them."""
+        """Free nothing, because parts of a sum are of use as long as any member needs them."""
 
     @override
     def drop(self, first: int, count: int) -> None:
@@ -289,15 +299,15 @@ class MemberStore(PeerStore):
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the bytes of a snapshot that belong to bytes ``start`` to ``end`` of a sum, each with its position.
+    """Yield the bytes of a snapshot that belong to bytes ``start`` to ``end`` of a sum, each piece with its position.
 
-    Between its tensors it adds nothing: what is there in memory is of no snapshot.
+    The gaps between tensors in memory belong to no snapshot and are left out.
 
     Args:
-        snapshot: of a member.
-        header: of the same as it was sent, without gaps.
-        start: in the payload that ``header`` describes.
-        end: likewise.
+        snapshot: snapshot of a member.
+        header: header of the same snapshot as it was sent, without gaps.
+        start: first byte in the payload that ``header`` describes.
+        end: first byte after the range, in the same payload.
     """
     for sent, held in zip(header.entries, snapshot.in_order(), strict=True):
         first, last = max(sent.offset, start), min(sent.offset + sent.nbytes, end)
