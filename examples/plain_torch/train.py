@@ -324,13 +324,13 @@ class Replay(ft.Trainer):
         self.trainer.forward_backward(iteration)
         reduced = self.trainer.reduce()
         # The norm of the first execution includes gradients that frozen operators do not have in a replay.
-        self.came_of = outcome["step"] if outcome is not None else reduced
-        self.trainer.update(self.came_of)
+        self.step_outcome = outcome["step"] if outcome is not None else reduced
+        self.trainer.update(self.step_outcome)
         self.trainer.iteration = iteration
         return self.trainer.losses[iteration]
 
     def record(self) -> Mapping[str, Any]:
-        return {"step": self.came_of}
+        return {"step": self.step_outcome}
 
 
 class RouterCounts:

@@ -14,7 +14,7 @@ from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
-from megatron.moevement.optimizer.views import OperatorViews, in_place_of, operator_views, operators_of, twins
+from megatron.moevement.optimizer.views import OperatorViews, in_place_of, live_replicas, operator_views, operators_of
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import leftovers, places
 from megatron.moevement.restart.groups import Groups, move_to_groups
@@ -219,7 +219,7 @@ class MegatronBinding(Binding):
         return self.parameter_keys
 
     @override
-    def books(self) -> float:
+    def run_totals(self) -> float:
         from megatron.training import get_args
 
         return float(get_args().num_floating_point_operations_so_far)
@@ -246,10 +246,10 @@ class MegatronBinding(Binding):
         leftovers.clear_gradients(self.live)
 
     @override
-    def resume(self, until: int, books: float) -> None:
+    def resume(self, until: int, run_totals: float) -> None:
         from megatron.training import get_args
 
-        get_args().num_floating_point_operations_so_far = books
+        get_args().num_floating_point_operations_so_far = run_totals
         self.on_resume(until)
 
     @override
@@ -261,17 +261,17 @@ class MegatronBinding(Binding):
         return replica_digests(self.live)
 
     @override
-    def twins(self) -> Collection[int]:
+    def live_replicas(self) -> Collection[int]:
         from megatron.training import get_args
 
         args = get_args()
         # Replicas have different random states, or FP8 scales that each computed alone.
         if args.data_parallel_random_init or args.fp8:
             return ()
-        return twins(self._chunks(), self.live.optimizer)
+        return live_replicas(self._chunks(), self.live.optimizer)
 
     @override
-    def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
+    def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
         states = operator_views(self._chunks(), self.live.optimizer, in_place_of(rank)).states
         return {operator.name: state for operator, state in states.items()}
 

@@ -223,7 +223,7 @@ class Checkpointer:
             self._make_more_room(self.history.at(iteration))  # for a new run beside the persisted one
             if not self._has_room(iteration):
                 if self.replicator.are_full:  # perhaps not known yet when the window was abandoned
-                    self._let_go_of_what_is_under_way()
+                    self._drop_open_window()
                 return False
         self._paused = False
         return True
@@ -323,7 +323,7 @@ class Checkpointer:
 
     def persisted(self) -> dict[int, Any]:
         """Return the contents of snapshots that all peers have, by iteration; with no peers, of captured ones."""
-        return self.own.had_by(self.replicator.peers)
+        return self.own.acked_by(self.replicator.peers)
 
     @property
     def is_saving(self) -> bool:
@@ -445,9 +445,9 @@ class Checkpointer:
         """
         if snapshot.iteration in self.own:
             return True
-        had_by = self.replicator.had_by(snapshot)
-        if self.own.keepers is not None and self.own.keepers <= set(had_by):
-            self.own.know_of(snapshot, had_by)
+        acked_by = self.replicator.acked_by(snapshot)
+        if self.own.keepers is not None and self.own.keepers <= set(acked_by):
+            self.own.register_remote(snapshot, acked_by)
             return True
         return self.capturer.adopt(snapshot)
 
@@ -536,7 +536,7 @@ class Checkpointer:
 
     def _captured(self, held: Held, snapshot: Snapshot) -> None:
         """Pass a captured snapshot to the senders; called on the capture thread."""
-        self.own.captured(held, snapshot, self.replicator.had_by(snapshot))
+        self.own.captured(held, snapshot, self.replicator.acked_by(snapshot))
         self.replicator.replicate(held)
         self.own.end_use(held)
 
@@ -590,7 +590,7 @@ class Checkpointer:
         schedule = self.history.at(iteration)
         return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
-    def _let_go_of_what_is_under_way(self) -> list[int]:
+    def _drop_open_window(self) -> list[int]:
         under_way = self.lifetime.under_way(self.own.deliverable(), peers_are_full=self.replicator.are_full)
         self.own.free(under_way)
         if under_way:
@@ -600,7 +600,7 @@ class Checkpointer:
     def _abandon(self, iteration: int) -> None:
         """Abandon the unfinished window, and pause snapshots until memory for a whole window is free."""
         is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
-        under_way = self._let_go_of_what_is_under_way()
+        under_way = self._drop_open_window()
         self._paused = True
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... time is reported

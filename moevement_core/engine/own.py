@@ -76,9 +76,9 @@ class OwnSnapshots:
             self._held[iteration] = held
         return held
 
-    def captured(self, held: Held, snapshot: Snapshot, had_by: Iterable[int]) -> None:
-        """Record that ``snapshot`` is captured, and that the peers in ``had_by`` hold it already."""
-        snapshot.acknowledged.update(had_by)
+    def captured(self, held: Held, snapshot: Snapshot, acked_by: Iterable[int]) -> None:
+        """Record that ``snapshot`` is captured, and that the peers in ``acked_by`` hold it already."""
+        snapshot.acknowledged.update(acked_by)
         with self._lock:
             held.snapshot = snapshot
 
@@ -164,7 +164,7 @@ class OwnSnapshots:
                 self._drop(held)
             return len(dropped)
 
-    def know_of(self, snapshot: Snapshot, peers: Iterable[int]) -> None:
+    def register_remote(self, snapshot: Snapshot, peers: Iterable[int]) -> None:
         """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
         known = Snapshot(snapshot.header, Buffer(), set(peers))
         with self._lock:
@@ -210,7 +210,7 @@ class OwnSnapshots:
         with self._lock:
             return {iteration: held.contents for iteration, held in self._held.items() if not held.undeliverable}
 
-    def had_by(self, peers: Collection[int]) -> dict[int, Contents]:
+    def acked_by(self, peers: Collection[int]) -> dict[int, Contents]:
         """Return the contents of snapshots that all ``peers`` hold, by iteration; with no peers, of captured ones."""
         wanted = set(peers)
         with self._lock:

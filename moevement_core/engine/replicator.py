@@ -15,7 +15,7 @@ from moevement_core.snapshot.snapshot import Snapshot
 class Replicator:
     """Senders and receivers of one rank.
 
-    Every method is for the training thread. The capture thread also calls :meth:`had_by` and :meth:`replicate`.
+    Every method is for the training thread. The capture thread also calls :meth:`acked_by` and :meth:`replicate`.
 
     Args:
         own: snapshots of this rank.
@@ -52,7 +52,7 @@ class Replicator:
         for sender in self._senders:
             sender.open(nbytes)
 
-    def had_by(self, snapshot: Snapshot) -> list[int]:
+    def acked_by(self, snapshot: Snapshot) -> list[int]:
         """Return the peers that hold ``snapshot`` already; all peers if replication is off."""
         return peers_with(snapshot, self._has) if self.enabled else sorted(self.peers)
 

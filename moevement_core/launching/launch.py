@@ -27,7 +27,7 @@ from moevement_core.launching.limits import check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.store_process import StoreProcess
-from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
+from moevement_core.launching.watch import ReplaceFailedRanks, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.rendezvous.config import lease_seconds
@@ -175,7 +175,7 @@ def _run(launch: Launch) -> int:
                 if launch.spares is None:
                     watch = UntilOneFails(children, record, progress.say, pages)
                 else:
-                    watch = ReplaceWhoDies(
+                    watch = ReplaceFailedRanks(
                         starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
                         lease_of(launch.argv), record, progress, children, launch.respawn_after_s,
                     )  # fmt: skip

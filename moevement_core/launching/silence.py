@@ -21,7 +21,7 @@ SILENT_ITERATIONS = 20
 """Number of the longest iterations so far that must fit into the silence before it is reported."""
 
 
-class Silence:
+class HangDetector:
     """Detector of stopped ranks, and of a job in which no iteration ends any more; it reports each case once.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from moevement_core import log
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.job_file import Outcome
-from moevement_core.launching.silence import Silence
+from moevement_core.launching.silence import HangDetector
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.respawns import WAIT_S
@@ -66,7 +66,7 @@ class UntilOneFails(Watch):
         pages: Sequence[StatusPage] = (),
     ) -> None:
         self._children, self._pages = children, pages
-        self._silence = Silence(children, record, say)
+        self._silence = HangDetector(children, record, say)
 
     def is_running(self) -> bool:
         """Look at every process; end all of them if one has failed."""
@@ -134,7 +134,7 @@ def _say_who_failed(children: list[Child]) -> Outcome:
     return Outcome(1, reason)
 
 
-class ReplaceWhoDies(Watch):
+class ReplaceFailedRanks(Watch):
     """Watch of a job with spares: a spare replaces a failed rank, and a new process starts for each that ends.
 
     Args:

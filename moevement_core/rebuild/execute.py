@@ -1,6 +1,6 @@
 """Execution of a prepared recovery: stages that lost their state replay, the others feed them, and all ranks verify it.
 
-Every rank calls :func:`carry_out` at the same point. An error that one rank finds is raised on all.
+Every rank calls :func:`execute` at the same point. An error that one rank finds is raised on all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moevement_core.operators import EMBEDDING
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.feeders import start_feeders
 from moevement_core.rebuild.prepare import Prepared
-from moevement_core.rebuild.reexecution import RunAgain, TakeAgain
+from moevement_core.rebuild.reexecution import Recapture, Reexecution
 from moevement_core.rebuild.verdict import Part, agree
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.places import Source
@@ -23,11 +23,11 @@ from moevement_core.run.outcome import Recovery
 from moevement_core.topology.parts import Parts
 
 
-def carry_out(
+def execute(
     parts: Parts,
     prepared: Prepared,
     lost: LostTokens,
-    take_again: TakeAgain | None,
+    recapture: Recapture | None,
 ) -> tuple[Recovery, Mapping[str, Any]]:
     """Execute a prepared recovery, and compare its result. Every rank calls it, inside the training loop.
 
@@ -37,7 +37,7 @@ def carry_out(
         parts: parts of this rank.
         prepared: prepared recovery, with the snapshots of this rank.
         lost: tokens of this stage whose updates are missing in the restored state.
-        take_again: function that captures snapshots again, if the earlier ones are invalid; see :class:`RunAgain`.
+        take_again: function that captures snapshots again, if the earlier ones are invalid; see :class:`Reexecution`.
 
     Returns:
         Summary over all ranks, and the record of the last iteration that this rank re-executed; empty without one.
@@ -51,7 +51,7 @@ def carry_out(
     with_all = any(len(each_plan.ranks) == parts.topology.world for each_plan in prepared.plans)
     shared_from = _shared_from(parts, plan)
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now, enabled=prepared.is_comparable)
-    reexecution = RunAgain(parts, prepared, plan, take_again) if plan is not None else None
+    reexecution = Reexecution(parts, prepared, plan, recapture) if plan is not None else None
     if reexecution is not None:
         reexecution.adopt()
     feeders = [] if with_all else start_feeders(parts, prepared)

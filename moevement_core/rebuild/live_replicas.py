@@ -37,7 +37,7 @@ LIVE = "live"
 """Marker in the place of a schedule's id: the snapshot was made of live state, and belongs to no window."""
 
 
-class Twins(SnapshotSource):
+class LiveReplicas(SnapshotSource):
     """Source of live state that this rank can give to failed ranks that held the same.
 
     Args:
@@ -53,7 +53,7 @@ class Twins(SnapshotSource):
         """Return the failed ranks whose state is live on this rank, each with its stage's number of operators."""
         if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
             return {}
-        return {rank: len(self._topology.table) for rank in self._binding.twins() if rank in lost}
+        return {rank: len(self._topology.table) for rank in self._binding.live_replicas() if rank in lost}
 
     def holdings(self) -> Sequence[Holding]:
         """Return no holdings: a snapshot is made when it is opened."""
@@ -64,7 +64,7 @@ class Twins(SnapshotSource):
         mark = self._mark
         if mark is None or mark.iteration != iteration:
             return None
-        states, table = self._binding.states_of_twin(owner), self._topology.table
+        states, table = self._binding.states_of_replica(owner), self._topology.table
         # A snapshot is taken when the next iteration begins, after any evaluation or save scheduled between the two.
         boundary = mark.boundary if mark.resumed is None else mark.resumed
         marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})

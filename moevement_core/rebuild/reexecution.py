@@ -18,14 +18,14 @@ from moevement_core.restart.generation import working
 from moevement_core.topology.parts import Parts
 
 
-class TakeAgain(Protocol):
-    """Type of :meth:`moevement_core.saving.saving.Saving.take_again`."""
+class Recapture(Protocol):
+    """Type of :meth:`moevement_core.saving.saving.Saving.recapture`."""
 
     def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Capture snapshots again. Called on every rank when the state of ``iteration`` is live."""
 
 
-class RunAgain(Observer):
+class Reexecution(Observer):
     """Execution of iterations again on one rank.
 
     Args:
@@ -36,12 +36,12 @@ class RunAgain(Observer):
             iteration but the last; None if earlier snapshots are still valid.
     """
 
-    def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, take_again: TakeAgain | None) -> None:
+    def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
         self.replayed = 0
         """Number of iterations re-executed so far."""
         self.redone = 0
         """Number of iterations whose updates were repeated so far."""
-        self._parts, self._prepared, self._plan, self._take_again = parts, prepared, plan, take_again
+        self._parts, self._prepared, self._plan, self._take_again = parts, prepared, plan, recapture
         self._gradients_stay = True
 
     def adopt(self) -> None:
@@ -116,10 +116,10 @@ class RunAgain(Observer):
             checkpointer.take(iteration, {"boundary": binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
 
-    def _lose(self, take_again: TakeAgain, iteration: int, record: Mapping[str, Any]) -> None:
+    def _lose(self, recapture: Recapture, iteration: int, record: Mapping[str, Any]) -> None:
         """Replace the saved snapshot of an iteration, which belongs to another history because updates were lost."""
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:
             raise NotImplementedError(f"{type(binding).__name__}: its trainer has no record() of a step")
-        take_again(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)
+        recapture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)

@@ -142,7 +142,7 @@ def replay(
         Record of the last executed iteration; empty if none was executed.
     """
     run = plan.runs[stage]
-    came_of: Mapping[str, Any] = {}
+    step_outcome: Mapping[str, Any] = {}
     updated: frozenset[str] = frozenset()
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
@@ -159,7 +159,7 @@ def replay(
         if iteration == plan.until:
             break
         if iteration >= run.last:
-            observer.is_dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
+            observer.is_dense(iteration, step_outcome if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
             continue  # snapshots from before the job's first iteration: no iteration lies between this one and the next
         following = snapshots.get(iteration + 1)
@@ -185,10 +185,10 @@ def replay(
         check.compare_losses(iteration + 1, losses, outcome)
         sent = trainer.sent(iteration + 1)
         check.compare_sent(iteration + 1, sent, outcome)
-        came_of = {
+        step_outcome = {
             "iteration": iteration + 1, "losses": losses, "sent": sent, **trainer.record(), **(outcome or {}),
         }  # fmt: skip
-    return came_of
+    return step_outcome
 
 
 def _gradients(snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[tuple[str, torch.Tensor]]]:

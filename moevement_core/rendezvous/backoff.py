@@ -12,7 +12,7 @@ SHARE = 20
 """Ratio of the backoff to the duration of the last look, so that looks take at most a twentieth of the time."""
 
 
-class Now:
+class Backoff:
     """Schedule of looks at a value: a look is due when the value's bell has rung, and otherwise after a backoff.
 
     The caller enters the object as a context manager around each look. The writer of a value rings its bell. The bell

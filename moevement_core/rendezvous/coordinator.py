@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
-from moevement_core.rendezvous.backoff import Now
+from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
@@ -136,7 +136,7 @@ class Coordinator:
         """Number of consecutive ranks that communicate in every layer, and should be on one node."""
         self._split: set[int] = set()
         """Numbers of the blocks that span nodes and were reported."""
-        self._adopts = Now(clock)
+        self._adopts = Backoff(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from moevement_core.rendezvous.backoff import Now
+from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.roster import FINISHED, LEAVING, LEFT
 from moevement_core.rendezvous.signed_store import SignedStore
 
@@ -33,7 +33,7 @@ class Entered:
         """Phase of leaving that each member last reported."""
         self._found: dict[str, int] = {}
         """Number of values found in the last look, by key."""
-        self._looks: dict[str, Now] = {}
+        self._looks: dict[str, Backoff] = {}
         """Backoff of looks by key, so that a step of a job of 1000 ranks does not read 1000 values from the store."""
         self._store, self._clock = store, clock
 
@@ -56,7 +56,7 @@ class Entered:
             Values by member; None if no further member has written since the last look, or no look is due.
         """
         name = key.format(generation)
-        look = self._looks.setdefault(name, Now(self._clock))
+        look = self._looks.setdefault(name, Backoff(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
         # Read each value once. A stranger may overwrite it between two reads, and a counted member is not read again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from moevement_core.rendezvous.backoff import Now
+from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, NoticedBy
 from moevement_core.rendezvous.signed_store import SignedStore
 
@@ -36,7 +36,7 @@ class Membership:
         self.joined_at = clock()
         """Time in seconds of the clock at which the newest member joined."""
         self._store, self._clock = store, clock
-        self._look = Now(clock)
+        self._look = Backoff(clock)
         self._renewed: dict[int, float] = {}
         """Time in seconds of the clock at which the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}

@@ -66,7 +66,7 @@ REPORT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Watching:
+class GuardSettings:
     """Settings for the guard of a rank while it trains."""
 
     hang_s: float
@@ -84,7 +84,7 @@ class Training(ABC):
 
     @property
     @abstractmethod
-    def watching(self) -> Watching:
+    def watching(self) -> GuardSettings:
         """Settings for the guard, and the devices of this process."""
 
     @abstractmethod

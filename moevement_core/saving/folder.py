@@ -58,7 +58,7 @@ RECOVERY_PATIENCE_S = 2.0
 """
 
 
-def find_place(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
+def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder, and find the ranks that share it. Every rank calls it.
 
     A folder that is only read may be on a read-only mount. Ranks that see the same files in it then share it.
@@ -136,7 +136,7 @@ def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _
     return findings
 
 
-def lock_place(
+def lock_folder(
     flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
 ) -> FolderLock | None:
     """Lock every folder for this job, on the first rank of each. Every rank calls it.

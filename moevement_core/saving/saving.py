@@ -294,7 +294,7 @@ class Saving:
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
-    def went_back_to(self, iteration: int) -> None:
+    def rolled_back_to(self, iteration: int) -> None:
         """Discard decisions and snapshots after ``iteration``, to which a lossy recovery has rolled back."""
         now = generation()
         history = now.roster.generation if now is not None else 0
@@ -309,7 +309,7 @@ class Saving:
         """True if the ranks have agreed that a window is persisted on every rank."""
         return self.checkpointer.progress.persisted != NONE
 
-    def take_again(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
+    def recapture(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """Recapture ``SS_iteration`` in a lossy recovery, whose re-executed iterations may have other outcomes.
 
         Args:

@@ -41,7 +41,7 @@ class StepRecords:
         """Set the last record to that of ``iteration``, which training resumes from; empty if it never ran."""
         self._last = {} if was_left_out else self._record_of(iteration)
 
-    def ran_again(self, record: Mapping[str, Any]) -> None:
+    def reexecuted(self, record: Mapping[str, Any]) -> None:
         """Drop all outcomes, because the job rolled back to a state from which steps may have other outcomes.
 
         Args:

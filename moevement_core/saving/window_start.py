@@ -16,7 +16,7 @@ from moevement_core.comms.connections import Address, Connections
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.recovery import flips
-from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_place
+from moevement_core.saving.folder import START_PATIENCE_S, SharedFolder, find_folder
 from moevement_core.saving.identity import JobNames
 from moevement_core.saving.window_files import Loaded, Resize, load_newest
 from moevement_core.storage.manifest import Manifest, is_of_job
@@ -78,7 +78,7 @@ def _load_own(
         return None
     node = config.copies.node_of(dist.get_rank())
     try:
-        place = find_place("--moevement-persist-dir", template, node, START_PATIENCE_S)
+        place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
         return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name), resize)
     except (ConfigError, RecoveryError) as error:  # on every rank alike
         if dist.get_rank() == 0:
@@ -95,7 +95,7 @@ def _load_named(
         return None
     rank, iteration = dist.get_rank(), binding.iteration
     node = config.copies.node_of(rank)
-    place = find_place("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
+    place = find_folder("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
     loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"

@@ -395,7 +395,9 @@ class WindowDecisions:
                 self._sums.append((counts, work))
                 continue
             for row in counts.numpy():
-                (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(row))
+                (self.strategy.observe_extra_tokens if counter is self._room else self.strategy.observe)(
+                    np.asarray(row)
+                )
 
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
         """Return, for each of ``schedules``, the host memory that every rank would need. Collective.

@@ -16,8 +16,8 @@ from moevement_core.saving.folder import (
     RECOVERY_PATIENCE_S,
     START_PATIENCE_S,
     SharedFolder,
-    find_place,
-    lock_place,
+    find_folder,
+    lock_folder,
     refuse_foreign_windows,
 )
 from moevement_core.saving.identity import JobNames
@@ -134,7 +134,7 @@ class WindowsOnDisk:
             self._reports.warn(text, WindowsNotOnDisk(text, failed))
         self._failed = failed
 
-    def that_lead_to(self, until: int) -> JobWindows:
+    def windows_reaching(self, until: int) -> JobWindows:
         """Return the windows of this start of the job from which a replay to ``until`` is shorter than a restart's.
 
         Only this method reads the disk, if snapshots in memory are not enough.
@@ -173,8 +173,8 @@ class WindowsOnDisk:
         """
         flag, node = "--moevement-persist-dir", self._config.copies.node_of(self.topology.rank)
         patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
-        place = find_place(flag, template, node, patience_s)
-        self._lock = lock_place(flag, place, self._names.name, self._lock, patience_s, may_wait=is_start)
+        place = find_folder(flag, template, node, patience_s)
+        self._lock = lock_folder(flag, place, self._names.name, self._lock, patience_s, may_wait=is_start)
         if is_start:
             refuse_foreign_windows(place, self._config.disk.load, node)
         return place

@@ -32,15 +32,15 @@ from moevement_core.restart import injection
 from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import generation
-from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
+from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
 from moevement_core.run.events import Ended, Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
-from moevement_core.session.rejoin import NoWayBack, Rejoined, rejoin
+from moevement_core.session.rejoin import Rejoined, Unrecoverable, rejoin
 from moevement_core.session.run_directory import (
     Lines,
     begin_record,
-    go_on_with_record,
+    continue_record,
     lock_run_directory,
     plain_config,
     state_digest,
@@ -147,9 +147,9 @@ class _Loop(Training):
 
     @property
     @override
-    def watching(self) -> Watching:
+    def watching(self) -> GuardSettings:
         hang_s = LEASES_TO_HANG * self._config.timeouts.lease_s
-        return Watching(hang_s, faults=self._config.drill.faults, devices=visible_devices())
+        return GuardSettings(hang_s, faults=self._config.drill.faults, devices=visible_devices())
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
@@ -221,7 +221,7 @@ class _Loop(Training):
                 log.warning(f"every rank restarts, because {why}")
             self._forget()
             return False
-        except NoWayBack:  # in the next generation no rank has state, so the job restarts
+        except Unrecoverable:  # in the next generation no rank has state, so the job restarts
             self._has_begun = False
             raise
         return True
@@ -229,7 +229,7 @@ class _Loop(Training):
     def _joined(self, session: Session, until: int) -> None:
         self._session, binding = session, session.binding
         if self._run_dir is not None and binding.record is None and dist.get_rank() == dist.get_world_size() - 1:
-            binding.record = go_on_with_record(self._run_dir, job_name() or "", self._flags, until)
+            binding.record = continue_record(self._run_dir, job_name() or "", self._flags, until)
 
     def _finish(self, session: Session) -> None:
         """Write the summary after the end of the loop. Every rank calls it."""

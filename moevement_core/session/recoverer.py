@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.partial_experts import LostTokens
-from moevement_core.rebuild.execute import carry_out
-from moevement_core.rebuild.live_replicas import Twins
+from moevement_core.rebuild.execute import execute
+from moevement_core.rebuild.live_replicas import LiveReplicas
 from moevement_core.rebuild.prepare import Prepared, Scope, prepare
 from moevement_core.rebuild.survivors import Kept, check_kept
 from moevement_core.recovery import flips
@@ -80,7 +80,7 @@ class Recoverer:
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         self._memory = memory
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
-        live_replicas = Twins(parts.binding, topology, mark)
+        live_replicas = LiveReplicas(parts.binding, topology, mark)
         sources[Source.REPLICA] = live_replicas
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
@@ -118,7 +118,7 @@ class Recoverer:
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
 
-    def carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
+    def execute(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Execute a prepared recovery, and return its summary. Called inside the training loop.
 
         Args:
@@ -161,11 +161,11 @@ class Recoverer:
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         lost, self._placed_since = self._go_back(prepared), prepared.placed_since
         with self.replaying():
-            done, last_record = carry_out(
-                self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.take_again
+            done, last_record = execute(
+                self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.recapture
             )
         if lost is not None:
-            self._records.ran_again(last_record)
+            self._records.reexecuted(last_record)
         self._release()
         self.done.append(done)
         if is_reported:  # otherwise the account of the whole failure contains it
@@ -192,7 +192,7 @@ class Recoverer:
                 "to older ones, and how many tokens those lack it alone can tell; give that strategy"
             )
         lost = self._windows.go_back(run, learned)
-        self._saving.went_back_to(prepared.own_plan.iterations.start - 1)
+        self._saving.rolled_back_to(prepared.own_plan.iterations.start - 1)
         return lost
 
     def _prepare_from_disk(
@@ -218,7 +218,7 @@ class Recoverer:
         Raises:
             RecoveryError: the state is unrecoverable from disk, too.
         """
-        on_disk = self._disk.that_lead_to(until)
+        on_disk = self._disk.windows_reaching(until)
         if not on_disk.windows:
             raise cause or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
         prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)

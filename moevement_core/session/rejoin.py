@@ -48,8 +48,8 @@ class RankReport:
     """Rank-independent boundary state at the beginning of the next iteration, taken after any evaluation or save
     scheduled there; None if the rank had not begun that iteration.
     """
-    books: Any = None
-    """Totals of the job that replacements continue (``Binding.books``)."""
+    run_totals: Any = None
+    """Totals of the job that replacements continue (``Binding.run_totals``)."""
     shared: Any = None
     """Data from which a replacement builds its model and optimizer (``Binding.shared``)."""
     keeps: Copies = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _Sent:
 
     status: RankStatus
     data: Plain
-    """Values of ``outcome``, ``common``, ``begun``, ``books`` and ``shared``, in this order."""
+    """Values of ``outcome``, ``common``, ``begun``, ``run_totals`` and ``shared``, in this order."""
     keeps: dict[int, dict[int, str]]
     policy: SentPolicy | None
     goal: _Sent | None
@@ -76,7 +76,7 @@ def _packed(report: RankReport) -> _Sent:
     begun = dict(report.begun) if report.begun is not None else None
     return _Sent(
         report.status,
-        Plain((dict(report.outcome), dict(report.common), begun, report.books, report.shared)),
+        Plain((dict(report.outcome), dict(report.common), begun, report.run_totals, report.shared)),
         {rank: dict(copies) for rank, copies in report.keeps.items()},
         SentPolicy.of(report.policy) if report.policy is not None else None,
         _packed(report.goal) if report.goal is not None else None,
@@ -84,9 +84,9 @@ def _packed(report: RankReport) -> _Sent:
 
 
 def _unpacked(sent: _Sent) -> RankReport:
-    outcome, common, begun, books, shared = sent.data.value
+    outcome, common, begun, run_totals, shared = sent.data.value
     return RankReport(
-        sent.status, outcome, common, begun, books, shared, sent.keeps,
+        sent.status, outcome, common, begun, run_totals, shared, sent.keeps,
         sent.policy.policy() if sent.policy is not None else None,
         _unpacked(sent.goal) if sent.goal is not None else None,
     )  # fmt: skip
@@ -142,7 +142,7 @@ class Rejoined:
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
             if session.recoverer.may_differ:
                 outcomes = {}
-            recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
+            recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
         refuse_if_interrupted()  # digests do not cover all reductions of a replay, and an aborted one may seem complete
         if is_restored:
             # The snapshot may follow the scheduled evaluation or save, which is then repeated from the state before it.
@@ -182,7 +182,7 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
         keeps=session.saving.keeps(),
         shared=binding.shared(),
         policy=session.saving.policy(),
-        books=binding.books(),
+        run_totals=binding.run_totals(),
     )
     mark = session.commit.mark if not session.commit.torn else None
     if mark is None:
@@ -197,7 +197,7 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
     )
 
 
-class NoWayBack(RecoveryError):
+class Unrecoverable(RecoveryError):
     """Error that the lost state is unrecoverable, raised on every rank. The session is unusable afterwards."""
 
 
@@ -251,7 +251,7 @@ def rejoin(
         session.saving.take_start()
     common = reached.common if point.is_between else reached.begun or reached.common
     binding.put_progress(common["progress"])
-    binding.resume(point.iteration, reached.books)
+    binding.resume(point.iteration, reached.run_totals)
     session.saving.disk.start()
     prepared = None
     if point.lost_stages:
@@ -260,7 +260,7 @@ def rejoin(
                 mark = session.commit.mark if not session.commit.torn else None
                 prepared = session.recoverer.prepare(point.iteration, point.lost_stages, point.lost_ranks, mark)
         except RecoveryError as error:
-            raise NoWayBack(str(error)) from error
+            raise Unrecoverable(str(error)) from error
     if session.saving.topology.stage not in point.lost_stages:
         session.commit.gather(now=True)
     return Rejoined(

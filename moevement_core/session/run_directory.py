@@ -88,7 +88,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
     return record
 
 
-def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
+def continue_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
     """Continue the record after a failure, in a process that was not the last rank before. Only the last rank calls it.
 
     Args:

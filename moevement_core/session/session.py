@@ -110,7 +110,7 @@ class Session:
         Called inside the training loop, before its first iteration, unless :meth:`Rejoined.resume` does the recovery.
         """
         if prepared := self._prepared:
-            self.recoverer.carry_out(prepared)
+            self.recoverer.execute(prepared)
             self._prepared = None  # frees its host memory
             self.saving.windows.forget(self.binding.iteration)
         refuse_if_interrupted()  # this state depends on exchanges that an interruption may have cut off

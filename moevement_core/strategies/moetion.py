@@ -105,7 +105,7 @@ class MoEtion(Selecting):
         """Tokens that extra capacity still owes to all experts of the stage."""
         return int(self._owed.sum())
 
-    def let_in(self, tokens: Scores) -> None:
+    def observe_extra_tokens(self, tokens: Scores) -> None:
         """Subtract the tokens that extra capacity admitted from the tokens owed."""
         self._owed = np.maximum(0, self._owed - np.rint(tokens).astype(np.int64))
 

@@ -161,7 +161,7 @@ class Strategy(ABC):
         """Tokens that recoveries cost experts of the stage, less those that extra capacity has admitted since."""
         return 0
 
-    def let_in(self, tokens: Scores) -> None:  # noqa: B027
+    def observe_extra_tokens(self, tokens: Scores) -> None:  # noqa: B027
         """Subtract the tokens that only extra capacity admitted from the tokens owed.
 
         Args:

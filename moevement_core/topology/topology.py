@@ -21,7 +21,7 @@ from moevement_core.policy.holding import most_held
 from moevement_core.recovery import flips
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
-from moevement_core.replication.parity.groups import WIDEST, Groups, make_groups, narrowed, still_do
+from moevement_core.replication.parity.groups import WIDEST, Groups, groups_still_fit, make_groups, narrowed
 from moevement_core.replication.parity.staging import AT_ONCE
 from moevement_core.replication.placement import (
     Copies,
@@ -273,7 +273,7 @@ def _in_parity(
     if not blocks:
         return _Guard([()] * len(nodes), (), "one node is left, and nobody to keep parity")
     before = next((other.groups for other in ranks if other.groups is not None), ())
-    groups = before if still_do(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
+    groups = before if groups_still_fit(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
     holders = {rank: group.holders for group in groups for rank in group.members}
     return _Guard([holders[rank] for rank in range(len(nodes))], groups, warning)
 

@@ -12,7 +12,7 @@ Methods in the order of a job's life, and their callers:
 ``states``
 ``boundary``                  every rank, between two iterations
 ``commit_point``              every rank, once; its ``step`` in each iteration
-``shared``, ``books``         survivors, after a failure
+``shared``, ``run_totals``         survivors, after a failure
 ``regroup`` or ``build``      survivors (``regroup``) or replacements (``build``), after a failure
 ``clear_gradients``,          every rank, after ``regroup`` or ``build``
 ``put_progress``, ``resume``
@@ -195,7 +195,7 @@ class Binding(ABC):
         """Return the data of a survivor from which a replacement builds itself without communication."""
         return None
 
-    def books(self) -> Any:
+    def run_totals(self) -> Any:
         """Return totals of a survivor that a replacement continues; they are not part of the state."""
         return None
 
@@ -218,12 +218,12 @@ class Binding(ABC):
     def clear_gradients(self) -> None:
         """Drop all gradients of the interrupted iteration, including those in reduction buffers."""
 
-    def resume(self, until: int, books: Any) -> None:
+    def resume(self, until: int, run_totals: Any) -> None:
         """Set records and counters to ``until``, the iteration that training resumes from.
 
         Args:
             until: resume iteration.
-            books: result of :meth:`books` on a survivor.
+            books: result of :meth:`run_totals` on a survivor.
         """
 
     def gradients_left(self) -> list[str]:
@@ -234,14 +234,14 @@ class Binding(ABC):
         """Return digests of compute weights that several ranks hold alike, without communication."""
         return []
 
-    def twins(self) -> Collection[int]:
+    def live_replicas(self) -> Collection[int]:
         """Return the live replicas of this rank: other ranks that hold all of its state and of its boundary record. The
         default is none.
         """
         return ()
 
-    def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
-        """Return, from this rank's tensors, the part that ``rank``, one of the :meth:`twins`, returns as
+    def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
+        """Return, from this rank's tensors, the part that ``rank``, one of the :meth:`live_replicas`, returns as
         :meth:`states`. Called only if there are live replicas.
         """
         raise NotImplementedError

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from moevement_core.errors import ConfigError
-from moevement_core.saving.folder import find_place
+from moevement_core.saving.folder import find_folder
 from moevement_core.saving.window_files import windows_of_all
 from moevement_core.storage.manifest import Manifest
 from tests.bad_input.command import Need, Reason, unnamed
@@ -46,11 +46,11 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("alone")
 def test_windows_are_found_where_nobody_can_write(read_only: Path) -> None:
-    place = find_place("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
+    place = find_folder("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
     assert (place.path, place.members) == (read_only, (0,))
     assert [one.reaches for one in windows_of_all(place)] == [5]
     with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {Reason(errno.EROFS)}"):
-        find_place("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)
+        find_folder("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)
 
 
 @pytest.mark.usefixtures("alone")
@@ -66,7 +66,7 @@ def test_what_is_no_folder_is_one_line(name: str, reason: int, *, is_written: bo
     (read_only.parent / "file").touch()
     path = str(read_only.parent / name)
     with pytest.raises(ConfigError) as raised:
-        find_place("--moevement-load", path, "n", PATIENCE_S, is_written=is_written)
+        find_folder("--moevement-load", path, "n", PATIENCE_S, is_written=is_written)
     # A folder that is only read need not be made, so a file system that cannot be written is no reason.
     is_missing = reason == errno.EROFS and not is_written
     needs: list[Need] = ["--moevement-load", path, "no such" if is_missing else Reason(reason)]

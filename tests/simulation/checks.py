@@ -13,7 +13,7 @@ from moevement_core.policy.runs import restore_points
 from moevement_core.policy.schedule import LATE_AT_PEERS
 from moevement_core.rendezvous.roster import NoticedBy
 from moevement_core.rendezvous.takeover import split_blocks
-from moevement_core.session.rejoin import NoWayBack
+from moevement_core.session.rejoin import Unrecoverable
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
 from tests.simulation.hosts import Job
@@ -183,7 +183,7 @@ class Checks:
 
     def failed(self, process: Any, error: Exception) -> None:
         """A rank has found something wrong."""
-        if isinstance(error, NoWayBack):
+        if isinstance(error, Unrecoverable):
             alive = set(self._alive(process))
             if not self.has_parity and (first := self._newest_whole_run(alive)) is not None:
                 raise Violation(f"a copy of the run from {first} on lives on every rank, and {process.name}: {error}")

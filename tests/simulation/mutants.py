@@ -61,10 +61,10 @@ def never_freed() -> list[Patch]:
 def acknowledged_by_one() -> list[Patch]:
     """What one peer has counts as if all had it."""
 
-    def had_by(self: OwnSnapshots, peers: Any) -> Mapping[int, Any]:
+    def acked_by(self: OwnSnapshots, peers: Any) -> Mapping[int, Any]:
         return {at: one.contents for at, one in self._held.items() if one.snapshot}
 
-    return [(OwnSnapshots, "had_by", had_by)]
+    return [(OwnSnapshots, "acked_by", acked_by)]
 
 
 def agrees_on_the_most() -> list[Patch]:

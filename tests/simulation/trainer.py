@@ -288,7 +288,7 @@ class Replay(ft.Trainer):
     def __init__(self, trainer: Trainer, feeds: Feeds | None) -> None:
         self.trainer, self.feeds = trainer, feeds
         self.places = {name: place for place, name in enumerate(trainer.shape.names())}
-        self.came_of: Any = None
+        self.step_outcome: Any = None
 
     def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
         its = self.trainer
@@ -323,13 +323,13 @@ class Replay(ft.Trainer):
         its.forward_backward(iteration, self.feeds)
         if its.boundary_log is not None:
             its.boundary_log.end()
-        self.came_of = outcome["step"] if outcome is not None else its.reduce()
-        its.update(self.came_of)
+        self.step_outcome = outcome["step"] if outcome is not None else its.reduce()
+        its.update(self.step_outcome)
         its.iteration = iteration
         return {}
 
     def record(self) -> Mapping[str, Any]:
-        return {"step": self.came_of}
+        return {"step": self.step_outcome}
 
     def sent(self, iteration: int) -> str | None:
         log = self.trainer.boundary_log

@@ -58,8 +58,8 @@ def test_an_expert_with_more_room_takes_more_tokens_and_no_other_does(seed: int)
     assert kept[:, 0].sum() == min(capacity, wanted)
     assert bool((probs[kept] > 0).all())
     assert kept.sum() <= TOKENS * TOPK, "what is let in, others leave free"
-    let_in = room.by_operator([room.take()])[0]
-    assert let_in.tolist() == [float(kept[:, 0].sum() - before[:, 0].sum()), 0.0, 0.0, 0.0]
+    observe_extra_tokens = room.by_operator([room.take()])[0]
+    assert observe_extra_tokens.tolist() == [float(kept[:, 0].sum() - before[:, 0].sum()), 0.0, 0.0, 0.0]
     room.open([])
     assert torch.equal(router.routing(logits)[1], before)
     assert not room.take().any()

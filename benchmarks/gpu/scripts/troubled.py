@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from moevement_core.device import visible_devices
 from moevement_core.restart.generation import generation, waiting_for_others
-from moevement_core.restart.in_process import Training, Watching, run_through_failures
+from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.util.environment import MEMBER_ENV
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}
@@ -46,8 +46,8 @@ class Troubled(Training):
 
     @property
     @override
-    def watching(self) -> Watching:
-        return Watching(HANG_S[self._trouble], devices=visible_devices())
+    def watching(self) -> GuardSettings:
+        return GuardSettings(HANG_S[self._trouble], devices=visible_devices())
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.pieces import Stand, state_pieces
+from megatron.moevement.elastic.pieces import RankPosition, state_pieces
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.elastic.transfer import bring_pieces
@@ -25,7 +25,9 @@ from moevement_core.run.events import Resized as ResizedEvent
 
 
 @torch.no_grad()
-def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | None, *, is_verified: bool) -> Exchanged:
+def bring_live_state(
+    live: Live, stand: RankPosition, iteration: int, offer: Offer | None, *, is_verified: bool
+) -> Exchanged:
     """Fill the optimizer's state and the weights of a model that was just built. Collective.
 
     Args:
@@ -51,7 +53,7 @@ def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | No
 
 
 @torch.no_grad()
-def equalize_replicas(live: Live, stand: Stand) -> None:
+def equalize_replicas(live: Live, stand: RankPosition) -> None:
     """Copy the state of the first replica of each expert to its other replicas, when the job starts. Collective.
 
     The first replica has the state with which the model was built or loaded.

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from megatron.moevement.binding import MegatronBinding
 from megatron.moevement.elastic.held import Formation, Held
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.rebuild import prepare_from_snapshots
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.runtime.live import Live
@@ -34,7 +34,7 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
         return slots() is not None or manifest.settings.get("world_size") != args.world_size
 
     def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:
-        stands = tuple(Stand.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
+        stands = tuple(RankPosition.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
         held = Held(
             Formation(-1, stands),
             -1,
@@ -42,7 +42,7 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
             lambda holding: files.open(holding.source, holding.owner, holding.iteration),
         )
         rebuilt = prepare_from_snapshots(
-            [held], binding.states(), live.optimizer, Stand.now(), until=manifest.reaches, is_verified=True
+            [held], binding.states(), live.optimizer, RankPosition.now(), until=manifest.reaches, is_verified=True
         )
         return rebuilt.prepared
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from moevement_core.recovery.places import Holding, Source
 from moevement_core.recovery.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
@@ -19,7 +19,7 @@ class Formation:
     """Generation in which the job was formed. It is part of the identity, because a job may return to an earlier size
     with other state in the same positions.
     """
-    stands: tuple[Stand, ...]
+    stands: tuple[RankPosition, ...]
     """Positions of all ranks of the formation, in rank order."""
 
 

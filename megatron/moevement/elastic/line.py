@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects
 
@@ -38,7 +38,7 @@ def line_of(offer: Offer | None, iteration: int) -> Line | None:
     own = None
     if is_live and offer is not None and mark is not None:
         own = offer.stand, Plain((dict(offer.losses) if offer.losses is not None else None, dict(mark.outcome)))
-    sent = [report for report in all_gather_objects(own, tuple[Stand, Plain] | None) if report is not None]
+    sent = [report for report in all_gather_objects(own, tuple[RankPosition, Plain] | None) if report is not None]
     known = [(stand, *report.value) for stand, report in sent]
     outcome = next((outcome for _, _, outcome in known if outcome), None)
     if outcome is None:

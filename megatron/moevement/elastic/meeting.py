@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.moevement.elastic.held import Held
 from megatron.moevement.elastic.line import Line, line_of
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.pieces import Stand, state_pieces
+from megatron.moevement.elastic.pieces import RankPosition, state_pieces
 from megatron.moevement.elastic.slots import Loads, slots
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core.comms.codec import Plain
@@ -34,16 +34,16 @@ class _Standing:
     committed: int
     has_begun_next: bool
     may_follow: bool
-    stand: Stand
+    stand: RankPosition
     outcome: Mapping[str, Any] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Brought:
+class OfferedState:
     """State that a rank brings into the new formation of the job."""
 
-    stand: Stand | None = None
+    stand: RankPosition | None = None
     """Position of the rank in the job that it leaves; None if it is new or has waited as a spare."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Experts in the rank's slots, by layer."""
@@ -60,9 +60,9 @@ class Meeting:
     world_before: int
     newest: int
     """Newest iteration that any rank has committed; -1 if only snapshots hold state."""
-    books: float
+    run_totals: float
     """Floating-point operations that the job has executed so far."""
-    held: Sequence[Brought]
+    held: Sequence[OfferedState]
     """State that each rank brings, by rank."""
     line: Line | None = None
     """Outcome of the newest iteration; a failure may have prevented its metrics line."""
@@ -102,14 +102,18 @@ def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) 
     A rank without state of ``iteration`` brings nothing; it may have waited as a spare since.
     """
     committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
-    held = Brought() if offer is None or committed < iteration else Brought(offer.stand, offer.experts, offer.loads)
-    helds = all_gather_objects(held, Brought)
+    held = (
+        OfferedState()
+        if offer is None or committed < iteration
+        else OfferedState(offer.stand, offer.experts, offer.loads)
+    )
+    helds = all_gather_objects(held, OfferedState)
     world = max(brought.stand.world for brought in helds if brought.stand is not None)
-    books = max(all_gather_objects(offer.books if offer is not None else 0.0, float))
-    return Meeting(lineage, is_between, world, iteration, books, helds, line_of(offer, iteration))
+    run_totals = max(all_gather_objects(offer.run_totals if offer is not None else 0.0, float))
+    return Meeting(lineage, is_between, world, iteration, run_totals, helds, line_of(offer, iteration))
 
 
-def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mapping[str, Any] | None:
+def live_boundary(meeting: Meeting, offer: Offer | None, stand: RankPosition) -> Mapping[str, Any] | None:
     """Return the boundary state with which this rank continues from the newest iteration. Collective.
 
     The optimizer's state is not part of it (:func:`~megatron.moevement.elastic.bring.bring_live_state`).
@@ -122,14 +126,16 @@ def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mappin
     Returns:
         The boundary state; None if no rank of this rank's stage has it.
     """
-    own: dict[Stand, Mapping[str, Any]] = {}
+    own: dict[RankPosition, Mapping[str, Any]] = {}
     if offer is not None and (mark := offer.mark) is not None and mark.iteration == meeting.newest:
         is_complete = not meeting.is_between and mark.resumed is not None
         own = {offer.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
     return nearest_of_stage(own, stand)
 
 
-def nearest_of_stage(offered: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
+def nearest_of_stage(
+    offered: Mapping[RankPosition, Mapping[str, Any]], stand: RankPosition
+) -> Mapping[str, Any] | None:
     """Return what a rank of the same stage brings, if possible a rank with the same position in it. Collective.
 
     Data-parallel replicas draw the same random numbers, so all of them continue with the state of one replica.
@@ -142,12 +148,12 @@ def nearest_of_stage(offered: Mapping[Stand, Mapping[str, Any]], stand: Stand) -
         The chosen entry of some rank's ``own``; None if no rank brings an entry of this stage.
     """
     speakers: dict[tuple[int, int, int], int] = {}
-    for rank, stands in enumerate(all_gather_objects(list(offered), list[Stand])):
+    for rank, stands in enumerate(all_gather_objects(list(offered), list[RankPosition])):
         for old in stands:
             speakers.setdefault((old.stage, old.tensor, old.expert), rank)
     rank = dist.get_rank()
     own = {old: state for old, state in offered.items() if speakers[old.stage, old.tensor, old.expert] == rank}
-    gathered = all_gather_objects({old: Plain(state) for old, state in own.items()}, dict[Stand, Plain])
+    gathered = all_gather_objects({old: Plain(state) for old, state in own.items()}, dict[RankPosition, Plain])
     candidates = {old: plain.value for sent in gathered for old, plain in sent.items() if old.stage == stand.stage}
     if not candidates:
         return None
@@ -175,7 +181,7 @@ def _standing(process: Process) -> _Standing | None:
     return _standing_of(process.lineage, None if commit.torn else commit.mark, job.stand, may_follow=True)
 
 
-def _standing_of(lineage: str, mark: Mark | None, stand: Stand, *, may_follow: bool) -> _Standing:
+def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_follow: bool) -> _Standing:
     if mark is None:
         return _Standing(lineage, -1, False, False, stand)
     common = {name: mark.boundary[name] for name in ("progress", "loss_scalers")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.moevement.elastic.held import Held
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
 from moevement_core.trainer.commit import Mark
@@ -24,9 +24,9 @@ class Offer:
     """Newest iteration that the rank has committed, with its boundary state; None if only snapshots hold state."""
     pieces: Sequence[Piece]
     """Pieces of the optimizer's state after that iteration, in host memory."""
-    stand: Stand
+    stand: RankPosition
     """Position of the rank that had this state."""
-    books: float
+    run_totals: float
     """Floating-point operations that the job has executed so far."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Experts in the rank's slots, by layer; empty without slots."""

@@ -20,7 +20,7 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class RankPosition:
     """Position of a rank in the job for which its model was built."""
 
     rank: int
@@ -34,11 +34,11 @@ class Stand:
     expert_tensor: int
 
     @staticmethod
-    def now() -> Stand:
+    def now() -> RankPosition:
         """Return the position of this rank, read from Megatron's process groups."""
         from megatron.core import parallel_state
 
-        return Stand(
+        return RankPosition(
             dist.get_rank(),
             dist.get_world_size(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -48,7 +48,7 @@ class Stand:
         )
 
     @staticmethod
-    def of(settings: Mapping[str, Any], rank: int) -> Stand:
+    def of(settings: Mapping[str, Any], rank: int) -> RankPosition:
         """Return the position of a rank, computed from a job's settings for Megatron's default order of ranks.
 
         Args:
@@ -57,7 +57,7 @@ class Stand:
         """
         world = settings["world_size"]
         expert_tensor = settings["expert_tensor_parallel_size"] or 1
-        return Stand(
+        return RankPosition(
             rank,
             world,
             rank // (world // settings["pipeline_model_parallel_size"]),
@@ -72,7 +72,7 @@ class Stand:
         return self.rank == self.world - 1
 
 
-def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Piece]:
+def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: RankPosition) -> list[Piece]:
     """Return views of all master weights and optimizer state of this rank.
 
     With the distributed optimizer these are the rank's shard, without it they are whole tensors.
@@ -102,7 +102,7 @@ def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Pi
 _KEY = re.compile(r"(?P<chunk>\d+)\.(?P<name>.*)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<what>.*)")
 
 
-def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
+def snapshot_pieces(snapshot: Snapshot, stand: RankPosition) -> Iterator[Piece]:
     """Yield the state of the operators in a snapshot, as pieces.
 
     Args:
@@ -115,7 +115,7 @@ def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
             yield saved_piece(StateTensor(entry.operator, entry.saved, entry.key, tensor), stand)
 
 
-def saved_piece(saved: StateTensor, stand: Stand) -> Piece:
+def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
     """Return a tensor of a snapshot as a piece.
 
     Full state has the names that :func:`state_pieces` uses; other kinds of state have their kind in the name.

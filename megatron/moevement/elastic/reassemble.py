@@ -83,7 +83,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
         process.offer, process.before = None, ()
         process.start_over()
         return False
-    args.num_floating_point_operations_so_far = meeting.books
+    args.num_floating_point_operations_so_far = meeting.run_totals
     recorder.begin(live, args, lock)
     record_placement(live.record, live.iteration)
     connect(job)

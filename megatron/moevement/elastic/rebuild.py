@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.moevement.elastic.boundary import fitted, fitted_record
 from megatron.moevement.elastic.held import Formation, Held
 from megatron.moevement.elastic.meeting import nearest_of_stage
-from megatron.moevement.elastic.pieces import Stand, saved_piece, snapshot_pieces
+from megatron.moevement.elastic.pieces import RankPosition, saved_piece, snapshot_pieces
 from megatron.moevement.elastic.transfer import bring_pieces
 from moevement_core import log
 from moevement_core.comms import plain
@@ -83,7 +83,7 @@ def prepare_from_snapshots(
     helds: Sequence[Held],
     states: Mapping[str, OperatorState],
     optimizer: Any,
-    stand: Stand,
+    stand: RankPosition,
     *,
     until: int | None = None,
     is_verified: bool,
@@ -195,7 +195,7 @@ class _Recut:
         formation: Formation,
         states: Mapping[str, OperatorState],
         optimizer: Any,
-        stand: Stand,
+        stand: RankPosition,
         *,
         is_verified: bool,
     ) -> None:
@@ -265,7 +265,7 @@ def _record_of(snapshot: Snapshot) -> dict[str, Any]:
     return dict(plain.restore(marked, [tensor.clone() for tensor in tensors]))
 
 
-def _kinds(snapshots: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int, _Kind]]:
+def _kinds(snapshots: Sequence[Snapshot], stands: Sequence[RankPosition]) -> list[tuple[int, _Kind]]:
     """Return the stage and the common header of each snapshot."""
     return [
         (

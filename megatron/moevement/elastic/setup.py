@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement.elastic.meeting import Meeting
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.slots import Slots, Table, slots, use_slots
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.config import ElasticConfig
@@ -59,7 +59,7 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
         return {}
     from megatron.core import parallel_state
 
-    stand = Stand.now()
+    stand = RankPosition.now()
     here = range(stand.world)[stand.rank - stand.expert :][: parallel_state.get_expert_model_parallel_world_size()]
     of_stage = [brought for brought in meeting.held if brought.stand is not None and brought.stand.stage == stand.stage]
     layers = sorted({layer for brought in of_stage for layer in brought.experts})

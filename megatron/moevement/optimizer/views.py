@@ -276,7 +276,7 @@ def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
     return range_of(parameter.numel(), whose(group), group.size())
 
 
-def twins(chunks: list[Any], optimizer: Any) -> frozenset[int]:
+def live_replicas(chunks: list[Any], optimizer: Any) -> frozenset[int]:
     """Return the live replicas of this rank: other ranks that have all of its state.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.moevement.elastic.held import Formation
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.restart import leftovers
@@ -46,12 +46,12 @@ def has_built(job: Job, groups: Groups | None) -> None:
     """Record this rank's position and the groups of its live objects. Collective, after the model is built."""
     from megatron.training import get_args
 
-    job.stand = Stand.now()
+    job.stand = RankPosition.now()
     if get_args().moevement_elastic:  # Windows on disk identify positions by flags alone.
-        assert job.stand == Stand.of(settings_of(get_args()), job.stand.rank)
+        assert job.stand == RankPosition.of(settings_of(get_args()), job.stand.rank)
     now = generation()
     job.formation = Formation(
-        now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand, Stand))
+        now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand, RankPosition))
     )
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.elastic.bring import equalize_replicas
 from megatron.moevement.elastic.from_disk import resize_of
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.reassemble import reassemble, take_up_resized
 from megatron.moevement.elastic.setup import begin_placement, record_placement
 from megatron.moevement.elastic.slots import slots
@@ -41,7 +41,7 @@ from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.run.events import Restarted
 from moevement_core.saving.identity import agree_on_names, job_name
 from moevement_core.saving.window_start import load_window
-from moevement_core.session.rejoin import NoWayBack, rejoin
+from moevement_core.session.rejoin import Unrecoverable, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 
@@ -110,7 +110,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
             live.model, live.optimizer, live.scheduler = setup()
         weights.make_again(live.model, live.optimizer)
         if slots() is not None:
-            equalize_replicas(live, Stand.now())
+            equalize_replicas(live, RankPosition.now())
         live.iteration = args.iteration
         config = run.session
         loaded = None
@@ -166,7 +166,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
             log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
-    except NoWayBack:  # At the next meeting no rank counts as begun.
+    except Unrecoverable:  # At the next meeting no rank counts as begun.
         job.has_begun = False
         raise
     return True

@@ -13,7 +13,7 @@ from megatron.moevement.runtime.job import Process
 from moevement_core.device import visible_devices
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.restart.faults import Fault
-from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
+from moevement_core.restart.in_process import GuardSettings, Training, is_restarted_in_process, run_through_failures
 
 
 def restart_in_process(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -43,11 +43,11 @@ class _Pretrain(Training):
 
     @property
     @override
-    def watching(self) -> Watching:
+    def watching(self) -> GuardSettings:
         from megatron.training import get_args
 
         args = get_args()
-        return Watching(
+        return GuardSettings(
             args.inprocess_soft_timeout,
             args.inprocess_monitor_thread_interval,
             [Fault.parse(text) for text in args.moevement_inject],

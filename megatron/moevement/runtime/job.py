@@ -14,7 +14,7 @@ from megatron.moevement.binding import MegatronBinding
 from megatron.moevement.elastic.held import Formation, Held
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.ledger import Ledger
@@ -44,7 +44,7 @@ class Job:
 
     resized: Resized | None = None
     """State that a resize of an elastic job brought to this rank, until training is entered."""
-    stand: Stand | None = None
+    stand: RankPosition | None = None
     """Position of this rank when its model was built."""
     formation: Formation | None = None
     """Positions of all ranks of the job."""

@@ -24,7 +24,7 @@ from moevement_core.restart.faults import Phase
 from moevement_core.run.events import Ended, Evaluated
 from moevement_core.run.figures import RunFigures
 from moevement_core.run.run_record import RunRecord
-from moevement_core.session.run_directory import begin_record, go_on_with_record, number, plain_config
+from moevement_core.session.run_directory import begin_record, continue_record, number, plain_config
 from moevement_core.snapshot.cost import cost_line
 from moevement_core.util.lock import FolderLock
 
@@ -153,7 +153,7 @@ def go_on(job: Job, args: Namespace) -> None:
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
-        live.record = go_on_with_record(run_dir, job.binding.job_name, plain_config(vars(args)), live.iteration)
+        live.record = continue_record(run_dir, job.binding.job_name, plain_config(vars(args)), live.iteration)
 
 
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:

@@ -29,7 +29,7 @@ class _Room:
     share: float
     has_more: torch.Tensor
     """Experts that have extra capacity, bool ``[experts]``."""
-    let_in: torch.Tensor
+    observe_extra_tokens: torch.Tensor
     """Tokens that only the extra capacity admitted, float64 ``[experts]``."""
     counts: Callable[[], bool]
     is_open: bool = False
@@ -62,8 +62,8 @@ class RouterRoom:
                 self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
                 device = router.weight.device
                 has_more = torch.zeros(experts, dtype=torch.bool, device=device)
-                let_in = torch.zeros(experts, dtype=torch.float64, device=device)
-                room = _Room(router, share, has_more, let_in, lambda: not self.paused)
+                observe_extra_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
+                room = _Room(router, share, has_more, observe_extra_tokens, lambda: not self.paused)
                 self._rooms.append(room)
                 replace_on(router, "routing", functools.partial(_routing_in, room=room))
 
@@ -82,9 +82,9 @@ class RouterRoom:
         """
         if not self._rooms:
             return torch.zeros(0, dtype=torch.float64)
-        taken = torch.cat([room.let_in for room in self._rooms])
+        taken = torch.cat([room.observe_extra_tokens for room in self._rooms])
         for room in self._rooms:
-            room.let_in.zero_()
+            room.observe_extra_tokens.zero_()
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
@@ -131,7 +131,7 @@ def dropping_with_room(original: Callable[..., Any]) -> Callable[..., Any]:
         more_probs, more = dropped(capacity_factor * (1 + room.share))
         if torch.is_grad_enabled() and room.counts():
             with torch.no_grad():
-                room.let_in.add_((more & ~kept & room.has_more).sum(0))
+                room.observe_extra_tokens.add_((more & ~kept & room.has_more).sum(0))
         return torch.where(room.has_more, more_probs, probs), torch.where(room.has_more, more, kept)
 
     return apply_router_token_dropping

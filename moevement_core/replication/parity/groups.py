@@ -81,7 +81,7 @@ WIDEST = 8
 """Most members of a group in a proposed scheme."""
 
 
-def still_do(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
+def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
     """Return True if the groups still fit ``nodes``: every rank is in a group, and no node has two parts of a group."""
     if any(group.size != (members, parities) for group in groups):
         return False

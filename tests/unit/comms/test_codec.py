@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.moevement.elastic.held import Formation
-from megatron.moevement.elastic.meeting import Brought, _Standing
+from megatron.moevement.elastic.meeting import OfferedState, _Standing
 from megatron.moevement.elastic.rebuild import _Kind
 from megatron.moevement.restart.origin import Origin
 from megatron.moevement.runtime.ledger import _Known
@@ -123,7 +123,7 @@ def test_a_report_with_its_policy_and_goal() -> None:
 
 KINDS = (
     survivors._Compared, totals.Totals, engine_progress.Progress, Needs, Manifest, Recovery, LostTokens, JobNames,
-    Address, _Rank, _Sent, Report, _Known, _Standing, Brought, _Kind, Formation, Origin, failure_report._Told,
+    Address, _Rank, _Sent, Report, _Known, _Standing, OfferedState, _Kind, Formation, Origin, failure_report._Told,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moevement_core.launching.children import Child, Program, end_all
-from moevement_core.launching.silence import SILENT_S, STOPPED_S, Silence
+from moevement_core.launching.silence import SILENT_S, STOPPED_S, HangDetector
 from moevement_core.run.run_record import RunRecord
 from tests.unit.monitoring.runs import line
 
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
 
-def until(silence: Silence, clock: Clock, seconds: float) -> None:
+def until(silence: HangDetector, clock: Clock, seconds: float) -> None:
     end = clock.now + seconds
     while clock.now < end:
         clock.now += 0.5
@@ -41,7 +41,7 @@ def until(silence: Silence, clock: Clock, seconds: float) -> None:
 
 def test_a_stopped_rank_is_named_once_and_again_after_it_went_on(child: Child) -> None:
     told, clock = list[str](), Clock()
-    silence = Silence([child], None, told.append, clock)
+    silence = HangDetector([child], None, told.append, clock)
     until(silence, clock, 60)
     assert told == []
     os.kill(child.pid, signal.SIGSTOP)
@@ -71,7 +71,7 @@ def test_iterations_that_do_not_end_are_said_once(child: Child, tmp_path: Path) 
     told, clock = list[str](), Clock()
     run = RunRecord(tmp_path)
     run.begin({}, first_iteration=1)
-    silence = Silence([child], run, told.append, clock)
+    silence = HangDetector([child], run, told.append, clock)
     until(silence, clock, 300)
     assert told == [], "building a model takes as long as it takes"
     for iteration in range(1, 5):

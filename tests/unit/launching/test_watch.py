@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moevement_core.comms.token import Token
 from moevement_core.launching import orphans, supervisor
 from moevement_core.launching.children import Child, Program, end_all, nothing_left_behind
-from moevement_core.launching.watch import ReplaceWhoDies
+from moevement_core.launching.watch import ReplaceFailedRanks
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
 from moevement_core.rendezvous.signed_store import SignedStore
@@ -38,7 +38,7 @@ class Job:
         self.children: list[Child] = []
         self.members: list[Member] = []
         self.starts_fail = 0
-        self.watch = ReplaceWhoDies(
+        self.watch = ReplaceFailedRanks(
             self._start, self.store, 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
         )
         for number, child in enumerate(self.children):

@@ -233,11 +233,11 @@ def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:
     lost = strategy.restored(VersionRun(1, versions, 5, versions), learned)
     assert lost.by_expert == {expert_name(1, 3): 30}
     assert strategy.short_of_tokens() == [expert_name(1, 3)]
-    strategy.let_in(np.where(np.arange(last) == behind, 12.0, 0.0))
+    strategy.observe_extra_tokens(np.where(np.arange(last) == behind, 12.0, 0.0))
     replacement = MoEtion(table(), 1, 1)
     replacement.adopt(strategy.learned())
     assert replacement.short_of_tokens() == [expert_name(1, 3)]
-    replacement.let_in(np.where(np.arange(last) == behind, 18.0, 7.0))
+    replacement.observe_extra_tokens(np.where(np.arange(last) == behind, 18.0, 7.0))
     assert not replacement.short_of_tokens()
 
 

@@ -17,7 +17,7 @@ from tests.unit.recovery.toy import Toy
 from tests.unit.snapshot.loopback import Loopback, Wire
 
 
-def carry_out(
+def execute(
     fetches: list[Fetch], held: dict[int, dict[tuple[int, int], Snapshot]], wire: Wire
 ) -> list[dict[int, Snapshot | Fetch]]:
     plan = RecoveryPlan(0, 0, 0, 0, {}, tuple(fetches))
@@ -44,7 +44,7 @@ def test_everyone_gets_its_own_from_where_it_is() -> None:
     held: dict[int, dict[tuple[int, int], Snapshot]] = {0: {}, 1: {}, 2: {}}
     for one in fetches:
         held[one.holder][one.owner, one.iteration] = snapshot(one.owner, one.iteration)
-    for rank, got in enumerate(carry_out(fetches, held, Wire())):
+    for rank, got in enumerate(execute(fetches, held, Wire())):
         assert set(got) == {0, 1}
         for iteration, received in got.items():
             assert isinstance(received, Snapshot)
@@ -71,7 +71,7 @@ def test_what_is_gone_damaged_or_somebody_elses_is_named() -> None:
     held: dict[int, dict[tuple[int, int], Snapshot]] = {
         0: {(0, 1): damaged, (0, 2): foreign}, 1: {(2, 0): snapshot(2, 0), (1, 0): snapshot(1, 0)}, 2: {},
     }  # fmt: skip
-    got = carry_out(fetches, held, wire)
+    got = execute(fetches, held, wire)
     assert got[0] == {0: fetches[0], 1: fetches[1], 2: fetches[2]}, "gone at its peer, damaged, another's"
     assert got[2] == {0: replace(fetches[3], was_sent=True)}, "damaged on the way, and whole where it was"
     assert isinstance(got[1][0], Snapshot)

@@ -13,7 +13,7 @@ from moevement_core.replication.spread import Spread
 NEEDED = 8e6
 
 
-class Brought:
+class OfferedState:
     """A sender, as far as its figures go."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ def taken(rate: LinkRate, *senders: Any) -> float:
 
 
 def test_rates_of_all_peers_add_up_and_old_sends_do_not_count() -> None:
-    rate, first, second = LinkRate(), Brought(), Brought()
+    rate, first, second = LinkRate(), OfferedState(), OfferedState()
     for sender, nbytes in ((first, 10_000_000), (second, 30_000_000)):
         sender.brings(nbytes, 2.0)
     assert taken(rate, first, second) == pytest.approx(20e6)
@@ -39,12 +39,12 @@ def test_rates_of_all_peers_add_up_and_old_sends_do_not_count() -> None:
 
 
 def test_a_peer_that_never_acknowledges_halves_the_rate_each_time() -> None:
-    rate, silent = LinkRate(), Brought()
+    rate, silent = LinkRate(), OfferedState()
     assert [taken(rate, silent) for _ in range(3)] == [NEEDED / 2, NEEDED / 4, NEEDED / 8]
 
 
 def test_one_silent_peer_of_two_is_enough_and_its_first_answer_ends_that() -> None:
-    rate, quick, silent = LinkRate(), Brought(), Brought()
+    rate, quick, silent = LinkRate(), OfferedState(), OfferedState()
     for _ in range(2):
         quick.brings(10_000_000, 1.0)
         found = taken(rate, quick, silent)
@@ -59,7 +59,7 @@ def test_without_peers_nothing_limits() -> None:
 
 
 def test_senders_of_another_generation_begin_anew() -> None:
-    rate, old, new = LinkRate(), Brought(), Brought()
+    rate, old, new = LinkRate(), OfferedState(), OfferedState()
     old.brings(10_000_000, 1.0)
     taken(rate, old)
     new.brings(3_000_000, 1.0)
@@ -67,7 +67,7 @@ def test_senders_of_another_generation_begin_anew() -> None:
 
 
 def test_what_senders_have_learned_of_their_link_counts_and_not_how_slowly_they_were_to_send() -> None:
-    rate, sender = LinkRate(), Brought()
+    rate, sender = LinkRate(), OfferedState()
     sender.spread.link_bytes_per_s = 50e6
     sender.brings(10_000_000, 1.0)
     assert taken(rate, sender) == pytest.approx(50e6)

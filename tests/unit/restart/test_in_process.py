@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.store import GenerationStore, connect, interrupt_in, store_address
 from moevement_core.restart.generation import generation
-from moevement_core.restart.in_process import Training, Watching, run_through_failures
+from moevement_core.restart.in_process import GuardSettings, Training, run_through_failures
 from moevement_core.trainer.commit import UpdateCommit
 from moevement_core.util.environment import MEMBER_ENV
 from tests.harness import run_ranks
@@ -83,8 +83,8 @@ class _Sums(Training):
 
     @property
     @override
-    def watching(self) -> Watching:
-        return Watching(hang_s=600.0)
+    def watching(self) -> GuardSettings:
+        return GuardSettings(hang_s=600.0)
 
     @override
     def enter(self, store: Any) -> list[float]:

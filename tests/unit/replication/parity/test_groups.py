@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError
-from moevement_core.replication.parity.groups import make_groups, narrowed, still_do
+from moevement_core.replication.parity.groups import groups_still_fit, make_groups, narrowed
 
 
 @example(2, 1, [3, 3, 3])
@@ -31,9 +31,9 @@ def test_any_nodes_that_may_be_lost_have_one_part_each(members: int, parities: i
         assert len(group.holders) == parities
         parts = [nodes[rank] for rank in (*group.members, *group.holders)]
         assert len(set(parts)) == len(parts)
-    assert still_do(groups, nodes, members, parities)
-    assert not still_do(groups, [0] * len(nodes), members, parities)
-    assert not still_do(groups, nodes, members, parities + 1)
+    assert groups_still_fit(groups, nodes, members, parities)
+    assert not groups_still_fit(groups, [0] * len(nodes), members, parities)
+    assert not groups_still_fit(groups, nodes, members, parities + 1)
     if len(set(ranks)) == 1:
         load = Counter(nodes[rank] for group in groups for rank in group.holders)
         spread = [load.get(node, 0) for node in range(len(ranks))]

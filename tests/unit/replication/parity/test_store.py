@@ -88,7 +88,7 @@ class Nodes:
             for source, holder, holding in places_in_sums(reported, places)
         ]
 
-    def carry_out(self, fetches: list[Fetch]) -> dict[tuple[int, int], Snapshot | Fetch]:
+    def execute(self, fetches: list[Fetch]) -> dict[tuple[int, int], Snapshot | Fetch]:
         plan, wire = RecoveryPlan(0, 0, 0, 0, {}, tuple(fetches)), Wire()
 
         def of(rank: int) -> dict[int, Snapshot | Fetch]:
@@ -142,7 +142,7 @@ def test_every_set_of_nodes_that_may_be_lost_at_any_moment(count: int, members: 
                 had[rank, iteration] = one
         for rank in lost:
             nodes.lose(rank)
-        found = nodes.carry_out(nodes.plan())
+        found = nodes.execute(nodes.plan())
         for (rank, iteration), one in had.items():
             in_part = any(
                 stripe.missing
@@ -181,7 +181,7 @@ def test_a_snapshot_that_came_in_part_goes_on_where_it_stopped() -> None:
     (stripe,) = store.stripes()
     assert stripe.digest is not None
     nodes.own = {first: {0: one}, second: {}, 3 - first - second: {}}
-    found = nodes.carry_out(nodes.plan())
+    found = nodes.execute(nodes.plan())
     again = found[second, 0]
     assert isinstance(again, Snapshot)
     again.check("made again")
@@ -216,7 +216,7 @@ def test_damaged_parity_is_found_and_not_used() -> None:
     nodes.own[lost] = {}
     (stripe,) = store.stripes()
     stripe.total.view(0, 1)[0] ^= 1
-    found = nodes.carry_out(nodes.plan())
+    found = nodes.execute(nodes.plan())
     assert isinstance(found[lost, 0], Fetch), "it is named as what could not be had"
 
 
@@ -239,7 +239,7 @@ def test_members_of_other_sizes_add_at_the_same_time() -> None:
     nodes.own |= {rank: dict(its) for rank, its in every.items()}
     lost = members[2 % len(members)]
     nodes.own[lost] = {}
-    found = nodes.carry_out(nodes.plan())
+    found = nodes.execute(nodes.plan())
     for iteration, one in every[lost].items():
         again = found[lost, iteration]
         assert isinstance(again, Snapshot)
