@@ -1,4 +1,4 @@
-"""This project's flags among Megatron's, defaults for a machine without a GPU, and one-line errors for invalid flags.
+"""Flags of this project among Megatron's, defaults for a machine without a GPU, and one-line errors for invalid flags.
 
 ``activate`` replaces ``megatron.training.arguments.parse_args`` by the result of :func:`parse_args_with_ours`.
 """

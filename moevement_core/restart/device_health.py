@@ -1,4 +1,4 @@
-"""Health check of this process's device: can the process go on with it, and could another process use it?
+"""Health check of this process's device: whether this process can go on with it, and whether another could use it.
 
 A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call on the device
 fails or never returns. Such a process gives its rank back.
