@@ -98,4 +98,4 @@ def failed(code: int, run_dir: Path) -> ConfigError:
     for path in sorted(run_dir.glob("logs/rank_*")):
         if lines := path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
             print(f"-- {path.name}", *lines, sep="\n", file=sys.stderr)
-    return ConfigError(f"the measured run ended with {code}; what its ranks said last stands above")
+    return ConfigError(f"the measured run ended with {code}; the last output of its ranks is above")

@@ -16,7 +16,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "binding.md"
 PURPOSE = """\
 # Reference of `Binding`
 
-This page is for whoever writes a binding for a trainer of their own; [own_trainer.md](own_trainer.md) comes first.
+This page is for people who write a binding for a trainer of their own; [own_trainer.md](own_trainer.md) comes first.
 It has every method and attribute of `moevement_core.Binding` with its first sentence; arguments and the rest are in
 the docstrings ([binding.py](../moevement_core/trainer/binding.py)). `python scripts/binding_table.py` writes this page,
 and a test compares.

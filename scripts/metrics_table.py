@@ -19,7 +19,7 @@ What a run shows of itself while it goes on: to Prometheus at an endpoint, to Te
 `--moevement-metrics-port 9400` among the flags of the script serves all of this in Prometheus's text format at
 `http://127.0.0.1:9400/metrics`. It needs `--run-dir`, from which the figures are read, and is off by default. It
 listens on loopback alone; `--moevement-metrics-address 0.0.0.0` lets other hosts ask. There is no password, and
-whoever can reach it can read the figures, and nothing else.
+anyone who can reach it can read the figures, and nothing else.
 
 It is a process of its own beside the launcher, which starts it again should it end, so it outlives every rank: while a
 failure is recovered from, `moevement_processes` says how many are left. It holds none of the job's locks, threads or

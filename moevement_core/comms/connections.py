@@ -167,7 +167,7 @@ class Connections(Refusable):
         nonce, mac = _ANSWER.unpack(answer)
         token = _token_of(address)
         if not token.verifies(mac, "called", hello, nonce):
-            raise ConnectionError("somebody else answers there")
+            raise ConnectionError("another process answers there")
         connection.sendall(token.mac("caller", hello, nonce))
         self._to[channel, peer, tag, stream] = connection
         return connection

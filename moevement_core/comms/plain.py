@@ -56,7 +56,7 @@ def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
     try:
         return _restore(plain, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise SnapshotError(f"a record that cannot be read ({error}); it was not written by this version") from None
+        raise SnapshotError(f"a record that cannot be read ({error}); another version wrote it") from None
 
 
 def _restore(plain: Any, tensors: list[torch.Tensor]) -> Any:

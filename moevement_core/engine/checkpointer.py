@@ -610,7 +610,7 @@ class Checkpointer:
         self._report(
             f"iteration {iteration}: {why}, so the window under way ({lost}) is abandoned; the "
             f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: "
-            f"{self.replicator.backlog()}. Snapshots go on when a whole window has room"
+            f"{self.replicator.backlog()}. Snapshots continue when a whole window has room"
         )
 
     def _measure(self) -> None:

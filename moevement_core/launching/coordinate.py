@@ -270,7 +270,7 @@ def _token_for(options: Coordination) -> Token:
     if (token := given_token()) is not None:
         return token
     if options.tasks is None:
-        raise ConfigError(f"no job token, and the tasks are started by somebody else; {HOW}")
+        raise ConfigError(f"no job token, and another program starts the tasks; {HOW}")
     return Token.new()
 
 

@@ -184,7 +184,7 @@ def _run(launch: Launch) -> int:
                 while watch.is_running():
                     signals.check()
                     if server.has_ended:
-                        raise ProcessGroupError("the process that served the job's store has ended: nobody can meet")
+                        raise ProcessGroupError("the process that served the job's store has ended: ranks cannot meet")
                     if folder is not None:
                         folder.look({child.label for child in children if child.code is None})
                     if signals.asked_by is not None:
@@ -235,8 +235,8 @@ def _check(launch: Launch) -> None:
     switch = launch.trainer.switch
     if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(
-            f"--spares without {switch}: what a rank loses could not be brought back; add the flag to the script's, or "
-            "leave --spares out; for a script that binds a trainer of its own give --trainer torch"
+            f"--spares without {switch}: the state of a failed rank could not be restored; add the flag to the "
+            "script's, or leave --spares out; for a script that binds a trainer of its own give --trainer torch"
         )
     launch.trainer.refuse(launch.argv, launch.nproc)
 

@@ -203,7 +203,7 @@ class _Task:
                 client.request("wind_down", f"signal {signals.asked_by} to {self._task.name}")
                 signals.asked_by = None
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
-                print(f"moevement: {self._task.name}: the coordinator is gone", file=sys.stderr, flush=True)
+                print(f"moevement: {self._task.name}: the coordinator cannot be reached", file=sys.stderr, flush=True)
                 self._supervisor.end(0.0)
                 _ask_slurm_to_requeue()
                 return 1

@@ -211,7 +211,7 @@ class Supervisor:
                 self._failed_starts += 1
                 after_s = self._back_off_s()
                 log.warning(
-                    f"no process can be started: {error}; the job goes on, and the next try is in {after_s:g} s"
+                    f"no process can be started: {error}; the job continues, and the next attempt is in {after_s:g} s"
                 )
                 self._respawns.append((time.monotonic() + after_s, member, child))
                 continue

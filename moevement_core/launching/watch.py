@@ -229,7 +229,7 @@ class ReplaceFailedRanks(Watch):
         """Print the errors of a process that could not start; a process that has trained reported its own failure."""
         if self._coordinator.roster.rank_of(member) is None:
             reasons = _reports_of(child)[-3:]
-            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job goes on", *reasons]))
+            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job continues", *reasons]))
 
     def _may_settle(self) -> bool:
         """Return True if enough spares wait for the missing ranks, so that a new process need not start at once.

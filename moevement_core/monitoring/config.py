@@ -62,5 +62,5 @@ class MetricsConfig:
     )  # fmt: skip
     address: str = flag(
         ADDRESS_FLAG, metavar="ADDRESS", default=LOOPBACK, check=_address,
-        help=f"address that they are served at; whoever reaches it can read them (default: {LOOPBACK})",
+        help=f"address that they are served at; anyone who reaches it can read them (default: {LOOPBACK})",
     )  # fmt: skip

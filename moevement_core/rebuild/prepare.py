@@ -197,7 +197,7 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
         records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
         if unknown := needed - records - _outcomes(reports, report).keys():
             raise RecoveryError(
-                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(unknown)}, which "
+                f"no rank of rank {report.rank}'s model replica has the outcome of iteration {min(unknown)}, which "
                 f"stage {report.stage} needs to replay alone"
             )
 

@@ -52,9 +52,9 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
     if differences and is_explained and not unequal:
         if dist.get_rank() == 0:
             log.warning(
-                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(differences)}; "
+                f"{other_arithmetic}: the replayed state does not have the lost bits ({_some(differences)}; "
                 f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
-                "Training goes on from it, as from a checkpoint that is loaded elsewhere"
+                "Training continues from it, as from a checkpoint that was loaded on another machine"
             )
     elif differences or unequal:
         advice = "start again from a dense checkpoint or an older window"
@@ -64,7 +64,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
                 "let that job save a dense checkpoint (--save, --exit-interval 1); go on from that one with other data"
             )
         raise RecoveryError(
-            f"the replayed state is not the one that was lost: {_some(differences + unequal)}. Nothing of it may be "
+            f"the replayed state is not the lost one: {_some(differences + unequal)}. Nothing of it may be "
             f"used: {advice}"
         )
     recoveries, lost = [part.recovery for part in parts], own.lost

@@ -213,7 +213,7 @@ class BoundaryLog:
         """Reduce the log to at most ``to_bytes`` of host memory: report it, and drop the oldest iterations."""
         self._report(
             f"host memory is used up: the log of what crosses stage boundaries keeps {to_bytes / 1e9:.3f} GB; a single "
-            "stage cannot be recovered from before what is left"
+            "stage cannot recover from earlier iterations"
         )
         self._told = True
         self._buffers.trim()

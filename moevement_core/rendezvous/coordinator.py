@@ -454,7 +454,7 @@ class Coordinator:
         larger = grid.world(grid.replicas(min(world + len(self.waiting()), self._ranks)))
         if larger <= world:
             return False
-        self._report(f"{_processes(larger - world)} joined; the job goes on with {larger} ranks instead of {world}")
+        self._report(f"{_processes(larger - world)} joined; the job continues with {larger} ranks instead of {world}")
         self._interrupt(self.roster.generation, 0)
         return True
 
@@ -469,7 +469,7 @@ class Coordinator:
         ranks = grid.roster(survivors, len(self.roster.ranks), waiting, replicas)
         entered = len(self._entered.members)
         if world < entered:
-            self._report(f"no spare is left; the job goes on with {world} ranks instead of {entered}")
+            self._report(f"no spare is left; the job continues with {world} ranks instead of {entered}")
         self._propose(ranks, len(survivors) + len(waiting) - world)
 
     def _waits_for_the_first(self) -> bool:

@@ -42,11 +42,11 @@ def line_complaint(line: Mapping[str, Any]) -> str | None:
     """Return a description of the error in a line of ``metrics.jsonl``; None if the line is valid."""
     iteration: Any = line.get("iteration")
     if "iteration" not in line:
-        return "no iteration; it was not written by this version"
+        return "no iteration; another version wrote it"
     if not isinstance(iteration, int) or not _is_whole(iteration) or not 0 <= iteration < _MOST:
         return f"iteration {_shown(iteration)}; needs a whole number"
     if "copied_bytes" in line and (missing := _missing(line, _OF_SPARSE)):
-        return f"no {missing[0]}; it was not written by this version"
+        return f"no {missing[0]}; another version wrote it"
     return _numbers(line)
 
 
@@ -67,7 +67,7 @@ def event_complaint(event: Mapping[str, Any]) -> str | None:
     if kind == Account.kind:
         return _account(event)
     if kind == Resized.kind and "total" not in event["seconds"]:
-        return "resized: no total of seconds; it was not written by this version"
+        return "resized: no total of seconds; another version wrote it"
     return None
 
 
@@ -75,7 +75,7 @@ def summary_complaint(summary: Any) -> str | None:
     """Return a description of the error in ``summary.json``; None if it is valid."""
     digest = summary.get("state_digest") if isinstance(summary, dict) else None
     if not isinstance(digest, dict) or _missing(digest, ("all", "parts", "ranks")):
-        return "holds no state_digest; it was not written by this version"
+        return "holds no state_digest; another version wrote it"
     ranks = digest["ranks"]
     if not isinstance(digest["all"], str) or not isinstance(digest["parts"], dict):
         return "its state_digest is none; it was damaged after writing"
@@ -84,10 +84,10 @@ def summary_complaint(summary: Any) -> str | None:
     checkpointing = summary.get("checkpointing")
     if checkpointing is not None:
         if not isinstance(checkpointing, dict) or not all(_is_number(checkpointing.get(name)) for name in _COST):
-            return "its checkpointing lacks numbers; it was not written by this version"
+            return "its checkpointing lacks numbers; another version wrote it"
         recoveries = checkpointing.get("recoveries")
         if not isinstance(recoveries, list) or any(_fields_of(Recovery, recovery) for recovery in recoveries):
-            return "its recoveries are none; it was not written by this version"
+            return "its recoveries are none; another version wrote it"
     return _numbers(summary)
 
 
@@ -125,7 +125,7 @@ def strangers_complaint(strangers: Any) -> str | None:
 def _account(event: Mapping[str, Any]) -> str | None:
     parts = event.get("parts")
     if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
-        return "failure: no parts; it was not written by this version"
+        return "failure: no parts; another version wrote it"
     if not _is_number(event.get("total_s")):
         return f"failure: total_s {_shown(event.get('total_s'))}; needs a number"
     if event["recovery"] is not None and (complaint := _fields_of(Recovery, event["recovery"])):
@@ -150,7 +150,7 @@ def _fields_of(kind: type, fields: Any) -> str | None:
         if name not in fields:
             if is_optional:
                 continue
-            return f"no {name}; it was not written by this version"
+            return f"no {name}; another version wrote it"
         if not _fits(fields[name], wanted):
             return f"{name} {_shown(fields[name])}; needs {getattr(wanted, '__name__', wanted)}"
     return None

@@ -173,7 +173,7 @@ class RunRecord:
             self._failing.add(path)
         else:
             if self._failing == {path}:
-                log.info(f"{path} can be written again; what was to be recorded meanwhile is not there")
+                log.info(f"{path} can be written again; lines from the time between are missing")
             self._failing.discard(path)
 
     @property
@@ -239,8 +239,7 @@ class RunRecord:
             if not isinstance(error, FileNotFoundError):
                 raise RunRecordError(f"{self.summary_path}: {error.strerror}; needs a file that can be read") from None
             raise RunRecordError(
-                f"{self.folder}: no summary.json, so the run is still going or did not come to its end; "
-                "wait for it, or resume it"
+                f"{self.folder}: no summary.json, so the run has not ended, or ended early; wait for it, or resume it"
             ) from None
         except (ValueError, RecursionError) as error:
             raise RunRecordError(f"{self.summary_path}: not JSON ({error}); the run must be done again") from None

@@ -66,7 +66,7 @@ class ProgressWatch:
             if silent and sender.peer not in self._silent:
                 self._silent.add(sender.peer)
                 self._reports.report(
-                    f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training goes on"
+                    f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training continues"
                 )  # fmt: skip
             elif not silent:
                 self._silent.discard(sender.peer)

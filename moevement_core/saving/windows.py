@@ -235,7 +235,7 @@ class WindowDecisions:
         except ConfigError as error:  # on every rank
             if is_running:
                 if self.topology.rank == 0:
-                    self._report(f"training goes on with less protection than was asked for: {error}")
+                    self._report(f"training continues with less protection than was asked for: {error}")
                 return ScheduleHistory(first if instead is None else instead)
             if instead is None:
                 raise

@@ -58,13 +58,13 @@ def wipe_and_recover(
     done = recoverer.recover(committed, stages)
     if done.lost_tokens:
         if parts.topology.rank == 0:
-            log.info(f"the state of iteration {committed} is not what was wiped: {done.losses}")
+            log.info(f"the state of iteration {committed} is not the wiped state: {done.losses}")
         return done
     after = _digests(parts)
     changed_parts = all_gather_objects([part for part in before if before[part] != after[part]], list[str])
     if any(changed_parts):
         raise RecoveryError(
-            f"the state of iteration {committed} did not come back as it was before it was wiped: "
+            f"the state of iteration {committed} was not restored to what it was before the wipe: "
             + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(changed_parts) if parts)
         )
     return done

@@ -108,7 +108,7 @@ class Job:
         least = self.iteration + 5
         self.wait_for(
             lambda: self.iteration >= least and [len(self.pids(role)) for role in ("active", "spare")] == [2, 1],
-            "training goes on",
+            "training continues",
         )
 
     def end(self, number: signal.Signals, *, to_group: bool) -> None:

@@ -184,7 +184,7 @@ def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None
             assert len(answer) <= 48, "a nonce and a MAC, which everybody gets"
     wrong = Connections("127.0.0.1")
     wrong.open(0, [wrong.address, replace(second.address, secret=b"0" * 16)])
-    with pytest.raises(RuntimeError, match=r"\brank 1\b.*\bsomebody else\b"):
+    with pytest.raises(RuntimeError, match=r"\brank 1\b.*\banother process\b"):
         wrong.channel("a").send(1, 1, _bytes(9))
     first.channel("a").send(1, 1, _bytes(5))
     data = torch.empty(1, dtype=torch.uint8)

@@ -23,7 +23,7 @@ REFUSED = (
     Refusal("--skip-train", given("skip_train"), "nothing changes that could be lost"),
     Refusal(
         "--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none",
-        "a captured graph cannot leave out what is frozen in a replay",
+        "a captured graph cannot leave out frozen operators in a replay",
     ),
     Refusal(
         "--optimizer-cuda-graph", beside("optimizer_cuda_graph", False),

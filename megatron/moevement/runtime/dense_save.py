@@ -121,7 +121,7 @@ class _Reported:
 def _report(job: Job, iteration: int | None, reason: str) -> None:
     which = "" if iteration is None else f" of iteration {iteration}"
     if torch.distributed.get_rank() == 0:
-        log.warning(f"the checkpoint{which} was NOT saved: {reason}; training goes on")
+        log.warning(f"the checkpoint{which} was NOT saved: {reason}; training continues")
     job.event(CheckpointFailed(iteration, reason))
 
 

@@ -183,7 +183,7 @@ def _spare_training_its_writer() -> None:
             except OSError as error:
                 file_writer._moevement_failed = True
                 log.warning(
-                    f"TensorBoard's file cannot be written ({error.strerror or error}); training goes on without"
+                    f"TensorBoard's file cannot be written ({error.strerror or error}); training continues without it"
                 )
 
         return call
