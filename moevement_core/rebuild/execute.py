@@ -37,7 +37,7 @@ def execute(
         parts: parts of this rank.
         prepared: prepared recovery, with the snapshots of this rank.
         lost: tokens of this stage whose updates are missing in the restored state.
-        take_again: function that captures snapshots again, if the earlier ones are invalid; see :class:`Reexecution`.
+        recapture: function that captures snapshots again, if the earlier ones are invalid; see :class:`Reexecution`.
 
     Returns:
         Summary over all ranks, and the record of the last iteration that this rank re-executed; empty without one.

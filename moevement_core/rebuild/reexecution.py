@@ -32,7 +32,7 @@ class Reexecution(Observer):
         parts: parts of this rank.
         prepared: prepared recovery.
         plan: plan of this rank.
-        take_again: function that captures the snapshot of a re-executed iteration again, called on every rank for each
+        recapture: function that captures the snapshot of a re-executed iteration again, called on every rank for each
             iteration but the last; None if earlier snapshots are still valid.
     """
 

@@ -220,7 +220,7 @@ def rejoin(
 
     Raises:
         NothingToResume: the job restarts, from disk or from its beginning. On every rank alike.
-        NoWayBack: the lost state is unrecoverable, and this rank's session is unusable. On every rank alike.
+        Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. On every rank alike.
         RecoveryError: objects of this rank cannot use the new process groups.
     """
     usable_at = time.time()

@@ -223,7 +223,7 @@ class Binding(ABC):
 
         Args:
             until: resume iteration.
-            books: result of :meth:`run_totals` on a survivor.
+            run_totals: result of :meth:`run_totals` on a survivor.
         """
 
     def gradients_left(self) -> list[str]:

@@ -141,7 +141,7 @@ def nearest_of_stage(
     Data-parallel replicas draw the same random numbers, so all of them continue with the state of one replica.
 
     Args:
-        own: what this rank brings, by the position that a rank had.
+        offered: what this rank brings, by the position that a rank had.
         stand: position of this rank in the resized job.
 
     Returns:

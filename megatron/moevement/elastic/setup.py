@@ -95,7 +95,7 @@ def read_placement(file: str, own_slots: Slots, ranks: int) -> dict[int, Table]:
 
     Args:
         file: value of ``--moevement-expert-placement``.
-        table: slots of this process.
+        own_slots: slots of this process.
         ranks: data-parallel ranks of the job.
 
     Raises:
