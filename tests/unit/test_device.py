@@ -8,12 +8,21 @@ import mmap
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from moevement_core.device import CpuDevice, CudaDevice, clear_last_error, current_device, release_cached_memory
+from moevement_core.device import (
+    CpuDevice,
+    CudaDevice,
+    clear_last_error,
+    current_device,
+    parent_memory,
+    release_cached_memory,
+    shared_memory,
+)
 
 
 def test_copies_on_a_side_stream_are_there_after_its_event() -> None:
@@ -93,11 +102,21 @@ def private_bytes_of_a_fork() -> int:
     return found
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_a_fork_copies_no_page_that_is_locked(is_ours: bool) -> None:
+def test_memory_of_the_parent_is_whole_pages_of_zeros() -> None:
+    memory = parent_memory(10)
+    assert (memory.dtype, memory.tolist()) == (torch.uint8, [0] * 10)
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert parent_memory(0).numel() == 0
+    with pytest.raises(RuntimeError, match=str(1 << 60)):
+        parent_memory(1 << 60)
+
+
+@pytest.mark.parametrize("allocate", [shared_memory, parent_memory, None])
+def test_a_fork_copies_no_page_that_is_locked(allocate: Callable[[int], torch.Tensor] | None) -> None:
     """Each data worker would have a copy of all snapshots; a fork has one of private memory, so it would be seen."""
     gc.collect()
-    memory = CpuDevice().host_empty(SIZE) if is_ours else torch.empty(SIZE, dtype=torch.uint8)
+    is_ours = allocate is not None
+    memory = torch.empty(SIZE, dtype=torch.uint8) if allocate is None else allocate(SIZE)
     memory.zero_()
     before = private_bytes_of_a_fork()
     ring = lock_pages(memory)
