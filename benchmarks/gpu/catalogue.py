@@ -14,7 +14,7 @@ CHECKS = (
     ),
     Check(
         "E2", "page-lock", "Page-locking snapshot memory stops no other thread, and touches this rank's device alone.",
-        "docs/memory.md", "benchmarks.gpu.host_memory:page_lock", 55, has_cpu_form=True,
+        "docs/memory.md", "benchmarks.gpu.host_memory:page_lock", 45, has_cpu_form=True,
     ),
     Check(
         "E3", "fork", "A forked data worker shares snapshot memory: it gets no copy, and the device's writes arrive.",
@@ -26,7 +26,7 @@ CHECKS = (
     ),
     Check(
         "E5", "numa", "Copies reach the link's rate from the memory node of the device, beside products too.",
-        "docs/memory.md", "benchmarks.gpu.copies:numa", 50, has_cpu_form=True,
+        "docs/memory.md", "benchmarks.gpu.copies:numa", 30, has_cpu_form=True,
     ),
     Check(
         "E6", "broken-device", "A rank whose CUDA context is broken gives its rank back, and a spare goes on.",
@@ -38,7 +38,7 @@ CHECKS = (
     ),
     Check(
         "E8", "takeover", "The memory of a killed rank's device is free before its replacement has been built.",
-        "docs/recovery_internals.md", "benchmarks.gpu.takeover:takeover", 55,
+        "docs/recovery_internals.md", "benchmarks.gpu.takeover:takeover", 45,
     ),
     Check(
         "E9", "recovery", "A recovery by replay goes on with default kernels, with equal bits in deterministic mode.",
@@ -58,7 +58,7 @@ CHECKS = (
     ),
     Check(
         "E13", "abort", "Aborting a communicator with work queued is quick, and no generation keeps device memory.",
-        "docs/recovery_internals.md", "benchmarks.gpu.collectives:abort_alone", 60, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.collectives:abort_alone", 50, has_cpu_form=True,
     ),
     Check(
         "E14", "digests", "Digests of the whole state on the device cost training next to nothing.",
@@ -66,7 +66,7 @@ CHECKS = (
     ),
     Check(
         "E15", "kernels", "Kernels agree with their references, on odd shapes too, and read nothing out of bounds.",
-        "docs/kernels.md", "benchmarks.gpu.kernels:right", 50, has_cpu_form=True,
+        "docs/kernels.md", "benchmarks.gpu.kernels:right", 100, has_cpu_form=True,
     ),
     Check(
         "E16", "mixed-experts", "Mixed frozen and active experts have the bits of all-active ones.",

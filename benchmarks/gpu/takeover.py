@@ -17,6 +17,9 @@ import torch
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.processes import Process
 from moevement_core.device import current_device
+from moevement_core.launching.children import nothing_left_behind
+from moevement_core.launching.orphans import Orphans
+from moevement_core.util.environment import MEMBER_ENV
 from moevement_core.util.host_memory import node_memory
 
 SHARE = 0.6
@@ -29,7 +32,10 @@ BUILT_S = 5.0
 
 
 def takeover(report: Report) -> None:
-    """Kill a process that holds most of the device's memory, in four situations."""
+    """Kill a process that holds most of the device's memory, in four situations.
+
+    This process ends the children of the killed one as the supervisor of a node does.
+    """
     locked_bytes = min(LOCKED_BYTES, int(0.4 * node_memory().nbytes))
     cases = {
         "spare with a context": (True, False, 0),
@@ -44,24 +50,27 @@ def takeover(report: Report) -> None:
 
 
 def _taken_over(is_warm: bool, forks: bool, locked_bytes: int) -> float | None:
+    orphans = Orphans()
     with tempfile.TemporaryDirectory() as folder:
         with (
-            Process(hold, {"folder": folder, "forks": forks, "locked_bytes": locked_bytes}) as holder,
+            nothing_left_behind(),  # adopts what the killed process has forked
+            Process(
+                hold, {"folder": folder, "forks": forks, "locked_bytes": locked_bytes}, {MEMBER_ENV: "0"}
+            ) as holder,
             Process(take, {"folder": folder, "is_warm": is_warm}) as spare,
         ):
             _wait_for(Path(folder, "held"), UP_S, holder)
             _wait_for(Path(folder, "ready"), UP_S, spare)
             began = time.perf_counter()
             os.kill(holder.pid, signal.SIGKILL)
+            while not orphans.release_device(0, (holder.pid, spare.pid)):
+                time.sleep(0.01)
             Path(folder, "go").touch()
             try:
                 spare.result(TAKEN_S)
                 return time.perf_counter() - began
             except TimeoutError:
                 return None
-            finally:
-                if (forked := Path(folder, "forked")).exists():
-                    os.kill(int(forked.read_text()), signal.SIGKILL)
 
 
 def _wait_for(path: Path, limit_s: float, process: Process) -> None:
@@ -78,11 +87,9 @@ def hold(folder: str, forks: bool, locked_bytes: int) -> None:
     locked = current_device().host_empty(locked_bytes)
     locked.zero_()
     torch.cuda.synchronize()
-    if forks and (child := os.fork()) == 0:
+    if forks and os.fork() == 0:
         time.sleep(600)
         os._exit(0)
-    elif forks:
-        Path(folder, "forked").write_text(str(child))
     Path(folder, "held").touch()
     while memory is not None:
         time.sleep(1)

@@ -6,6 +6,7 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,13 +29,17 @@ def recovery(report: Report) -> None:
     if torch.cuda.is_available():
         modes["deterministic"] = (("--deterministic-mode",), DETERMINISTIC)
     with tempfile.TemporaryDirectory() as folder:
-        for mode, (words, environment) in modes.items():
-            free, wiped = (
-                pretrain(
-                    Path(folder, f"{mode}-{name}"), ITERATIONS, *SNAPSHOTS, "4", *words, *more, environment=environment
+        with ThreadPoolExecutor() as pool:  # most of a job's time is its start, and no claim here is about time
+            jobs = {
+                (mode, name): pool.submit(
+                    pretrain, Path(folder, f"{mode}-{name}"), ITERATIONS, *SNAPSHOTS, "4", *words, *more,
+                    environment=environment,
                 )
+                for mode, (words, environment) in modes.items()
                 for name, more in (("free", ()), ("wiped", ("--moevement-wipe-at", str(WIPED_AT))))
-            )
+            }  # fmt: skip
+        for mode in modes:
+            free, wiped = jobs[mode, "free"].result(), jobs[mode, "wiped"].result()
             recoveries = events(wiped, "recovery")
             report.claim(f"{mode}: the recovery goes on", len(recoveries) == 1)
             equal = is_equal(free, wiped)

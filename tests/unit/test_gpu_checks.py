@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import CHECKS, ONE_DEVICE_S
 from benchmarks.gpu.check import Check, Form, Status, function_of
+from benchmarks.gpu.kept import RESULTS, kept_page
 from benchmarks.gpu.page import REHEARSAL, page
 from benchmarks.gpu.runner import Result, is_answered, result_of, run, why_not
 from tests.training import ROOT
@@ -209,3 +210,8 @@ def test_what_a_cpu_can_run_runs(chosen: list[str], tmp_path: Path) -> None:
         assert result.status in wanted, (result, ended.stderr)
         assert result.form == Form.CPU
     assert (tmp_path / "gpu.md").read_text().count(REHEARSAL) == 1
+
+
+def test_the_kept_page_is_that_of_the_kept_results() -> None:
+    page_now = RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    assert page_now == kept_page(RESULTS), "python -m benchmarks.gpu.kept writes it"

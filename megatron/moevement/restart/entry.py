@@ -144,8 +144,8 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
         False if no rank has committed anything; the process's job is then a new one, to be set up from its start.
 
     Raises:
-        Unrecoverable: no rank has the state that is needed. At the next meeting, ranks set the job up from its start: from
-            windows on disk, from a dense checkpoint, or from the seed.
+        Unrecoverable: no rank has the state that is needed. At the next meeting, ranks set the job up from its start:
+            from windows on disk, from a dense checkpoint, or from the seed.
     """
     from megatron.training import get_args
 

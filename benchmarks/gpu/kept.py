@@ -1,0 +1,38 @@
+"""Page of the results that this repository keeps, made again from their file.
+
+python -m benchmarks.gpu.kept
+
+The results are those of several calls of ``python -m benchmarks.gpu`` on one kind of machine. Each has its own date and
+versions.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu.catalogue import CHECKS
+from benchmarks.gpu.check import Form, Status
+from benchmarks.gpu.page import page
+from benchmarks.gpu.runner import Result
+
+RESULTS = Path(__file__).parents[1] / "gpu_h200.json"
+
+
+def kept_page(path: Path) -> str:
+    """Return the page of the results in a file, with the machine of the newest one.
+
+    Args:
+        path: file as ``gpu.json`` of the folder of results.
+    """
+    read = json.loads(path.read_text(encoding="utf-8"))
+    results = {
+        name: Result(**{**result, "status": Status(result["status"]), "form": Form(result["form"])})
+        for name, result in read.items()
+    }
+    newest = max(results.values(), key=lambda result: result.began)
+    return page(CHECKS, results, newest.machine, "python -m benchmarks.gpu")
+
+
+if __name__ == "__main__":
+    RESULTS.with_suffix(".md").write_text(kept_page(RESULTS), encoding="utf-8")
