@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
 
 
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians by mode and ratios of neighbouring blocks.
+    """Return medians by mode, and each mode's iteration time divided by that of the same round without saving.
 
     The function leaves out the first round and the first iteration of each block, which warm up.
     """

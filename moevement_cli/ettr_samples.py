@@ -42,7 +42,7 @@ class Sample:
     training_s: float
     """Seconds from the first committed iteration to the last."""
     iterations: int
-    """Number of different iterations committed in that time."""
+    """Number of iterations committed in that time; a repeated iteration counts once."""
     kills: list[tuple[float, list[int]]]
     """Kills: seconds after the first commit, and the ranks killed."""
     repeated: int

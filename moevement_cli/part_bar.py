@@ -25,7 +25,7 @@ class Part:
     shown: str
     """Value as text, without unit."""
     unit: str
-    """Unit of the text. Only the legend shows it."""
+    """Unit that the legend writes after the text; the bar leaves it out."""
     color: str
 
 

@@ -1,8 +1,9 @@
-"""List of every function of Megatron that this project replaces, each with its reason.
+"""List of the functions of Megatron's trainer that this project replaces, each with its reason.
 
 Where Megatron has extension points (specs, arguments of ``pretrain`` and the schedules), the project uses those. The
 functions here have none. ``tests/unit/test_activate.py`` pins the signature of each, so that test, and no other, names
-a function that a new Megatron moves.
+a function that a new Megatron moves. Replacements for FP8 (``fp8/install.py``) and for machines without a GPU
+(``platform/megatron_cpu.py``) are not in this list.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class PlanInput:
     members: int = 0
     """Number of members in a parity group; 0: peers keep copies."""
     keeps_own: bool = True
-    """True if ranks keep own snapshots that all peers have."""
+    """False if a rank frees its own snapshots once all peers have copies."""
     to_disk: bool = False
     """True if ranks also write windows to disk."""
 

@@ -105,7 +105,7 @@ def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None
 
 
 def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the first iterations of runs that are recoverable, or may become so later, the newest first.
+    """Yield, newest first, where a sequence of snapshots begins that is or may become recoverable.
 
     The newest of ``snapshots`` must be the last one taken, because no run reaches over a gap.
     """

@@ -182,7 +182,7 @@ class AboveCap(_Plain):
     error: float
     """Standard error of :attr:`overhead`."""
     cap: float
-    """Allowed share of training time."""
+    """Largest share of training time that saving may cost."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tie of a process to the one that started it: both end together."""
+"""Makes a process end when the process that started it ends."""
 
 from __future__ import annotations
 

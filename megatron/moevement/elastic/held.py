@@ -1,4 +1,4 @@
-"""Snapshots of an earlier formation of the job that a rank can send when the job is reassembled."""
+"""Snapshots from before the job's last change of ranks, which a rank can send to others afterwards."""
 
 from __future__ import annotations
 

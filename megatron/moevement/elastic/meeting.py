@@ -56,7 +56,7 @@ class Meeting:
 
     lineage: str
     is_between: bool
-    """True if an evaluation or a dense save that is due after the newest iteration may not have happened."""
+    """True if an evaluation or dense save due after the newest iteration may be missing."""
     world_before: int
     newest: int
     """Newest iteration that any rank has committed; -1 if only snapshots hold state."""
