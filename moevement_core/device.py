@@ -137,11 +137,7 @@ def shared_memory(nbytes: int) -> torch.Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    try:
-        mapped = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise RuntimeError(f"{nbytes} bytes of host memory cannot be mapped: {error.strerror}") from None
-    return torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(_mapping(nbytes, mmap.MAP_SHARED), dtype=torch.uint8)[:nbytes]
 
 
 def parent_memory(nbytes: int) -> torch.Tensor:
@@ -156,15 +152,18 @@ def parent_memory(nbytes: int) -> torch.Tensor:
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    try:
-        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapped.madvise(mmap.MADV_DONTFORK)
-    except OSError as error:
-        raise RuntimeError(f"{nbytes} bytes of host memory cannot be mapped: {error.strerror}") from None
+    mapped = _mapping(nbytes, mmap.MAP_PRIVATE)
+    mapped.madvise(mmap.MADV_DONTFORK)
     with suppress(OSError):  # a kernel without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
+
+
+def _mapping(nbytes: int, kind: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=kind | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(f"{nbytes} bytes of host memory cannot be mapped: {error.strerror}") from None
 
 
 class _CpuStream:
