@@ -349,6 +349,11 @@ _WITH_ABORTS = {
     "NCCL_NVLS_ENABLE": "0",
     # NCCL's diagnosis (RAS) thread reopens its connections each time that an abort shuts them down.
     "NCCL_RAS_ENABLE": "0",
+    # After an error of a connection, torch's watchdog of the group sleeps for four times this long, 60 s by default, so
+    # that all ranks can write what they recorded. The abort waits for it, and the neighbours of a lost rank leave late.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # By torch's documentation the watchdog then ends the process. Here the guard handles the error.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 """Variables for jobs that abort communicators.
 

@@ -9,7 +9,10 @@ import pytest
 from moevement_core.launching.launch import Launch, _environment, gpu_environment
 from moevement_core.launching.worker import TORCH, Trainer
 
-ABORTS = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
+ABORTS = {
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+}  # fmt: skip
 COPIES = {"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}
 ON_GPUS = replace(TORCH, uses_gpus=lambda: True)
 ON_CPUS = replace(TORCH, uses_gpus=lambda: False)
