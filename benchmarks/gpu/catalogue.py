@@ -91,22 +91,27 @@ CHECKS = (
     Check(
         "M1", "torn-collective", "A collective that a neighbour aborts gives no number.",
         "docs/recovery_internals.md", "benchmarks.gpu.collectives:torn", 120, devices=3, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M2", "late-monitor", "No update is committed from an aborted reduction, however late the monitor is.",
         "docs/recovery_internals.md", "benchmarks.gpu.jobs:late_monitor", 240, devices=2, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M3", "kills", "A rank that is killed in any phase costs seconds, and the job ends with equal bits.",
         "docs/recovery_internals.md", "benchmarks.gpu.jobs:kills", 600, devices=2, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M4", "second-kill", "A second failure while groups are made is survived.",
         "docs/recovery_internals.md", "benchmarks.gpu.jobs:second_kill", 240, devices=2, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M5", "replacement-bits", "A replacement on the same device comes to the bits of the rank that was lost.",
         "docs/guarantees.md", "benchmarks.gpu.jobs:replacement_bits", 400, devices=2, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M6", "split-group", "A group that spans nodes is slower; how much, with one rank on another node.",
@@ -119,6 +124,7 @@ CHECKS = (
     Check(
         "M8", "abort-skew", "Ranks of a node may abort seconds apart.",
         "docs/recovery_internals.md", "benchmarks.gpu.collectives:skewed", 120, devices=2, has_cpu_form=True,
+        can_share=True,
     ),
     Check(
         "M9", "replication", "Copies to peers leave at the interface's rate, and training's collectives beside them.",
@@ -126,6 +132,6 @@ CHECKS = (
     ),
     Check(
         "M10", "fp8-survivors", "A job with delayed scaling has equal bits after a rank was killed.",
-        "docs/fp8.md", "benchmarks.gpu.jobs:fp8_survivors", 240, devices=2,
+        "docs/fp8.md", "benchmarks.gpu.jobs:fp8_survivors", 240, devices=2, can_share=True,
     ),
 )  # fmt: skip

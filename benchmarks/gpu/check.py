@@ -23,6 +23,8 @@ class Form(StrEnum):
     GPU = "gpu"
     CPU = "cpu"
     """Rehearsal with gloo, host memory, Triton's interpreter and tiny sizes. It settles nothing about a GPU."""
+    SHARED = "shared"
+    """Form of a check of several devices whose ranks share the only GPU (:mod:`benchmarks.gpu.shared`)."""
 
 
 class Status(StrEnum):
@@ -61,6 +63,14 @@ class Check:
     """Number of GPUs that the check needs."""
     has_cpu_form: bool = False
     """True if a part of the check runs without a GPU."""
+    can_share: bool = False
+    """True if the check says something with all its ranks on one GPU."""
+
+    def form(self, devices: int) -> Form:
+        """Return the form that the check has on a machine with this number of GPUs."""
+        if not devices:
+            return Form.CPU
+        return Form.SHARED if devices == 1 and self.devices > 1 and self.can_share else Form.GPU
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.state import State
 
+from benchmarks.gpu import shared
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.processes import call_ranks
 from moevement_core.restart.abort import AbortAll
@@ -170,7 +171,7 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
 def skewed(report: Report) -> None:
     """Let the last rank of a node abort seconds after the others, with memory imported and without."""
     is_gpu = torch.cuda.is_available()
-    world = torch.cuda.device_count() if is_gpu else 2
+    world = shared.RANKS if shared.is_shared() else torch.cuda.device_count() if is_gpu else 2
     for value in ("1", "0") if is_gpu else ("1",):
         results = call_ranks(
             generations, world, 55, [{"NCCL_CUMEM_ENABLE": value}] * world, number=2,
@@ -228,8 +229,9 @@ def device_of(rank: int) -> torch.device:
     """Return the device of a rank, and make it the current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    number = rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import shared
 from benchmarks.gpu.check import NotRun, Report
 from benchmarks.gpu.launched import JobFailed, events, is_equal, pretrain, train_plain
 from moevement_core.run.run_record import RunRecord
 
-ITERATIONS, KILLED_AT = 20, 12
+ITERATIONS, KILLED_AT = 15, 10
 SPARSE = ("--moevement-sparse-ckpt", "--moevement-replicas-on-same-node", "--moevement-window", "4")
 PHASES = ("forward", "backward", "reduce", "commit", "step", "gather")
+PHASES_SHARED = ("backward", "reduce", "step")
+"""Phases on a shared GPU, where ranks take turns and an iteration takes seconds."""
 MOMENTS = (
     ("failed_at", "interrupted_at", "noticed"), ("interrupted_at", "left_at", "aborted and left"),
     ("left_at", "formed_at", "ranks given out"), ("formed_at", "usable_at", "groups"),
@@ -26,6 +30,8 @@ MOMENTS = (
 LATE_S = ("0.1", "2.0")
 """Seconds between two checks of the monitoring threads. A longer interval lets a rank notice a failure later."""
 REPEATS = 3
+AT_ONCE = 3
+"""Number of jobs that run at the same time on a shared GPU, where no figure depends on a quiet machine."""
 DETERMINISTIC = ("--deterministic-mode",)
 FP8 = (
     "--fp8-format",
@@ -44,7 +50,7 @@ def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = No
     if not torch.cuda.is_available():
         plain = [word for word in words if word not in DETERMINISTIC]
         return train_plain(folder, ITERATIONS, "--moevement-window", "4", *plain, nproc=2, spares=1)
-    return pretrain(folder, ITERATIONS, *SPARSE, *words, nproc=_ranks(), spares=1, environment=environment)
+    return pretrain(folder, ITERATIONS, *SPARSE, *_layout(), *words, nproc=_ranks(), spares=1, environment=environment)
 
 
 def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
@@ -59,6 +65,11 @@ def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | No
     return record
 
 
+def _jobs() -> ThreadPoolExecutor:
+    """Return a pool for the jobs of a check: one after the other, but for jobs on a shared GPU."""
+    return ThreadPoolExecutor(AT_ONCE if shared.is_shared() else 1)
+
+
 def _training_phase() -> str:
     """Return the phase in the middle of an iteration. The trainer in plain torch has no backward phase."""
     return "backward" if torch.cuda.is_available() else "reduce"
@@ -66,7 +77,16 @@ def _training_phase() -> str:
 
 def _ranks() -> int:
     """Return the number of ranks: the largest power of two that the GPUs allow, at most 8."""
+    if shared.is_shared():
+        return shared.RANKS
     return int(max(size for size in (2, 4, 8) if size <= torch.cuda.device_count()))
+
+
+def _layout() -> tuple[str, ...]:
+    """Return the flags of two pipeline stages with experts on different ranks, for four ranks or more."""
+    if _ranks() < 4:
+        return ()
+    return ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2")
 
 
 def _fault(rank: int, phase: str, iteration: int | None = KILLED_AT) -> tuple[str, str]:
@@ -76,38 +96,44 @@ def _fault(rank: int, phase: str, iteration: int | None = KILLED_AT) -> tuple[st
 
 def late_monitor(report: Report) -> None:
     """Kill a rank in the last reduction while monitors check seldom, and compare the committed state."""
-    with tempfile.TemporaryDirectory() as folder:
-        free = _train(Path(folder, "free"), *DETERMINISTIC)
+    with tempfile.TemporaryDirectory() as folder, _jobs() as jobs:
+        free = jobs.submit(_train, Path(folder, "free"), *DETERMINISTIC)
         if not torch.cuda.is_available():  # the trainer in plain torch has no flag for the monitor
-            equal = is_equal(free, _train_killed(Path(folder, "killed"), *_fault(1, "reduce")))
+            equal = is_equal(free.result(), _train_killed(Path(folder, "killed"), *_fault(1, "reduce")))
             report.claim("killed while gradients were reduced: equal bits", equal)
             return
-        for late_s in LATE_S:
-            for number in range(REPEATS):
-                killed = _train_killed(
-                    Path(folder, f"{late_s}-{number}"), *DETERMINISTIC, *_fault(1, "reduce"),
-                    "--inprocess-monitor-thread-interval", late_s,
-                )  # fmt: skip
-                report.claim(f"a look every {late_s} s, run {number + 1}: equal bits", is_equal(free, killed))
+        killed = {
+            f"a look every {late_s} s, run {number + 1}": jobs.submit(
+                _train_killed, Path(folder, f"{late_s}-{number}"), *DETERMINISTIC, *_fault(1, "reduce"),
+                "--inprocess-monitor-thread-interval", late_s,
+            )
+            for late_s in LATE_S for number in range(REPEATS)
+        }  # fmt: skip
+        for name, job in killed.items():
+            report.claim(f"{name}: equal bits", is_equal(free.result(), job.result()))
 
 
 def kills(report: Report) -> None:
     """Kill one rank in each phase of an iteration, and measure the parts of the recovery in seconds."""
-    phases = PHASES if torch.cuda.is_available() else ("commit",)
-    with tempfile.TemporaryDirectory() as folder:
-        free = _train(Path(folder, "free"), *DETERMINISTIC)
-        for phase in phases:
-            killed = _train_killed(Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
-            failures = events(killed, "failure")
+    phases = PHASES_SHARED if shared.is_shared() else PHASES if torch.cuda.is_available() else ("commit",)
+    with tempfile.TemporaryDirectory() as folder, _jobs() as jobs:
+        free = jobs.submit(_train, Path(folder, "free"), *DETERMINISTIC)
+        killed = {
+            phase: jobs.submit(_train_killed, Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
+            for phase in phases
+        }
+        redone = jobs.submit(
+            _train_killed, Path(folder, "redo"), *DETERMINISTIC, "--moevement-recovery", "redo",
+            *_fault(1, _training_phase()),
+        )  # fmt: skip
+        for phase, job in killed.items():
+            failures = events(job.result(), "failure")
             report.claim(f"{phase}: the job goes on", len(failures) == 1)
             for event in failures:
                 for before, after, name in MOMENTS:
                     report.figure(f"{phase}: {name}", float(str(event[after])) - float(str(event[before])), "s")
-            report.claim(f"{phase}: equal bits", is_equal(free, killed))
-        redone = _train_killed(
-            Path(folder, "redo"), *DETERMINISTIC, "--moevement-recovery", "redo", *_fault(1, _training_phase())
-        )
-        report.claim("updates from logged gradients: equal bits", is_equal(free, redone))
+            report.claim(f"{phase}: equal bits", is_equal(free.result(), job.result()))
+        report.claim("updates from logged gradients: equal bits", is_equal(free.result(), redone.result()))
 
 
 def second_kill(report: Report) -> None:
@@ -115,11 +141,15 @@ def second_kill(report: Report) -> None:
     settings: dict[str, dict[str, str]] = {"default": {}}
     if torch.cuda.is_available():
         settings["nonblocking"] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, environment in settings.items():
+    faults = (*_fault(0, _training_phase()), _fault(1, "groups", None)[1])
+    with tempfile.TemporaryDirectory() as folder, _jobs() as jobs:
+        started = {
+            name: jobs.submit(_train_killed, Path(folder, name), *DETERMINISTIC, *faults, environment=environment)
+            for name, environment in settings.items()
+        }
+        for name, job in started.items():
             try:
-                faults = (*_fault(0, _training_phase()), _fault(1, "groups", None)[1])
-                record = _train_killed(Path(folder, name), *DETERMINISTIC, *faults, environment=environment)
+                record = job.result()
             except (JobFailed, TimeoutError) as error:
                 report.figure(f"{name}: the job", str(error)[-300:])
                 report.claim(f"{name}: the job goes on", False)
@@ -131,22 +161,28 @@ def second_kill(report: Report) -> None:
 
 def replacement_bits(report: Report) -> None:
     """Replace a rank on its own device, for several layouts and ways to sum gradients."""
+    tensor = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1")
     settings: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         "deterministic": (DETERMINISTIC, {}),
         "default": ((), {}),
         "NCCL_ALGO=Ring": ((), {"NCCL_ALGO": "Ring"}),
         "sums in FP32": ((*DETERMINISTIC, "--ddp-reduce-scatter-with-fp32-accumulation"), {}),
-        "tensor parallel": ((*DETERMINISTIC, "--tensor-model-parallel-size", "2", "--sequence-parallel"), {}),
+        "tensor parallel": ((*DETERMINISTIC, *tensor), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     }
     is_gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (words, environment) in settings.items() if is_gpu else list(settings.items())[:1]:
-            free = _train(Path(folder, f"{name}-free"), *words, environment=environment)
-            fault = _fault(1, _training_phase())
-            killed = _train_killed(Path(folder, f"{name}-killed"), *words, *fault, environment=environment)
-            equal = is_equal(free, killed)
+    fault = _fault(1, _training_phase())
+    with tempfile.TemporaryDirectory() as folder, _jobs() as jobs:
+        pairs: dict[str, tuple[Future[RunRecord], Future[RunRecord]]] = {
+            name: (
+                jobs.submit(_train, Path(folder, f"{name}-free"), *words, environment=environment),
+                jobs.submit(_train_killed, Path(folder, f"{name}-killed"), *words, *fault, environment=environment),
+            )
+            for name, (words, environment) in (settings.items() if is_gpu else list(settings.items())[:1])
+        }
+        for name, (free, killed) in pairs.items():
+            equal = is_equal(free.result(), killed.result())
             report.figure(f"{name}: equal bits", str(equal))
-            if not is_gpu or DETERMINISTIC[0] in words:
+            if not is_gpu or DETERMINISTIC[0] in settings[name][0]:
                 report.claim(f"{name}: equal bits", equal)
     report.figure("another device, another node", "not run: the spare takes the device that was lost")
 

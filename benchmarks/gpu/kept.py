@@ -18,7 +18,7 @@ from benchmarks.gpu.runner import Result
 
 RESULTS = Path(__file__).parents[1] / "gpu_h200.json"
 COMMAND = (
-    "python -m benchmarks.gpu --only ...    (three calls; in the last E9, E15, E19, E6, E7, E8 and E3 shared the GPU)"
+    "python -m benchmarks.gpu --only ...    (several calls; E3, E6 to E9, E15, E19 and M1 ran beside other checks)"
 )
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu import shared
 from benchmarks.gpu.processes import ROOT, Process
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 
 MEGATRON = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
+MEGATRON_SHARED = Path(__file__).parent / "scripts" / "pretrain_shared.py"
 PLAIN = ROOT / "examples" / "plain_torch" / "train.py"
 JOB_S = 300
 """Limit of one job in seconds. The check that launches it usually has a lower one."""
@@ -29,6 +31,11 @@ SMALL = {
     "global-batch-size": 4,
 }  # fmt: skip
 """Sizes of the model on machines without a GPU."""
+MIDDLE = {
+    "hidden-size": 256, "num-attention-heads": 8, "ffn-hidden-size": 512, "moe-ffn-hidden-size": 512,
+    "seq-length": 256, "max-position-embeddings": 256, "micro-batch-size": 2,
+}  # fmt: skip
+"""Sizes of the model with ranks that share one GPU, whose gradients pass through sockets."""
 LOCAL = ("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm")
 """Flags for Megatron's own layers, which need no Transformer Engine."""
 SWITCHES = (
@@ -74,15 +81,19 @@ def pretrain(
     layers: Sequence[str] = LOCAL,
     environment: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """Train with Megatron, and return the record of the run.
+    """Train with Megatron, and return the record of the run. Several ranks share the only GPU, if there is one.
 
     Raises:
         JobFailed: the exit code is not 0.
     """
+    shares = nproc > 1 and shared.is_shared()
     model = MODEL if torch.cuda.is_available() else MODEL | SMALL
+    if shares:
+        model |= MIDDLE
+    script = MEGATRON_SHARED if shares else MEGATRON
     flags = [word for name, value in model.items() for word in (f"--{name}", str(value))]
     return _job(
-        ["--nproc", str(nproc), *([] if spares is None else ["--spares", str(spares)]), str(MEGATRON), *flags,
+        ["--nproc", str(nproc), *([] if spares is None else ["--spares", str(spares)]), str(script), *flags,
          *SWITCHES, *layers, "--train-iters", str(iterations), "--run-dir", str(run_dir), *words],
         run_dir, environment,
     )  # fmt: skip

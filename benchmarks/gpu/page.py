@@ -22,15 +22,15 @@ def page(checks: Sequence[Check], results: Mapping[str, Result], machine: Mappin
         machine: hardware and versions of this call.
         command: command line that wrote the page.
     """
-    form = Form.GPU if int(machine["devices"]) else Form.CPU
-    rows = "\n".join(_row(check, results.get(check.name), form) for check in checks)
+    devices = int(machine["devices"])
+    rows = "\n".join(_row(check, results.get(check.name), check.form(devices)) for check in checks)
     facts = "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in machine.items() if name != "devices")
     sections = "\n\n".join(
         _section(check, results[check.name])
         for check in checks
         if check.name in results and results[check.name].status is not Status.NOT_RUN
     )
-    heading = f"{REHEARSAL}\n\n" if form is Form.CPU else ""
+    heading = f"{REHEARSAL}\n\n" if devices == 0 else ""
     return f"""# Checks on a GPU
 
     {command}
@@ -66,6 +66,8 @@ def _outcome(result: Result | None, form: Form) -> str:
         text = str(result.status)
     if result.form is Form.CPU and result.status is not Status.NOT_RUN:
         text = f"rehearsed on a CPU ({text})"
+    elif result.form is Form.SHARED and result.status is not Status.NOT_RUN:
+        text = f"{text}, ranks sharing one GPU"
     elif result.form is not form and is_answered(result, result.form):
         text += " (on another machine)"
     return _cell(text)

@@ -149,14 +149,15 @@ def call_ranks(
 
     Args:
         function: function of each rank. It gets ``rank``, ``world``, the ``port`` of a ``torch.distributed.TCPStore``
-            on
-            loopback, and ``arguments``.
+            on loopback, and ``arguments``.
         world: number of ranks.
         limit_s: limit for all ranks together, in seconds.
         environments: additional environment variables of each rank.
         arguments: arguments that are the same on all ranks.
     """
     from torch.distributed import TCPStore
+
+    from benchmarks.gpu import shared
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + limit_s
@@ -166,7 +167,11 @@ def call_ranks(
                 Process(
                     function,
                     {**arguments, "rank": rank, "world": world, "port": store.port},
-                    {"LOCAL_RANK": str(rank), **(environments[rank] if environments else {})},
+                    {
+                        "LOCAL_RANK": str(rank),
+                        **(shared.environment(f"rank-{rank}") if shared.is_shared() else {}),
+                        **(environments[rank] if environments else {}),
+                    },
                 )
             )
             for rank in range(world)

@@ -66,7 +66,7 @@ def run(
         limit_s: limit in seconds that replaces each check's own.
     """
     for check in checks:
-        form = Form.GPU if int(machine["devices"]) else Form.CPU
+        form = check.form(int(machine["devices"]))
         if not again and is_answered(result_of(folder, check), form):
             continue
         result = _run(check, folder, form, machine, limit_s or check.limit_s)
@@ -121,6 +121,8 @@ def why_not(check: Check, form: Form, devices: int) -> str | None:
     """Return the reason why a check cannot run on this machine. None: it can."""
     if form is Form.CPU:
         return None if check.has_cpu_form else "no GPU"
+    if form is Form.SHARED:
+        return None
     return None if devices >= check.devices else f"needs {check.devices} GPUs, there are {devices}"
 
 

@@ -14,12 +14,15 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.gpu import shared
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import CHECKS, ONE_DEVICE_S
 from benchmarks.gpu.check import Check, Form, Status, function_of
 from benchmarks.gpu.kept import RESULTS, kept_page
 from benchmarks.gpu.page import REHEARSAL, page
 from benchmarks.gpu.runner import Result, is_answered, result_of, run, why_not
+from moevement_core import device
+from moevement_core.util.environment import MEMBER_ENV
 from tests.training import ROOT
 from tests.unit import gpu_bodies
 
@@ -131,6 +134,37 @@ def test_a_rehearsal_is_no_answer_for_a_gpu() -> None:
     result = Result("E1", "copy", Status.PASSED, Form.CPU)
     assert is_answered(result, Form.CPU)
     assert not is_answered(result, Form.GPU)
+
+
+@pytest.mark.parametrize(
+    ("devices", "can_share", "form"),
+    [(0, True, Form.CPU), (1, True, Form.SHARED), (1, False, Form.GPU), (2, True, Form.GPU)],
+)
+def test_ranks_share_the_only_gpu(devices: int, can_share: bool, form: Form) -> None:
+    several = Check("M1", "several", "It is so.", "docs/gpu.md", "m:f", 1, devices=2, can_share=can_share)
+    assert several.form(devices) is form
+    assert (why_not(several, form, devices) is None) is (form is Form.SHARED or devices == 2)
+    alone = Check("E1", "alone", "It is so.", "docs/gpu.md", "m:f", 1, can_share=can_share)
+    assert alone.form(1) is Form.GPU
+
+
+def test_the_page_says_which_ranks_shared_a_gpu() -> None:
+    several = Check("M1", "several", "It is so.", "docs/gpu.md", "m:f", 1, devices=2, can_share=True)
+    result = Result("M1", "several", Status.PASSED, Form.SHARED, claims=[["it is", True]])
+    text = page([several], {"several": result}, {"devices": "1", "GPUs": "1 x a card"}, "command")
+    assert "| passed, ranks sharing one GPU |" in text
+
+
+def test_each_process_on_a_shared_gpu_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_identity", lambda number: f"GPU-{number}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "another")  # restored after the test
+    monkeypatch.setenv(MEMBER_ENV, "3")
+    shared.share_device()
+    assert device.visible_devices() == ("GPU-0/member-3",)
+    assert (os.environ["NCCL_HOSTID"], os.environ["LOCAL_RANK"]) == ("member-3", "0")
 
 
 @pytest.mark.parametrize(("form", "devices", "runs"), [(Form.GPU, 1, False), (Form.GPU, 2, True), (Form.CPU, 0, False)])
