@@ -111,8 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the drill and return its exit code."""
     if not 0 <= arguments.kill < arguments.nproc or arguments.at <= LEAD or arguments.seed < 0:
         raise ConfigError(
-            f"--kill {arguments.kill} --nproc {arguments.nproc} --at {arguments.at} --seed {arguments.seed}; needs a "
-            f"rank of the job, an iteration after {LEAD}, and a seed from 0 on"
+            f"--kill {arguments.kill} --nproc {arguments.nproc} --at {arguments.at} --seed {arguments.seed}: --kill "
+            f"has to be below --nproc, --at above {LEAD}, and --seed 0 or more"
         )
     out = arguments.out or Path(tempfile.mkdtemp(prefix="moevement-drill-"))
     if out.is_dir() and any(out.iterdir()):

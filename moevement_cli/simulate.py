@@ -59,7 +59,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE",
         help="recorded failures instead of drawn ones: lines of milliseconds,add|remove,NODE")  # fmt: skip
     add("--speedup", type=float, metavar="X", help="let the trace run X times as fast (default: 1)")
-    add("--skew", type=float, metavar="S", help="of the popularity of experts, 0 to 1 (default: 0)")
+    add("--skew", type=float, metavar="S",
+        help="skew of the experts' popularity: 0 is even, 1 is one expert for all tokens (default: 0)")  # fmt: skip
     add("--workers", type=int, default=1, metavar="N", help="processes; more pay from thousands of trainings on")
     add("--best", action="store_true", help="propose strategy, window and interval, with reasons")
     add("--plot", type=Path, metavar="FILE", help="draw ETTR, lost time and goodput (.png, .svg, .pdf)")

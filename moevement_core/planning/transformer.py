@@ -70,7 +70,8 @@ class Transformer:
         if self.num_experts and (self.moe_ffn_hidden_size < 1 or not 1 <= self.moe_router_topk <= self.num_experts):
             raise ConfigError(
                 f"{self.num_experts} experts with moe_ffn_hidden_size {self.moe_ffn_hidden_size} and moe_router_topk "
-                f"{self.moe_router_topk}; needs a width, and 1 to {self.num_experts} experts for a token"
+                f"{self.moe_router_topk}; moe_ffn_hidden_size has to be 1 or more, and moe_router_topk 1 to "
+                f"{self.num_experts}"
             )
         if self.normalization not in ("RMSNorm", "LayerNorm"):
             raise ConfigError(f"normalization {self.normalization!r}; needs RMSNorm or LayerNorm")

@@ -181,8 +181,8 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
     for report in reports:
         if report.stage in feeding and (unlogged := needed - set(report.logged)):
             raise RecoveryError(
-                f"rank {report.rank} has no log of what it sent in iteration {min(unlogged)}, which stage "
-                f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
+                f"rank {report.rank} has no log of the activations and gradients that it sent in iteration "
+                f"{min(unlogged)}; without them stage {', '.join(map(str, sorted(plan.runs)))} cannot replay alone"
             )
 
 

@@ -35,13 +35,14 @@ class CopiesConfig:
     replicas: int | None = flag(
         "--moevement-replicas", type=int, metavar="R", check=at_least(0),
         help="peers on other nodes that keep a copy of each snapshot "
-        "(default: 2, or as many as there are other nodes; with one node on other ranks of it, with a warning)",
+        "(default: 2, or the number of other nodes if that is less; a job on one node keeps them on its other ranks, "
+        "with a warning)",
     )  # fmt: skip
     protection: Protection = flag(
         "--moevement-protection", metavar="copies:R|parity:G+M", check=protection_of,
-        help="what guards snapshots: R copies on other nodes, as --moevement-replicas has them, or M blocks of parity "
-        "for each group of G ranks on different nodes, of which with the nodes that keep its parity any M may be lost "
-        "(default: copies)",
+        help="what guards snapshots against lost nodes: R copies on other nodes, as with --moevement-replicas, or M "
+        "parity blocks for each group of G ranks on different nodes; any M of the nodes with the group's ranks and "
+        "blocks may be lost (default: copies)",
     )  # fmt: skip
     placement: PlacementKind | None = flag(
         "--moevement-placement", choices=[str(kind) for kind in PlacementKind],

@@ -106,8 +106,8 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in by_tokens:
         sizes = ", ".join(map(str, sorted(by_tokens)))
         raise ConfigError(
-            f"a profile of {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of {sizes} tokens for "
-            f"a job of {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure one of its own"
+            f"the profile was measured with {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of "
+            f"{sizes} tokens; the job has {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure its own"
         )
     size = by_tokens[job.tokens]
     forward, backward = (tuple(getattr(stage, name) for stage in size.stages) for name in ("forward_s", "backward_s"))

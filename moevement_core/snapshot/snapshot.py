@@ -169,9 +169,12 @@ class Header:
 def _checked(entry: Entry) -> Entry:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry.key}: dtype {entry.dtype[:20]!r}")
+        raise ValueError(f"{entry.key}: {entry.dtype[:20]!r} is no dtype of torch")
     if entry.nbytes % dtype.itemsize or entry.offset % ALIGNMENT or entry.offset + entry.nbytes >= _MOST_BYTES:
-        raise ValueError(f"{entry.key}: {entry.nbytes} bytes at {entry.offset}")
+        raise ValueError(
+            f"{entry.key}: {entry.nbytes} bytes at offset {entry.offset} are no whole number of elements, not aligned, "
+            "or too many"
+        )
     return entry
 
 

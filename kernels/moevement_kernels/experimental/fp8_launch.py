@@ -107,16 +107,19 @@ def _check(
     if shapes != ((tokens, hidden), (tokens, wanted), (tokens,)):
         raise ValueError(f"dy, h and p are {shapes}; need {((tokens, hidden), (tokens, wanted), (tokens,))}")
     if h.dtype not in (torch.bfloat16, torch.float16) or dy.data.dtype not in (reference.E4M3, E5M2):
-        raise ValueError(f"h is {h.dtype} and dy {dy.data.dtype}; needs BF16 or FP16, and an FP8 dtype")
+        raise ValueError(f"h is {h.dtype} and dy is {dy.data.dtype}; h has to be BF16 or FP16, and dy FP8")
     by_block = quantiser.is_by_block
     if not _has_scales(w1, by_block) or not _has_scales(w2, by_block) or dy.is_by_block != by_block:
         raise ValueError(
-            f"W1 is {w1.format.name}, W2 {w2.format.name}, dy has scales {tuple(dy.inverse_scales.shape)} and dh is to "
-            f"have them by {'block' if by_block else 'expert'}; needs one way for all"
+            f"W1 is scaled as {w1.format.name}, W2 as {w2.format.name}, dy by scales of shape "
+            f"{tuple(dy.inverse_scales.shape)}, and dh by {'block' if by_block else 'expert'}; scale all "
+            "four by block, or all four by expert"
         )
     scales = (tokens, _cdiv(hidden, BLOCK)) if by_block else (len(counts),)
     if dy.inverse_scales.shape != scales or (quantiser.scales is not None and quantiser.scales.shape != scales):
-        raise ValueError(f"scales of dy are {tuple(dy.inverse_scales.shape)}; needs {scales}, and of dh as many")
+        raise ValueError(
+            f"the scales of dy have shape {tuple(dy.inverse_scales.shape)}; those of dy and dh need shape {scales}"
+        )
     if hidden % 16 or inner % 16 or (by_block and inner % BLOCK and kind.is_gated):
         needed = f"H a multiple of 16, F one of {BLOCK if by_block and kind.is_gated else 16}"
         raise ValueError(f"H of {hidden} and F of {inner}; FP8 products need {needed}")

@@ -49,7 +49,8 @@ def move_to_groups(old: Groups, new: Groups) -> None:
         {type(holder).__name__ for holder in gc.get_referrers(*_left(old_groups)) if holder is not old.groups}
     )
     raise RecoveryError(
-        f"{len(_left(old_groups))} process groups of before the failure are still referred to, by: {', '.join(kinds)}"
+        f"{len(_left(old_groups))} process groups from before the failure are still in use, by objects of these types: "
+        f"{', '.join(kinds)}"
     )
 
 

@@ -137,7 +137,9 @@ def _router_buffers(live: Live) -> list[dict[str, Any]]:
 
 def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     if [list(chunk) for chunk in live] != [list(chunk) for chunk in saved]:
-        raise RecoveryError("the routers' buffers are not those of this model; recover with the flags of that run")
+        raise RecoveryError(
+            "the saved buffers of the routers do not fit this model; use the flags of the run that saved them"
+        )
     for chunk, saved_chunk in zip(live, saved, strict=True):
         for name, tensor in chunk.items():
             tensor.copy_(saved_chunk[name])
