@@ -72,7 +72,8 @@ class StrategyConfig:
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
         help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini, moc or "
-        f"moetion (default: {FIRST_INTERVAL} for dense and moc, 1 for moetion; for the others as measured)",
+        f"moetion (default: {INTERVAL} for moc and 1 for moetion; for the others what --moevement-overhead-cap allows, "
+        f"but {FIRST_INTERVAL} or more for dense)",
     )  # fmt: skip
     experts: int | None = flag(
         "--moevement-snapshot-experts", type=int, metavar="K",
