@@ -23,7 +23,7 @@ from moevement_core.errors import ConfigError, ProcessGroupError
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
 from moevement_core.launching.job_file import JobFile, stopped_by
-from moevement_core.launching.limits import check_process_limits
+from moevement_core.launching.limits import allow_open_files, check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.store_process import StoreProcess
@@ -228,6 +228,7 @@ def _check(launch: Launch) -> None:
         if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
     check_process_limits(launch.nproc + (launch.spares or 0))
+    allow_open_files(launch.nproc, launch.nproc + (launch.spares or 0))
     if not launch.respawn_after_s >= 0:
         raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs seconds, 0 or more, or inf")
     if not launch.spare_timeout_s >= 0:

@@ -1,9 +1,11 @@
-"""Check of the limits on processes and threads of this host, before a job hangs because it cannot start one."""
+"""Limits of this host on threads and on open files, checked before a job hangs because it meets one."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ OF_A_RANK = 48
 """Threads that every rank needs to train. A rank of a small gloo job has some 90, most of them for its groups."""
 OF_A_LAUNCHER = 16
 """Threads that a launcher needs."""
+CONNECTIONS_OF_A_MEMBER = 3
+"""Connections of each rank and spare to the job's store, whose process has an open file for each."""
+FILES_FOR_A_PEER = 16
+"""Open files of a rank for each other rank. Jobs of 2 to 8 ranks over gloo had 9 to 10 for each."""
+OTHER_FILES = 256
+"""Open files of a rank for everything else: libraries, data, logs, devices."""
 
 
 def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup")) -> None:
@@ -34,6 +42,39 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
                 f"{name} is {limit}, of which {used} are taken; {processes} processes need some {needed} threads: "
                 "raise it, or start fewer"
             )
+
+
+def allow_open_files(ranks: int, members: int = 0) -> None:
+    """Raise the soft limit on open files of this process, and of all that it starts later, to what the job needs.
+
+    Linux lets every process raise it up to the hard limit. Most hosts have a soft limit of 1,024. A store meets that
+    with some 340 ranks, and a rank of a gloo job with some 100.
+
+    A hard limit below the estimate for a rank is only warned of, because few groups need fewer files.
+
+    Args:
+        ranks: number of ranks of the job. A rank has connections to all others.
+        members: number of ranks and spares that connect to a store in this process or in a child of it.
+
+    Raises:
+        ConfigError: the hard limit is too low for the store.
+    """
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _open_files())
+    if hard < (connections := CONNECTIONS_OF_A_MEMBER * members):
+        raise ConfigError(
+            f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} for "
+            f"{members} ranks and spares: raise it, or start fewer"
+        )
+    wanted = max(OTHER_FILES + FILES_FOR_A_PEER * ranks, OTHER_FILES + connections)
+    if hard < wanted:
+        text = f"the hard limit of open files (ulimit -Hn) is {hard}; a rank of {ranks} may need some {wanted}"
+        print(f"moevement: WARNING {text}", file=sys.stderr, flush=True)
+    if soft < (allowed := min(wanted, hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(allowed), _open_files()[1]))
+
+
+def _open_files() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def _limits(cgroups: Path) -> Iterator[tuple[str, int, int]]:

@@ -22,6 +22,7 @@ from moevement_core.comms.token import HOW, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import launch
 from moevement_core.launching.children import Child, nothing_left_behind
+from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
@@ -142,6 +143,7 @@ def supervise(
             f"--spares {spares} of {processes} processes ({task.tasks} tasks of {task.processes}), and the coordinator "
             f"waits for {ranks} ranks; it needs --spares {processes - ranks}"
         )
+    allow_open_files(ranks)
     common = {
         **environment,
         **own_token().environment,
