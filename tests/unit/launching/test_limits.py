@@ -39,7 +39,7 @@ def test_a_large_job_raises_the_soft_limit_to_its_need(limits: dict[str, tuple[i
 
 def test_a_hard_limit_that_is_too_low_for_the_store_is_refused(limits: dict[str, tuple[int, int]]) -> None:
     limits["files"] = (1024, 3000)
-    with pytest.raises(ConfigError, match=r"\(ulimit -Hn\) is 3000; the job's store needs 3300 for 1100 .* raise it"):
+    with pytest.raises(ConfigError, match=r"\b3000\b.*\b3300\b.*\b1100\b"):
         allow_open_files(1024, 1100)
     assert limits["files"] == (1024, 3000)
 
@@ -50,7 +50,8 @@ def test_a_hard_limit_that_may_be_too_low_for_a_rank_is_warned_of(
     limits["files"] = (1024, 4096)
     allow_open_files(1024, 1100)
     assert limits["files"] == (4096, 4096)
-    assert "(ulimit -Hn) is 4096; a rank of 1024 may need some 16640" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert [number in said for number in ("4096", "1024", "16640")] == [True, True, True]
 
 
 def test_no_limit_is_no_problem(limits: dict[str, tuple[int, int]]) -> None:
