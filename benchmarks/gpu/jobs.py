@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -65,9 +66,17 @@ def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | No
     return record
 
 
-def _jobs() -> ThreadPoolExecutor:
-    """Return a pool for the jobs of a check: one after the other, but for jobs on a shared GPU."""
-    return ThreadPoolExecutor(AT_ONCE if shared.is_shared() else 1)
+@contextmanager
+def _jobs() -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool for the jobs of a check: one after the other, but for jobs on a shared GPU.
+
+    If a job fails the check, those that have not begun are left out.
+    """
+    pool = ThreadPoolExecutor(AT_ONCE if shared.is_shared() else 1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _training_phase() -> str:

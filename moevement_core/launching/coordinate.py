@@ -79,7 +79,7 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
     if not 0 <= what.port <= MOST_PORT:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
-    allow_open_files(what.ranks, what.ranks)  # The number of spares is not known yet.
+    allow_open_files(0, what.ranks)  # The number of spares is not known yet.
     file_mode()  # Raises ConfigError if the file mode in the environment is invalid.
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")

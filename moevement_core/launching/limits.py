@@ -53,7 +53,7 @@ def allow_open_files(ranks: int, members: int = 0) -> None:
     A hard limit below the estimate for a rank is only warned of, because few groups need fewer files.
 
     Args:
-        ranks: number of ranks of the job. A rank has connections to all others.
+        ranks: number of ranks of the job, which have connections to each other; 0 if this process starts none.
         members: number of ranks and spares that connect to a store in this process or in a child of it.
 
     Raises:
@@ -65,9 +65,10 @@ def allow_open_files(ranks: int, members: int = 0) -> None:
             f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} for "
             f"{members} ranks and spares: raise it, or start fewer"
         )
-    wanted = max(OTHER_FILES + FILES_FOR_A_PEER * ranks, OTHER_FILES + connections)
+    # Twice the connections, because leases and spares that come later have some as well.
+    wanted = OTHER_FILES + max(FILES_FOR_A_PEER * ranks, 2 * connections)
     if hard < wanted:
-        text = f"the hard limit of open files (ulimit -Hn) is {hard}; a rank of {ranks} may need some {wanted}"
+        text = f"the hard limit of open files (ulimit -Hn) is {hard}; a process of this job may need some {wanted}"
         print(f"moevement: WARNING {text}", file=sys.stderr, flush=True)
     if soft < (allowed := min(wanted, hard)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(allowed), _open_files()[1]))

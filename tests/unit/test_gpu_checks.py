@@ -87,7 +87,7 @@ def _words(process: psutil.Process) -> str:
 
 @pytest.mark.builds
 def test_a_call_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    """By SIGKILL in the middle of a check, whose process ends too."""
+    """A SIGKILL hits the call in the middle of a check, whose process ends too."""
     program = (
         "from pathlib import Path; import sys; from benchmarks.gpu.runner import run\n"
         "from tests.unit.test_gpu_checks import MACHINE, check\n"

@@ -50,8 +50,9 @@ def test_a_hard_limit_that_may_be_too_low_for_a_rank_is_warned_of(
     limits["files"] = (1024, 4096)
     allow_open_files(1024, 1100)
     assert limits["files"] == (4096, 4096)
-    said = capsys.readouterr().err
-    assert [number in said for number in ("4096", "1024", "16640")] == [True, True, True]
+    warning = capsys.readouterr().err
+    assert "4096" in warning
+    assert "16640" in warning
 
 
 def test_no_limit_is_no_problem(limits: dict[str, tuple[int, int]]) -> None:
@@ -63,7 +64,7 @@ def test_no_limit_is_no_problem(limits: dict[str, tuple[int, int]]) -> None:
 
 
 def test_processes_started_later_have_the_raised_limit() -> None:
-    """With the real limits of a new process."""
+    """A new process sets its real limit, raises it, and starts another one."""
     program = (
         "import resource, subprocess; from moevement_core.launching.limits import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
