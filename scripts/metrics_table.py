@@ -11,35 +11,35 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "metrics.md"
 PURPOSE = """\
 # Metrics
 
-What a run shows of itself while it goes on: to Prometheus at an endpoint, to TensorBoard, and in the terminal
-(`moevement top RUN_DIR`). `python scripts/metrics_table.py` writes this page, and a test compares.
+This page is for people who watch jobs. It lists the figures that a run reports to Prometheus and TensorBoard;
+`moevement top RUN_DIR` shows them in the terminal. `python scripts/metrics_table.py` writes this page, and a test
+compares.
 
 ## The endpoint
 
-`--moevement-metrics-port 9400` among the flags of the script serves all of this in Prometheus's text format at
-`http://127.0.0.1:9400/metrics`. It needs `--run-dir`, from which the figures are read, and is off by default. It
-listens on loopback alone; `--moevement-metrics-address 0.0.0.0` lets other hosts ask. There is no password, and
-anyone who can reach it can read the figures, and nothing else.
+Give `--moevement-metrics-port 9400` among the flags of the script. The endpoint then serves all figures in
+Prometheus's text format at `http://127.0.0.1:9400/metrics`. It needs `--run-dir`, because it reads the figures from
+there. Without the flag there is no endpoint. It listens on loopback alone; `--moevement-metrics-address 0.0.0.0` lets
+other hosts ask. It has no password; who reaches it can only read.
 
-It is a process of its own beside the launcher, which starts it again should it end, so it outlives every rank: while a
-failure is recovered from, `moevement_processes` says how many are left. It holds none of the job's locks, threads or
-connections, and nothing that asks it can delay training or a lease. Over several hosts it is where `moevement
-coordinate` runs, the one place that has to live anyway; the tasks tell the coordinator of the flags, and the run
-directory has to be on a file system that this host sees, too. Under `srun` without `--spares` nothing outlives a rank,
-and the flag is refused. One endpoint serves the whole job. Where a port cannot be had, the job does not begin, and one
-line says so.
+- **A process of its own.** The launcher starts it, and starts it again if it ends. So it outlives every rank: during
+  a recovery `moevement_processes` tells how many are left. It holds no locks, threads or connections of the job, so
+  no request delays training.
+- **Several hosts.** One endpoint serves the whole job, on the host of `moevement coordinate`. The run directory has
+  to be on a file system that this host sees.
+- **Refused.** Under `srun` without `--spares` no process outlives a rank, so the launcher refuses the flag. If the
+  port is in use, the job does not start, and one line says so.
 
-[examples/monitoring](../examples/monitoring/prometheus.yaml) has a scrape configuration and a dashboard of them.
+[examples/monitoring](../examples/monitoring/prometheus.yaml) has a scrape configuration and a dashboard.
 
 ## TensorBoard
 
-Where Megatron has a writer (`--tensorboard-dir`, or `--run-dir`, whose `tensorboard/` it is by default), the last rank
-writes the tags below in each iteration. The tag of a counter of checkpoints shows what the iteration added to it, as
-its line of `metrics.jsonl` does. Without `--run-dir` there is no record of failures, and their tags stay at 0. W&B,
-OneLogger and all else that Megatron logs to are as Megatron has them.
+If Megatron has a writer (`--tensorboard-dir`, or `--run-dir` with its folder `tensorboard/`), the last rank writes
+the tags below in each iteration. The tag of a checkpoint counter shows what the iteration added to it, as its line of
+`metrics.jsonl` does. Without `--run-dir` there is no record of failures, and their tags stay at 0.
 
-Figures of checkpoints are those of the rank that writes the record, the last one. After a job has been started again in
-the same run directory they go on from what it holds.
+Figures of checkpoints are those of the last rank, which writes the record. A job that is started again in the same
+run directory continues its figures.
 """
 
 

@@ -222,7 +222,7 @@ def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _meta_device() -> Iterator[None]:
-    """Create tensors without memory, also where Megatron names its device."""
+    """Create tensors without memory, even where Megatron asks for the current CUDA device."""
     current_device = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     try:

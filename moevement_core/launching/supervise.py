@@ -41,9 +41,7 @@ POLL_S = 0.05
 GRACE_S = 30.0
 """Seconds that processes have to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
-"""Number of lease times, from the end of its lease, for which a task tries to reach the coordinator."""
-
-
+"""Number of lease durations for which a task whose lease has ended still tries to reach the coordinator."""
 TOKEN_PATIENCE_S = 5.0
 """Seconds that a task waits for the coordinator to announce the job's token in the store."""
 LATE = 1 << 32

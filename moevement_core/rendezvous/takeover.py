@@ -22,7 +22,8 @@ def take_over(
 ) -> dict[int, int]:
     """Return the member that takes over each missing rank.
 
-    The function assigns ranks in this order:
+    A block is a run of consecutive ranks that communicate most with each other, so they should share a node. The
+    function assigns ranks in this order:
 
     1. Missing ranks of a block go to the node of the block's other ranks. A block that is missing as a whole goes to
        the node where it was.

@@ -65,12 +65,12 @@ RECOVERIES = Figure("recoveries", "", "Failures that the job has recovered from.
 RECOVERY_S = Figure(
     "recovery_seconds", "seconds", "Time in recoveries, by part.", Kind.COUNTER, label="part", is_in_tensorboard=False
 )
-LAST_RECOVERY_S = Figure("last_recovery_seconds", "seconds", "What the last recovery took, by part.", label="part")
+LAST_RECOVERY_S = Figure("last_recovery_seconds", "seconds", "Seconds of the last recovery, by part.", label="part")
 LAST_RECOVERED_AT = Figure(
-    "last_recovery_timestamp_seconds", "seconds", "When the last recovery was over, since the epoch.",
+    "last_recovery_timestamp_seconds", "seconds", "End of the last recovery, since the epoch.",
     is_in_tensorboard=False,
 )  # fmt: skip
-REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries ran again.", Kind.COUNTER)
+REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries re-executed.", Kind.COUNTER)
 LOST_TOKENS = Figure(
     "lost_tokens", "tokens", "Routed tokens whose updates recoveries have lost, under strategies that lose any.",
     Kind.COUNTER,
@@ -80,45 +80,46 @@ WARNINGS = Figure(
     "checkpoint not saved.", Kind.COUNTER,
 )  # fmt: skip
 RANKS = Figure(
-    "processes", "processes", "Processes that live, by role: active ranks, and spares.", label="role",
+    "processes", "processes", "Live processes by role: active ranks, and spares.", label="role",
     is_in_tensorboard=False,
 )  # fmt: skip
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
 REJECTED = Figure(
-    "rejected_values", "values", "Values in the job's store that were of none of its processes, and did not count "
-    "(docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
+    "rejected_values", "values", "Values in the job's store that no process of the job had written; the job ignored "
+    "them (docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
 )  # fmt: skip
 
 OF_TRAINING = (
     Figure("iteration", "", "Newest committed iteration.", field="iteration", is_in_tensorboard=False),
     Figure(
-        "iteration_timestamp_seconds", "seconds", "When the newest iteration was recorded, since the epoch.",
+        "iteration_timestamp_seconds", "seconds", "Time at which the newest iteration was recorded, since the epoch.",
         field="time", is_in_tensorboard=False,
     ),
     Figure("loss", "", "Training loss of the newest iteration.", field="loss"),
-    Figure("gradient_norm", "", "Of the newest iteration, before clipping.", field="grad_norm"),
-    Figure("learning_rate", "", "Of the newest iteration.", field="learning_rate"),
-    Figure("iteration_seconds", "seconds", "What the newest iteration took.", field="iteration_s"),
-    Figure("tokens_per_second", "tokens/s", "Of the newest iteration.", field="tokens_per_s"),
+    Figure("gradient_norm", "", "Norm of the gradients of the newest iteration, before clipping.", field="grad_norm"),
+    Figure("learning_rate", "", "Learning rate of the newest iteration.", field="learning_rate"),
+    Figure("iteration_seconds", "seconds", "Duration of the newest iteration.", field="iteration_s"),
+    Figure("tokens_per_second", "tokens/s", "Tokens a second in the newest iteration.", field="tokens_per_s"),
 )  # fmt: skip
 OF_CHECKPOINTS = (
     Figure(
-        "window_iterations", "iterations", "From the first snapshot of a window to that of the next.", field="window"
+        "window_iterations", "iterations", "Iterations from the first snapshot of a window to the next window's first.",
+        field="window",
     ),
     Figure(
-        "window_snapshots", "snapshots", "W, over which everything is spread; one an iteration, and then none until "
-        "the next window.", field="window_snapshots",
+        "window_snapshots", "snapshots", "Snapshots of a window (W), one in each of its first iterations; together "
+        "they hold all state.", field="window_snapshots",
     ),
     Figure(
-        "persisted_iteration", "", "Where the newest run of snapshots begins that all peers have; a failure goes back "
-        "to it.", field="persisted_from",
+        "persisted_iteration", "", "First iteration of the newest run of snapshots that all peers have; a failure "
+        "rolls back to it.", field="persisted_from",
     ),
     Figure(
-        "replication_lag_iterations", "iterations", "By how much the newest snapshot that all peers have trails the "
-        "newest captured one.", field="replication_lag",
+        "replication_lag_iterations", "iterations", "Iterations by which the newest snapshot that all peers have "
+        "trails the newest captured one.", field="replication_lag",
     ),
     Figure(
-        "copies_under_way", "snapshots", "Snapshots that a peer does not have yet, each as often as one does not.",
+        "copies_under_way", "snapshots", "Copies of snapshots that peers do not have yet.",
         field="copies_under_way",
     ),
     Figure(
@@ -131,20 +132,20 @@ OF_CHECKPOINTS = (
     ),
     Figure("on_disk_iteration", "", "Iteration whose state the newest window on disk gives.", field="on_disk"),
     Figure(
-        "disk_written_bytes", "bytes", "Written to disk of windows, by this process.", Kind.COUNTER,
+        "disk_written_bytes", "bytes", "Bytes of windows that this process has written to disk.", Kind.COUNTER,
         field="disk_written_bytes", is_sum=True,
     ),
-    Figure("copied_bytes", "bytes", "Copied from the device to its host.", Kind.COUNTER, field="copied_bytes"),
+    Figure("copied_bytes", "bytes", "Bytes copied from the device to its host.", Kind.COUNTER, field="copied_bytes"),
     Figure(
-        "replicated_bytes", "bytes", "Snapshots that peers have acknowledged, all peers together.", Kind.COUNTER,
-        field="replicated_bytes",
+        "replicated_bytes", "bytes", "Bytes of snapshots that peers have acknowledged, all peers together.",
+        Kind.COUNTER, field="replicated_bytes",
     ),
     Figure(
-        "logged_bytes", "bytes", "Sent to other pipeline stages, and logged.", Kind.COUNTER, field="log_bytes"
+        "logged_bytes", "bytes", "Bytes sent to other pipeline stages and logged.", Kind.COUNTER, field="log_bytes"
     ),
-    Figure("stall_seconds", "seconds", "Training that waited for a copy.", Kind.COUNTER, field="stall_s"),
+    Figure("stall_seconds", "seconds", "Seconds that training waited for a copy.", Kind.COUNTER, field="stall_s"),
     Figure(
-        "overhead_ratio", "", "Share of training time that saving costs: iterations compared with quiet ones beside "
+        "overhead_ratio", "", "Share of training time that saving costs: iterations compared with quiet ones next to "
         "them.", field="overhead",
     ),
     Figure(
@@ -154,21 +155,24 @@ OF_CHECKPOINTS = (
         "overhead_high_ratio", "", "Upper end of the confidence interval (95%) of that share.", field="overhead_high"
     ),
     Figure(
-        "overhead_copy_ratio", "", "Of that share: the training thread, which issues copies.", field="overhead_copy"
+        "overhead_copy_ratio", "", "Part of that share in which the training thread issues copies.",
+        field="overhead_copy",
     ),
-    Figure("overhead_digest_ratio", "", "Of that share: digests of what was copied.", field="overhead_digest"),
-    Figure("overhead_send_ratio", "", "Of that share: copies sent and received.", field="overhead_send"),
+    Figure("overhead_digest_ratio", "", "Part of that share for digests of copied bytes.", field="overhead_digest"),
+    Figure("overhead_send_ratio", "", "Part of that share for sending and receiving copies.", field="overhead_send"),
     Figure(
-        "overhead_policy_ratio", "", "Of that share: the training thread, which decides order and window.",
+        "overhead_policy_ratio", "", "Part of that share in which the training thread decides order and window.",
         field="overhead_policy",
     ),
-    Figure("overhead_stall_ratio", "", "Of that share: training that waited for a copy.", field="overhead_stall"),
     Figure(
-        "windows_abandoned", "windows", "Windows that were given up for want of host memory, by this process.",
+        "overhead_stall_ratio", "", "Part of that share in which training waits for a copy.", field="overhead_stall"
+    ),
+    Figure(
+        "windows_abandoned", "windows", "Windows that this process gave up because host memory was full.",
         Kind.COUNTER, field="windows_abandoned", is_sum=True,
     ),
     Figure(
-        "tokens_owed", "tokens", "That experts are to be given room for, with --moevement-capacity-boost.",
+        "tokens_owed", "tokens", "Tokens that experts still get extra capacity for, with --moevement-capacity-boost.",
         field="tokens_owed",
     ),
     Figure(

@@ -351,7 +351,7 @@ class WindowDecisions:
         return bool(wanted.item())
 
     def _is_due(self, now: Schedule, boundary: int) -> bool:
-        """Return True if ranks decide on windows at this boundary; the same on all ranks, whatever they measured."""
+        """Return True if ranks decide on windows at this boundary. Only iteration numbers decide: all ranks agree."""
         age = boundary - self._began_at
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 

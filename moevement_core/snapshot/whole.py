@@ -64,7 +64,14 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
-    """Add both sums of ``words`` to ``total``; ``place`` is the index of the first word. This defines the sums."""
+    """Add the two weighted sums of ``words`` to ``total``. This function defines the digest; kernels have to match it.
+
+    Args:
+        words: integers as wide as a tensor's elements, ``[n]``.
+        place: index of the first word, counted from 1 over all tensors.
+        multipliers: a multiplier of word indices for each sum.
+        total: int64 ``[2]``.
+    """
     for piece in words.split(_PIECE):
         places = torch.arange(place, place + piece.numel(), dtype=torch.int64, device=total.device)
         values = piece.to(torch.int64)

@@ -71,7 +71,11 @@ class SparseSchedule(Schedule):
         return tuple(self.table.names[place] for part in others for place in part)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of the slot's operators and compute weights of others; None in the rest of a window."""
+        """Return what each operator contributes to the snapshot of a slot; None if windows rest in that slot.
+
+        Operators of the slot contribute full state. With aligned windows operators of later slots contribute compute
+        weights; with rolling windows all other operators do.
+        """
         if slot >= self.window.size:
             return None
         saved = np.zeros(len(self.table), dtype=np.int8)

@@ -57,15 +57,15 @@ class Place:
     stage: int = 0
     """Pipeline stage; 0 without a pipeline. The ranks of a stage roll back together."""
     replica: int = 0
-    """The smallest rank of its model replica: ranks of one replica clip gradients by the same norm."""
+    """Smallest rank of the model replica. Ranks of one replica clip gradients by the same norm."""
     same_state: int = 0
-    """The smallest rank that holds the same state, or shards of it: its data-parallel peers."""
+    """Smallest of the ranks that hold the same state or shards of it (the data-parallel peers)."""
     pipeline: tuple[int, ...] = ()
-    """Ranks of its pipeline, by stage; empty without a pipeline."""
+    """Ranks of this rank's pipeline, in the order of stages; empty without a pipeline."""
     is_ring: bool = False
     """True if the last stage also sends to the first, as in interleaved schedules."""
     embedding_ranks: tuple[int, ...] = ()
-    """Ranks whose gradients of an embedding are summed with this rank's; empty where there is one copy."""
+    """Ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy."""
     step_spans_job: bool = False
     """True if each step ends with a reduction over all ranks; finishing it proves that every rank reached the commit
     point.

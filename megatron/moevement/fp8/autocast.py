@@ -21,7 +21,7 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class Call:
-    """Product of one linear layer in a forward pass, with the scales of its first run."""
+    """Product of a linear layer in one forward pass. It keeps the scales of the first pass for recomputations."""
 
     def __init__(self, region: Region, scales: DelayedScales | None) -> None:
         self._region = region
