@@ -1,4 +1,4 @@
-"""Fixtures that more than one test module uses, and what all worker processes of a test session share."""
+"""Fixtures of more than one test module, and the environment that all worker processes of a test session share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from tests.failure_free import FOLDER_ENV
 from tests.reporting import pytest_collection_modifyitems  # noqa: F401
 
-# Tests use one small corpus and one folder of failure-free runs, and never the cache of the person who runs them. The
-# first process of a session makes the folder; workers (pytest -n) inherit its environment.
+# Tests use one small corpus and one folder of failure-free runs, and never the user's own cache. The first process of a
+# session creates the folder; workers (pytest -n) inherit its environment.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _session_folder = tempfile.TemporaryDirectory(prefix="moevement-tests-")
     os.environ["MOEVEMENT_CACHE"] = str(Path(_session_folder.name) / "cache")
@@ -26,20 +26,20 @@ from megatron.moevement import platform
 from moevement_core import log
 
 platform.install()
-# pytest captures what a logger writes that does not propagate if it is configured when the test begins.
+# The logger does not propagate, so pytest captures its output only if it is configured before the test begins.
 log.get()
 
-# Ignored, as a shell starts what runs in the background, it would stay ignored in all that tests start and interrupt.
+# A shell starts background jobs with SIGINT ignored, and the processes that tests start and interrupt would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says something of what else this machine does.
+# The duration of an example depends on the other load of the machine, so it has no deadline.
 hypothesis.settings.register_profile("without_deadline", deadline=None)
 hypothesis.settings.load_profile("without_deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def embedded_corpus() -> Path:
-    """The embedded corpus in the tests' own cache, built once; ranks find it there."""
+    """Build the embedded corpus in the cache of the test session, where ranks find it, and return its prefix."""
     from megatron.moevement.data import embedded
 
     return embedded.corpus_prefix()
@@ -47,9 +47,9 @@ def embedded_corpus() -> Path:
 
 @pytest.fixture(scope="session")
 def same_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Flags that make any layout of :data:`tests.training.TINY` start from the same weights.
+    """Return flags with which any layout of :data:`tests.training.TINY` starts from the same weights.
 
-    Fresh weights depend on the pipeline rank's seed, so layouts could not be compared.
+    Initial weights depend on the seed of the pipeline rank, so without these flags no two layouts are comparable.
     """
     from tests.training import start_from
 
@@ -58,6 +58,6 @@ def same_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for ``-n auto``: one for each core, and 4 GB of memory for each."""
+    """Return the number of workers for ``-n auto``: one for each core, but at most one for each 4 GB of memory."""
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return max(1, min(os.cpu_count() or 1, int(gigabytes / 4)))

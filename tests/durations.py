@@ -1,11 +1,11 @@
-"""How long each test takes: the table ``tests/durations.md`` and the check that CI makes.
+"""Durations of the tests: the table ``tests/durations.md``, and the check in CI.
 
-    python -m tests.durations table FILE.xml ...   write the table from what pytest --junitxml has written
+    python -m tests.durations table FILE.xml ...   write the table from reports of pytest --junitxml
     python -m tests.durations check FILE.xml ...   fail if a test of the default set is too slow and gives no reason
 
-A test that may take longer than :data:`LIMIT_S` says why beside its name: ``@pytest.mark.slow("reason")``. So that a
-busy or slow machine is no failure, the limit grows with the median ratio of the durations to those of the committed
-table, and a test over it is run again, alone, before it counts as too slow.
+A test that may take longer than :data:`LIMIT_S` gives its reason: ``@pytest.mark.slow("reason")``. A busy or slow
+machine causes no failure: the check multiplies the limit by the median ratio of the durations to those of the committed
+table. It runs a test over the limit again, alone, before the test counts as too slow.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tests.training import ROOT
 TABLE = ROOT / "tests" / "durations.md"
 LIMIT_S = 20.0
 SHOWN_S = 5.0
-"""Tests from this duration on have a line of their own in the table."""
+"""Shortest duration of a test with its own row in the table, in seconds."""
 COMPARED_S = 1.0
-"""Tests that took this long when the table was written tell how fast a machine is; shorter ones are mostly noise."""
+"""Shortest duration of a file, in seconds, that counts for the speed of a machine; shorter ones are mostly noise."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One test as it ran."""
+    """Test of a report, with its duration."""
 
     name: str
-    """As pytest takes it: ``tests/unit/test_a.py::test_b[c]``."""
+    """Node id, as pytest takes it: ``tests/unit/test_a.py::test_b[c]``."""
     seconds: float
-    """Wall-clock time with its fixtures."""
+    """Wall-clock time in seconds, fixtures included."""
     reason: str
-    """Why it may take longer than the limit; empty without a reason."""
+    """Reason that the test may take longer than the limit; empty if it gives none."""
 
     @property
     def file(self) -> str:
-        """Its file, relative to the root of the repository."""
+        """Path of the test's file, relative to the root of the repository."""
         return self.name.partition("::")[0]
 
 
@@ -53,7 +53,7 @@ def read(paths: Iterable[Path]) -> list[Case]:
     cases = []
     for path in paths:
         for entry in ElementTree.parse(path).getroot().iter("testcase"):
-            properties = {one.get("name"): one.get("value") for one in entry.iter("property")}
+            properties = {item.get("name"): item.get("value") for item in entry.iter("property")}
             name = properties.get("nodeid")
             if name is not None:  # a module that could not be imported has none
                 cases.append(Case(name, float(entry.get("time", "0")), properties.get("slow") or ""))
@@ -61,11 +61,11 @@ def read(paths: Iterable[Path]) -> list[Case]:
 
 
 def table(cases: Sequence[Case], measured: str) -> str:
-    """Return the page: totals of each file, and each test that takes long."""
+    """Return the text of the page: each long test, and the total of each file."""
     files: dict[str, list[Case]] = {}
     for case in cases:
         files.setdefault(case.file, []).append(case)
-    seconds = {file: sum(case.seconds for case in its) for file, its in files.items()}
+    seconds = {file: sum(case.seconds for case in file_cases) for file, file_cases in files.items()}
     lines = [
         "# How long the tests take",
         "",
@@ -93,17 +93,21 @@ def table(cases: Sequence[Case], measured: str) -> str:
 
 
 def committed(text: str) -> dict[str, float]:
-    """Return the seconds of each file as :func:`table` has written them."""
+    """Return the seconds of each file, read from a page that :func:`table` wrote."""
     rows = (line.split("|") for line in text.partition("## Files")[2].splitlines())
     return {cells[3].strip(" `"): float(cells[1]) for cells in rows if len(cells) == 5 and "`" in cells[3]}
 
 
 def slowdown(cases: Sequence[Case], before: dict[str, float]) -> float:
-    """Return how much longer files take than in the committed table: the median ratio, at least 1."""
+    """Return the median ratio of the durations of files to those of the committed table, at least 1."""
     now: dict[str, float] = {}
     for case in cases:
         now[case.file] = now.get(case.file, 0.0) + case.seconds
-    ratios = [now[file] / its for file, its in before.items() if file in now and its >= COMPARED_S]
+    ratios = [
+        now[file] / seconds_before
+        for file, seconds_before in before.items()
+        if file in now and seconds_before >= COMPARED_S
+    ]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
@@ -113,7 +117,7 @@ def too_slow(cases: Sequence[Case], factor: float) -> list[Case]:
 
 
 def _run_again(cases: Sequence[Case]) -> list[Case]:
-    """Run each test alone and return how long it took then."""
+    """Run each test alone and return the new durations."""
     again = []
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +129,7 @@ def _run_again(cases: Sequence[Case]) -> list[Case]:
 
 
 def check(cases: Sequence[Case]) -> int:
-    """Print the tests that are too slow, also when they run alone, and return the exit code."""
+    """Print the tests that are too slow even when they run alone, and return the exit code."""
     factor = slowdown(cases, committed(TABLE.read_text(encoding="utf-8")))
     suspects = too_slow(cases, factor)
     print(f"durations: {len(cases)} tests, {factor:.2f} times those of {TABLE.name}; {len(suspects)} over the limit")
@@ -140,7 +144,7 @@ def check(cases: Sequence[Case]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
     parser.add_argument("action", choices=["table", "check"])
     parser.add_argument("reports", nargs="+", type=Path, metavar="FILE.xml")

@@ -1,9 +1,9 @@
-"""Failure-free runs that tests compare with: one for all tests, and all worker processes, that ask for the same.
+"""Failure-free runs that tests compare with; all tests and worker processes share the run of a set of flags.
 
-The comparison is with training that saves nothing: whatever a checkpointing strategy does, the bits have to be those of
-Megatron alone. So flags of this project that do not change what is computed are left out, and jobs that differ in
-those alone share one run. Where tests end their jobs at an iteration that nobody knows before, one run that takes the
-digest of its state in every iteration serves them all (:func:`failure_free_until`).
+The reference is training that saves nothing: whatever a checkpointing strategy does, the bits must be those of Megatron
+alone. So the flags of this project that do not change the arithmetic are left out, and jobs that differ only in them
+share a run. Some tests end their jobs at an iteration that is not known beforehand. For them, one run takes the digest
+of its state in every iteration (:func:`failure_free_until`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots", "mo
 
 
 MARGIN = 1.2
-"""A run that takes a digest in every iteration is so many times as long as asked: the next test may ask for more."""
+"""Factor by which a run with digests is longer than requested, because the next test may request more."""
 
 
 def failure_free(nproc: int, **flags: Any) -> RunRecord:
-    """Return the record of a failure-free run of these flags; it is made when it is asked for first.
+    """Return the record of a failure-free run with these flags; the first request trains it.
 
     Args:
         nproc: number of ranks.
-        flags: as for :func:`tests.training.train`. Paths among them must exist as long as the test session.
+        flags: as for :func:`tests.training.train`; paths among them must exist until the test session ends.
     """
     flags = {name: value for name, value in flags.items() if _changes_training(name)}
     with _locked(nproc, flags) as folder:
@@ -54,12 +54,12 @@ def failure_free(nproc: int, **flags: Any) -> RunRecord:
 
 
 def failure_free_until(iteration: int, nproc: int, **flags: Any) -> RunRecord:
-    """Return the record that a failure-free run of these flags has if it ends after ``iteration``.
+    """Return the record of a failure-free run with these flags that ends after ``iteration``.
 
-    One run serves all iterations up to its own end; a longer one replaces it when it is asked for.
+    One run serves all iterations up to its end. A request for a later iteration trains a longer run.
 
     Args:
-        iteration: the last one, from 1 on; at most ``train_iters``.
+        iteration: last iteration of the run, from 1 to ``train_iters``.
         nproc: number of ranks.
         flags: as for :func:`tests.training.train`.
     """
@@ -122,7 +122,7 @@ def _run_with_digests(argv: list[str]) -> None:
 
 @contextmanager
 def _locked(nproc: int, flags: dict[str, Any]) -> Iterator[Path]:
-    """The path of what these flags have made; nobody else makes it meanwhile."""
+    """Yield the folder of the run with these flags, locked so that only one process at a time trains it."""
     key = hashlib.sha256(repr((nproc, sorted(flags.items()))).encode()).hexdigest()[:16]
     folder = Path(os.environ[FOLDER_ENV]) / key
     with open(folder.with_suffix(".lock"), "w") as lock:

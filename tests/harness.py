@@ -1,8 +1,8 @@
-"""Bodies on N gloo ranks: imports preloaded once, the failing rank named with its traceback, no hang, nothing left.
+"""Runner of test bodies on N gloo ranks. It names the failed rank, never hangs, and leaves no process behind.
 
-A fork server imports Megatron once in a test session; a rank is a fork of it, so it starts in milliseconds, and no
-thread of a test's own process is forked with it. Each rank leads a process group of its own, which is killed when the
-body is over, checkpoint writers and all.
+A fork server imports Megatron once per test session. Each rank is a fork of the server, so it starts in milliseconds
+and inherits no thread of the test's own process. Each rank leads its own process group. The runner kills the group when
+the body ends, checkpoint writers included.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ context.set_forkserver_preload(["tests.preload"])
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended."""
+    """Outcome of a rank: its exit code, return value, error and output."""
 
     rank: int
     exit_code: int
-    """0, the code of ``sys.exit``, 1 for an exception, minus the signal that killed it."""
+    """Exit code: 0, the code of ``sys.exit``, 1 for an exception, or minus the signal that killed the rank."""
     result: Any
-    """What the body returned."""
+    """Return value of the body."""
     error: str
-    """The traceback; empty if there was none."""
+    """Traceback of the exception; empty if there was none."""
     output: str
-    """What the rank printed, both streams in order."""
+    """Output of the rank, both streams in order."""
 
 
 def run_ranks(
@@ -57,16 +57,16 @@ def run_ranks(
     check: bool = True,
     on_started: Callable[[list[int]], None] | None = None,
 ) -> list[Outcome]:
-    """Run ``body(*args)`` on ``nproc`` ranks and return how each ended.
+    """Run ``body(*args)`` on ``nproc`` ranks and return the outcome of each.
 
     Args:
-        body: a function of a module; called with torch's environment variables set and, unless asked otherwise, with
-            the gloo process group initialised.
-        check: raise if any rank failed.
-        on_started: called with the ranks' process ids, to hurt one of them.
+        body: a function of a module. It is called with torch's environment variables set and, if
+            ``init_process_group``, with the gloo process group initialised.
+        check: raise an error if any rank failed.
+        on_started: called with the process ids of the ranks, so that a test can kill one.
 
     Raises:
-        ProcessGroupError: a rank failed (its traceback and output are in the message) or the time was over.
+        ProcessGroupError: a rank failed (the message has its traceback and output), or the ranks ran out of time.
     """
     import torch
 
@@ -84,16 +84,16 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(nproc):
-            ours, theirs = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             log = Path(folder) / f"{rank}.log"
             log.touch()
             rank_environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(
-                target=_rank_main, args=(body, args, rank_environment, str(log), theirs, init_process_group)
+                target=_rank_main, args=(body, args, rank_environment, str(log), sender, init_process_group)
             )
             process.start()
-            theirs.close()
-            started.append((process, ours, log))
+            sender.close()
+            started.append((process, receiver, log))
         try:
             if on_started is not None:
                 on_started([process.pid for process, _, _ in started])  # type: ignore[misc]
@@ -114,7 +114,7 @@ def run_ranks(
 
 
 def _collect(connections: list[Connection], timeout_s: float, *, stop_at_failure: bool) -> dict[int, Any]:
-    """What each rank sent before it ended; ranks that were killed or ran out of time are missing."""
+    """Return the answer of each rank. A killed rank has a stand-in; a rank that ran out of time is missing."""
     deadline = time.monotonic() + timeout_s
     answers: dict[int, Any] = {}
     pending = dict(zip(connections, range(len(connections)), strict=True))
@@ -149,7 +149,7 @@ def _raise_for_failures(outcomes: list[Outcome], answers: dict[int, Any], timeou
 def _kill_group(process: Any) -> None:
     if process.pid is None:
         return
-    # The leader first: killed before it has made its group it has no children, killed after, its group remains.
+    # Kill the leader first. If it has no group yet, it has no children either; otherwise its group outlives it.
     process.kill()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -188,5 +188,5 @@ def _rank_main(
         outcome = (1, None, traceback.format_exc())
     answer.send(outcome)
     answer.close()
-    # The parent kills this group next; leaving by os._exit keeps gloo's threads from delaying that.
+    # The parent kills this group next. os._exit does not wait for gloo's threads, so they cannot delay that.
     os._exit(outcome[0])

@@ -1,4 +1,4 @@
-"""``moevement launch``: as a user runs it, or in a process that is forked with its imports made."""
+"""Helpers that start ``moevement launch`` as a user does, or in a fork of a process that has its imports."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.training import ROOT, SCRIPT, flags
 
 
 def command(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
-    """The command as a user runs it; seconds of imports, so for tests of the command itself."""
+    """Start the command as a user does. Its imports take seconds, so only tests of the command itself use this."""
     argv = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *words]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
 
 
 class Launcher:
-    """The command in a forked process; what of ``subprocess.Popen`` the tests use.
+    """Command in a forked process, with the part of the interface of ``subprocess.Popen`` that tests use.
 
     Args:
-        words: its arguments.
-        leads_group: whether it leads a process group.
-        console: a file for all that it prints; None: ``communicate`` returns that.
-        environment: all variables; None: those of this process.
+        words: arguments of the command.
+        leads_group: True if the process leads a process group.
+        console: file for all output; None if ``communicate`` returns the output.
+        environment: all environment variables of the process; None for those of this process.
     """
 
     def __init__(
@@ -111,18 +111,18 @@ def launch(*words: str, leads_group: bool = False) -> Launcher:
     """Start the command in a forked process.
 
     Args:
-        words: its arguments.
-        leads_group: whether it leads a process group, as a job of a shell or a service does.
+        words: arguments of the command.
+        leads_group: True if the process leads a process group, as a job of a shell or a service does.
     """
     return Launcher(*words, leads_group=leads_group)
 
 
 def forks_launchers(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a module that starts launchers fork them: a fresh interpreter imports for seconds.
+    """Make a module fork the launchers that it starts, because a fresh interpreter needs seconds for imports.
 
     Args:
-        module: one that uses ``subprocess`` for nothing but launchers.
-        monkeypatch: of the test, at whose end launchers are fresh again.
+        module: module that uses ``subprocess`` for launchers only.
+        monkeypatch: fixture of the test. When the test ends, the module starts fresh interpreters again.
     """
     forking = SimpleNamespace(Popen=_forked, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(module, "subprocess", forking)
@@ -151,7 +151,7 @@ def survive(
     script: Path = SCRIPT,
     **flags_: Any,
 ) -> Survived:
-    """A job with ``spares`` to which the faults of ``inject`` happen; it has to come to its end."""
+    """Run a job with ``spares``, inject the faults of ``inject``, and check that the job ends with exit code 0."""
     words = flags(**flags_)
     for fault in inject:
         words += ["--moevement-inject", fault]
@@ -163,7 +163,7 @@ def survive(
 
 
 class Survived:
-    """A job that came to its end."""
+    """Job that ended with exit code 0 after its failures."""
 
     def __init__(self, run_dir: Path, out: str) -> None:
         self.record, self.out = RunRecord(run_dir), out
@@ -176,19 +176,19 @@ class Survived:
         return [event for event in self.record.events() if event["event"] == kind]
 
     def failures(self) -> list[dict[str, Any]]:
-        """One of each time that the job was formed again."""
+        """Return the failure events: one for each time that the ranks regrouped."""
         return self.events("failure")
 
     def ranks(self) -> list[dict[str, Any]]:
         return list(json.loads(self.record.ranks_path.read_text()))
 
     def check_metrics(self, iterations: int) -> None:
-        """Each committed iteration has exactly one line."""
+        """Check that the metrics have exactly one line for each committed iteration."""
         assert [line["iteration"] for line in self.record.metrics()] == list(range(1, iterations + 1))
 
 
 def logs(run_dir: Path) -> str:
-    """The ends of all logs, for whoever reads why a test failed."""
+    """Return the last lines of all logs of a run, for the message of a failed test."""
     texts = []
     for path in sorted((run_dir / "logs").glob("*")):
         lines = [line for line in path.read_text(errors="replace").splitlines() if "iteration  " not in line]

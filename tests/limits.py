@@ -1,6 +1,6 @@
-"""How long tests wait before they take something to hang."""
+"""Time limit after which tests assume that a process hangs."""
 
 from __future__ import annotations
 
 HANGS_S = 900.0
-"""Seconds after which something is taken to hang: a busy machine needs minutes for what an idle one does in seconds."""
+"""Seconds after which a test assumes a hang. A busy machine needs minutes where an idle one needs seconds."""

@@ -1,4 +1,4 @@
-"""What fork server of :mod:`tests.harness` imports once for all ranks."""
+"""Imports that the fork server of :mod:`tests.harness` makes once for all ranks."""
 
 import moevement_cli.launch  # noqa: F401
 from megatron.moevement.worker import preload

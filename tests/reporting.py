@@ -1,4 +1,4 @@
-"""Hook of pytest that puts into the report (``--junitxml``) what :mod:`tests.durations` reads."""
+"""Hook of pytest that adds the properties that :mod:`tests.durations` reads to the report (``--junitxml``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add to the properties of each test its full name and its reason to be slow."""
+    """Add the node id of each test, and its reason to be slow, to the properties of the test."""
     for item in items:
         item.user_properties.append(("nodeid", item.nodeid))
         if (marker := item.get_closest_marker("slow")) is not None:

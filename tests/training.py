@@ -1,4 +1,4 @@
-"""Short real training runs for functional tests: the example script, on real ranks."""
+"""Helpers that train a tiny model with the example script on real ranks, for functional tests."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ TINY: dict[str, Any] = {
     "make-vocab-size-divisible-by": 16,
     "num-workers": 0,
 }
-"""A GPT-MoE of four layers, small enough that a run takes seconds."""
+"""Flags of a GPT-MoE of four layers, small enough that a run takes seconds."""
 
 
 def flags(**overrides: Any) -> list[str]:
-    """:data:`TINY` with ``overrides`` (``_`` for ``-``; False leaves a flag out), as command-line words."""
+    """Return :data:`TINY` with ``overrides`` (``_`` for ``-``; False leaves a flag out), as command-line words."""
     merged = TINY | {key.replace("_", "-"): value for key, value in overrides.items()}
     words: list[str] = []
     for key, value in merged.items():
@@ -74,17 +74,17 @@ def train(
 def outcomes(
     nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = HANGS_S, **overrides: Any
 ) -> list[Outcome]:
-    """Like :func:`train`, returning how each rank ended."""
+    """Train as :func:`train` does, and return the outcome of each rank."""
     argv = [str(SCRIPT), *flags(**overrides), *(["--run-dir", str(run_dir)] if run_dir else [])]
     return run_ranks(worker.run_rank, nproc, argv, timeout_s=timeout_s, init_process_group=False, check=check)
 
 
 def losses(record: RunRecord) -> dict[int, float]:
-    """Training loss by iteration."""
+    """Return the training loss of each iteration of a run."""
     return {line["iteration"]: line["loss"] for line in record.metrics()}
 
 
 def start_from(folder: Path, **overrides: Any) -> dict[str, Any]:
-    """Make a dense checkpoint of one rank and return the flags with which any layout starts from its weights."""
+    """Save a dense checkpoint of one rank and return the flags with which any layout starts from its weights."""
     train(1, None, train_iters=1, save=str(folder), save_interval=1, **overrides)
     return {"load": str(folder), "no_load_optim": True, "no_load_rng": True, "finetune": True}

@@ -1,7 +1,7 @@
-"""A command line that cannot work, and what must come of it: few lines on stderr, exit code 2, no traceback, an end.
+"""Command lines that cannot work. Each must end with few lines on stderr, exit code 2 and no traceback.
 
-A row says what its message must name: the flag, the value found, the bound, the file. It never quotes a sentence, so
-that messages can be reworded without a change here.
+A row lists what its message must name: the flag, the value found, the bound, the file. It never quotes a sentence, so
+messages can be reworded without a change here.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from moevement_core.util.exit_codes import USAGE_ERROR
 
 MOST_LINES = 3
 LIMIT_S = 60
-"""Any command that ends at all ends in a few seconds; this leaves room for a loaded machine."""
+"""Seconds that a command may take. A few are enough, unless it hangs; the others are for a loaded machine."""
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What the operating system calls an error."""
+    """Name of an error in the words of the operating system."""
 
     number: int
-    """Of :mod:`errno`."""
+    """Number of the error, as in :mod:`errno`."""
 
     def __str__(self) -> str:
         return os.strerror(self.number)
 
 
 Need = str | float | Reason
-"""What a message names: a string that stands alone in it, a number in any notation (-1, -1.0, 1e9), an OS error."""
+"""Part of a message: a string that stands alone in it, a number in any notation (-1, -1.0, 1e9), or an OS error."""
 Needs = Sequence[Need]
 NOUNS: dict[str, tuple[str, float]] = {
     "--mtbf": ("mtbf", 1), "--hours": ("hours", 1), "--speedup": ("speedup", 1), "--repair": ("repair", 1),
@@ -51,11 +51,11 @@ NOUNS: dict[str, tuple[str, float]] = {
     "--d2h-bandwidth": ("from device", GB), "--network-bandwidth": ("network bandwidth", GB),
     "--copy-bandwidth": ("copy bandwidth", GB), "--storage-bandwidth": ("storage bandwidth", GB),
 }  # fmt: skip
-"""What ``moevement simulate`` calls the value of a flag in its messages, and the factor to the unit it shows."""
+"""Noun for a flag's value in messages of ``moevement simulate``, and the factor to the unit that they show."""
 OF_CLUSTERS = (
     "--d2h-bandwidth", "--copy-bandwidth", "--network-bandwidth", "--network-share", "--gpus-per-node", "--host-memory",
 )  # fmt: skip
-"""Flags that ``moevement plan`` calls by the same nouns, because the same class checks them."""
+"""Flags for which ``moevement plan`` uses the same nouns, because the same class checks them."""
 _NUMBER = re.compile(
     r"(?<![\w.-])(?:-?inf|nan|-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?)(?!\w)", re.IGNORECASE
 )
@@ -76,35 +76,37 @@ def named_in_plan(flag: str, value: float) -> Needs:
 
 
 def unnamed(text: str, needs: Needs) -> list[Need]:
-    """Return those of ``needs`` that a message does not name."""
-    numbers = [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
+    """Return the ``needs`` that a message does not name."""
+    numbers = [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
     return [needed for needed in needs if not _is_named(needed, text, numbers)]
 
 
 def _is_named(needed: Need, text: str, numbers: Sequence[float]) -> bool:
     if isinstance(needed, str | Reason):
         return re.search(rf"(?<![\w-]){re.escape(str(needed))}(?![\w-])", text) is not None
-    return any(found == needed or math.isclose(found, needed, rel_tol=_DIGITS) for found in numbers) or (
-        math.isnan(needed) and any(math.isnan(found) for found in numbers)
+    return any(number == needed or math.isclose(number, needed, rel_tol=_DIGITS) for number in numbers) or (
+        math.isnan(needed) and any(math.isnan(number) for number in numbers)
     )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table."""
+    """Row of a table: a command line, and what its message must name."""
 
     words: str
-    """The command line; words with blanks in them stand in ``more``."""
+    """Command line; words that have blanks are in ``more``."""
     needs: Needs
     more: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     code: int = USAGE_ERROR
 
     def __post_init__(self) -> None:
-        assert not [one for one in self.needs if isinstance(one, str) and _SENTENCE.search(one)], self.needs
+        assert not [need for need in self.needs if isinstance(need, str) and _SENTENCE.search(need)], self.needs
 
     def __str__(self) -> str:
-        return " ".join((*self.words.split(), *self.more, *(f"{key}={its}" for key, its in self.environment.items())))
+        return " ".join(
+            (*self.words.split(), *self.more, *(f"{key}={value}" for key, value in self.environment.items()))
+        )
 
 
 def table(*rows: Row) -> Any:
@@ -113,20 +115,20 @@ def table(*rows: Row) -> Any:
 
 
 def filled(text: str, places: Mapping[str, object]) -> str:
-    """Put the paths of a test in the place of ``{name}``."""
+    """Return ``text`` with the paths of a test in the places of ``{name}``."""
     for name, place in places.items():
         text = text.replace(f"{{{name}}}", str(place))
     return text
 
 
 def check(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **places: object) -> None:
-    """Run the command of a row in this process and compare what comes of it.
+    """Run the command of a row in this process; check its exit code and its message.
 
     Args:
-        row: with ``{name}`` where ``places`` have values.
-        capfd: of the test.
-        monkeypatch: of the test.
-        places: paths that a test has prepared.
+        row: row, with ``{name}`` where ``places`` have values.
+        capfd: fixture of the test.
+        monkeypatch: fixture of the test.
+        places: paths that the test has prepared, by name.
     """
     for name, value in row.environment.items():
         monkeypatch.setenv(name, value)
@@ -151,7 +153,7 @@ def _code_of(words: Sequence[str]) -> object:
 
 @contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Fail if the body of the ``with`` block takes longer."""
+    """Fail if the body of the ``with`` block takes longer than ``seconds``."""
 
     def fail(number: int, frame: object) -> None:
         raise AssertionError(f"not over after {seconds} s")

@@ -1,4 +1,4 @@
-"""Damage to a run directory: files cut off, replaced, or written by another version, and what a reader must name."""
+"""Damages to run directories: files cut off, replaced, or of another version, and what a reader must name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "strangers.json", "config.yaml", "
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a run directory."""
+    """Damage to one file of a run directory, and what a message about it must name."""
 
     name: str
     file: str
     change: Change
     needs: Needs
-    """What the message must name besides the file."""
+    """Values that the message must name besides the file."""
 
     def __str__(self) -> str:
         return self.name
@@ -52,13 +52,15 @@ def changed_json(file: str, **changed: Any) -> Change:
 
 
 def fields(file: str, **changed: Any) -> Change:
-    """Return a change of fields of the first line; a field that becomes ``...`` is removed."""
+    """Return a change of fields of the first line of a file; a field that becomes ``...`` is removed."""
 
     def change(run: RunRecord) -> None:
         path = run.folder / file
-        first, *rest = path.read_text().splitlines(keepends=True)
-        found = {**json.loads(first), **changed}
-        path.write_text(json.dumps({key: its for key, its in found.items() if its is not ...}) + "\n" + "".join(rest))
+        first, *others = path.read_text().splitlines(keepends=True)
+        row = {**json.loads(first), **changed}
+        path.write_text(
+            json.dumps({key: value for key, value in row.items() if value is not ...}) + "\n" + "".join(others)
+        )
 
     return change
 
@@ -69,19 +71,19 @@ def event(kind: str, **changed: Any) -> Change:
     def change(run: RunRecord) -> None:
         lines = [json.loads(line) for line in run.events_path.read_text().splitlines()]
         lines = [{**line, **changed} if line["event"] == kind else line for line in lines]
-        lines = [{key: its for key, its in line.items() if its is not ...} for line in lines]
+        lines = [{key: value for key, value in line.items() if value is not ...} for line in lines]
         run.events_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     return change
 
 
-def summary(found: Any) -> Change:
+def summary(value: Any) -> Change:
     """Return a change that replaces the summary."""
-    return content(SUMMARY, json.dumps(found).encode())
+    return content(SUMMARY, json.dumps(value).encode())
 
 
 def pipe(file: str) -> Change:
-    """Return a change that puts a pipe, to which nobody writes, in the place of a file."""
+    """Return a change that puts a pipe without a writer in the place of a file."""
 
     def make(run: RunRecord) -> None:
         (run.folder / file).unlink(missing_ok=True)

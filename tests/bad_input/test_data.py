@@ -1,4 +1,4 @@
-"""``moevement data build``: inputs that are no text, and outputs that cannot be written."""
+"""Inputs of ``moevement data build`` that are no text, and outputs that cannot be written."""
 
 from __future__ import annotations
 

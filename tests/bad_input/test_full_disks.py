@@ -1,4 +1,4 @@
-"""Records and output that cannot be written: the job reports it once and goes on."""
+"""Records and output that cannot be written: the job reports the failure once and goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 64 kB."""
+    """Yield the folder of a file system of 64 kB."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
@@ -62,7 +62,7 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, caplog: pyt
     assert record.levelno == logging.WARNING
     assert str(run.folder) in record.getMessage()
     assert not unnamed(record.getMessage(), [Reason(errno.ENOSPC)])
-    kept = [one["iteration"] for one in RunRecord(tiny / "run").metrics()]
+    kept = [metric["iteration"] for metric in RunRecord(tiny / "run").metrics()]
     assert kept == list(range(1, len(kept) + 1)), "whole lines, and none after one that is missing half"
     filler.unlink()
     run.metric(**line(60))

@@ -18,7 +18,7 @@ import pytest
 from moevement_core.comms.token import TOKEN_ENV, Token
 from tests.training import ROOT
 
-pytestmark = pytest.mark.builds  # each from a fresh interpreter
+pytestmark = pytest.mark.builds  # each test starts a fresh interpreter
 
 COMMANDS = {
     "plan": "plan deepseek_moe --ranks 96 --iteration-time 2 --cluster moevement-h100",
@@ -32,14 +32,14 @@ COMMANDS = {
 WORKERS = "simulate laptop --mtbf 20 --hours 12 --seeds 20 --workers 2"
 STARTED = "import sys; from moevement_cli.main import main; print('started', flush=True); sys.exit(main())"
 FROM_RANKS = ("launch", "profile")
-"""Commands in whose output there may be warnings of ranks."""
+"""Commands whose output may have warnings of ranks."""
 EARLY_S, MIDDLE_S, LATE_S = 0.0, 0.9, 3.0
 MOMENTS = [
     pytest.param(name, after_s, marks=() if after_s == MIDDLE_S or name in ("simulate", "launch") else pytest.mark.full)
     for name in COMMANDS
     for after_s in (EARLY_S, MIDDLE_S, LATE_S)
 ]
-"""Every command while it is busy; a cheap one, and one that starts ranks, also while they begin and late."""
+"""Pairs of command and delay: every command while it is busy, and two commands also at their start and late."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def started(words: str, **kwargs: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Send Ctrl-C to all processes, as a terminal does; return the exit code and what was printed to stderr."""
+    """Send Ctrl-C to all processes, as a terminal does; return the exit code and the text on stderr."""
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     return process.returncode, err
@@ -69,7 +69,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
 def test_ctrl_c_is_one_line(name: str, after_s: float, tmp_path: Path) -> None:
     words = COMMANDS[name].format(python=os.path.dirname(os.__file__), folder=tmp_path)
     with started(words) as process:
-        time.sleep(after_s + 0.05)  # the handler is there
+        time.sleep(after_s + 0.05)  # until the handler is installed
         if process.poll() is not None:  # a short command may have ended
             assert process.returncode == 0
             return
@@ -83,12 +83,12 @@ def test_ctrl_c_is_one_line(name: str, after_s: float, tmp_path: Path) -> None:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the two processes that compute for a command, as soon as they are started."""
+    """Return the two processes that compute for a command, as soon as both have started."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = [child for child in psutil.Process(process.pid).children() if _computes(child)]
-        if len(found) == 2:
-            return found
+        workers = [child for child in psutil.Process(process.pid).children() if _computes(child)]
+        if len(workers) == 2:
+            return workers
         time.sleep(0.01)
     raise AssertionError("no workers")
 
@@ -96,7 +96,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def _computes(process: psutil.Process) -> bool:
     try:
         return "spawn_main" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # a program that an import runs
+    except psutil.NoSuchProcess:  # an import runs short programs, which end meanwhile
         return False
 
 

@@ -1,7 +1,7 @@
-"""Numbers and files that cannot be, on the command lines of everything that computes, measures or launches.
+"""Invalid numbers and files on the command lines of all commands that compute, measure or launch.
 
-One row for each kind of check that a command makes. Every flag, and both ends of its range, is tried in
-tests/unit/test_command_ranges.py.
+There is one row for each kind of check that a command makes. tests/unit/test_command_ranges.py tries every flag, and
+both ends of its range.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ IS_A_FOLDER, EXISTS = Reason(errno.EISDIR), Reason(errno.EEXIST)
 
 
 def number(command: str, flag: str, value: float, *bounds: float) -> Row:
-    """Return a row for a number that is out of range, and the bounds that its message names."""
+    """Return a row for a number that is out of range; its message names the flag, the number and ``bounds``."""
     named = next(
-        (its for begins, its in ((SCENARIO, named_in_simulate), (PLAN, named_in_plan)) if begins in command), None
+        (names for begins, names in ((SCENARIO, named_in_simulate), (PLAN, named_in_plan)) if begins in command), None
     )
     needs = [flag, value] if named is None else named(flag, value)
     return Row(f"{command} {flag}={value}", [*needs, *bounds])
 
 
 def text(command: str, flag: str, value: str) -> Row:
-    """Return a row for a value that is no number."""
+    """Return a row for a value that is not a number."""
     return Row(f"{command} {flag}={value}", [flag, f"'{value}'"])
 
 

@@ -1,4 +1,4 @@
-"""A limit on processes and threads at which a job would hang is named before anything starts."""
+"""Check that a limit on processes and threads at which a job would hang is named before the job starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIDS = Path("/sys/fs/cgroup/pids")
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """Make a control group of 60 processes and threads."""
+    """Yield a new control group that allows 60 processes and threads."""
     folder = (PIDS if PIDS.is_dir() else PIDS.parent) / f"moevement-test-{os.getpid()}"
     try:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Folders of windows: one that can be read and not written, and paths that are no folders."""
+"""Folders of windows that can be read but not written, and paths that are no folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """Mount a folder with a window in it that nobody can write."""
+    """Yield a folder that has a window and is mounted for reading only."""
     folder, place = tmp_path / "windows", tmp_path / "mounted"
     folder.mkdir()
     place.mkdir()
@@ -48,7 +48,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 def test_windows_are_found_where_nobody_can_write(read_only: Path) -> None:
     place = find_folder("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
     assert (place.path, place.members) == (read_only, (0,))
-    assert [one.reaches for one in windows_of_all(place)] == [5]
+    assert [window.reaches for window in windows_of_all(place)] == [5]
     with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {Reason(errno.EROFS)}"):
         find_folder("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)
 
@@ -67,7 +67,7 @@ def test_what_is_no_folder_is_one_line(name: str, reason: int, *, is_written: bo
     path = str(read_only.parent / name)
     with pytest.raises(ConfigError) as raised:
         find_folder("--moevement-load", path, "n", PATIENCE_S, is_written=is_written)
-    # A folder that is only read need not be made, so a file system that cannot be written is no reason.
+    # A folder that is only read is not created, so a read-only file system is no reason to refuse it.
     is_missing = reason == errno.EROFS and not is_written
     needs: list[Need] = ["--moevement-load", path, "no such" if is_missing else Reason(reason)]
     assert not unnamed(str(raised.value), needs), raised.value

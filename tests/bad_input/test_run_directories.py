@@ -1,6 +1,6 @@
-"""Run directories that were damaged, under the commands that read them.
+"""Damaged run directories, under the commands that read them.
 
-Each damage is read by one command; the commands take turns, so that each meets every file that it reads.
+One command reads each damage. The commands take turns, so that each meets every file that it reads.
 tests/unit/test_damaged_records.py reads each damage with every function that reads run directories.
 """
 
@@ -43,9 +43,9 @@ READERS_OF = {
     JOB: ("report", "html", "top"),
     CONFIG: ("top", "top_json"),
 }
-"""The commands that read a file at all; top reads a run that has not ended."""
+"""Commands that read a file at all; top reads a run that has not ended."""
 NO_METRICS = Damage("metrics empty", METRICS, content(METRICS, b""), ["{run}", "no metrics"])
-"""Damage that only a report refuses: a run that is watched may not have begun to train."""
+"""Damage that only a report refuses, because a run that top watches may not have begun to train."""
 
 
 def taking_turns() -> Iterator[tuple[str, Damage]]:
@@ -79,7 +79,7 @@ def test_a_damaged_run_is_refused(
 def test_the_undamaged_one_is_read(reader: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run, whole = recovered_run(tmp_path / "run"), recovered_run(tmp_path / "whole")
     with run.metrics_path.open("a") as file:
-        file.write('{"iteration": 11, "lo')  # as a writer that was killed leaves it
+        file.write('{"iteration": 11, "lo')  # as a killed writer leaves it
     words = READERS[reader].format(run=run.folder, whole=whole.folder, folder=tmp_path)
     assert main(words.split()) == 0
     assert not capfd.readouterr().err
@@ -87,7 +87,7 @@ def test_the_undamaged_one_is_read(reader: str, capfd: pytest.CaptureFixture[str
 
 PLACES = ("{folder}/none", "{folder}", "/dev/null", "/proc/self/mem", "{folder}/file", "{folder}/{long}")
 REPORTS = ("report", "html", "plot", "trace", "json", "report")
-"""For each place another form of the report; all of them read the run by the same function first."""
+"""Form of the report for each place; every form first reads the run by the same function."""
 TOPS = ("top", "top_json") * 3
 
 
@@ -99,8 +99,8 @@ def test_no_run(
     reader: str, place: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("x")
-    given = place.format(folder=tmp_path, long="x" * 300)
-    # A long name may be cut.
-    needs: list[Need] = [str(tmp_path), Reason(errno.ENAMETOOLONG)] if place.endswith("{long}") else [given]
-    whole = recovered_run(tmp_path / "runs" / "whole")  # not right below {folder}, which would stand for it
-    check(Row(READERS[reader], needs), capfd, monkeypatch, run=given, whole=whole.folder, folder=tmp_path)
+    path = place.format(folder=tmp_path, long="x" * 300)
+    # The message may cut a long name.
+    needs: list[Need] = [str(tmp_path), Reason(errno.ENAMETOOLONG)] if place.endswith("{long}") else [path]
+    whole = recovered_run(tmp_path / "runs" / "whole")  # not directly in {folder}, which would then be taken for it
+    check(Row(READERS[reader], needs), capfd, monkeypatch, run=path, whole=whole.folder, folder=tmp_path)

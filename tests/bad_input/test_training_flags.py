@@ -1,7 +1,7 @@
-"""Flags of a training that cannot be, as every rank finds it before anything is built.
+"""Invalid flags of a training job, which every rank refuses before it builds anything.
 
-A few values of each kind. Every flag with a range is tried in tests/unit/test_preflight_ranges.py (Megatron's) and
-tests/unit/test_config_ranges.py (ours).
+There are a few values of each kind. tests/unit/test_preflight_ranges.py (Megatron's) and
+tests/unit/test_config_ranges.py (ours) try every flag that has a range.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXISTS, TOO_LONG = Reason(errno.EEXIST), Reason(errno.ENAMETOOLONG)
 
 
 def complaint(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> str:
-    """Return what is said of the tiny model's flags with ``words`` behind them."""
+    """Return the error message about the tiny model's flags followed by ``words``."""
     activate()
     from megatron.training import arguments
 
@@ -98,4 +98,4 @@ def test_folders_can_be_made(words: list[str], needs: Needs, monkeypatch: pytest
     places = {"file": tmp_path / "file", "folder": tmp_path, "long": tmp_path / ("x" * 300)}
     places["file"].touch()
     text = complaint(monkeypatch, [filled(word, places) for word in words])
-    assert not unnamed(text, [filled(one, places) if isinstance(one, str) else one for one in needs]), text
+    assert not unnamed(text, [filled(need, places) if isinstance(need, str) else need for need in needs]), text

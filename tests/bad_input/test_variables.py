@@ -1,6 +1,6 @@
-"""Environment variables that cannot be: Slurm's, torch's and our own.
+"""Environment variables with invalid values: Slurm's, torch's and our own.
 
-One row for each kind of value. Every variable is tried in tests/unit/util/test_variables.py.
+There is one row for each kind of value. tests/unit/util/test_variables.py tries every variable.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def variable(given: dict[str, str], name: str, value: str, *others: Need) -> Row:
-    """Return a row for a variable among those that a job has, and what its message names besides it."""
-    return Row("launch {script}", [name, *others], environment={**given, name: value})
+def variable(base: dict[str, str], name: str, value: str, *others: Need) -> Row:
+    """Return a row that changes one variable of a job's environment ``base``, and what its message names besides it."""
+    return Row("launch {script}", [name, *others], environment={**base, name: value})
 
 
 @table(

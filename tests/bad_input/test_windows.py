@@ -1,4 +1,4 @@
-"""Windows on disk that were edited by hand or replaced by a pipe, socket, device or folder are refused by name."""
+"""Check that edited windows on disk, and a pipe, socket, device or folder in their place, are refused by name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def unix_socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # a socket's path has 107 bytes at most
     try:
-        with socket.socket(socket.AF_UNIX) as its:
-            its.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
     finally:
         os.chdir(here)
 
@@ -58,23 +58,23 @@ def manifest(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda found: found["progress"].update(consumed_train_samples=0),
-        lambda found: found["progress"].update(iteration=4),
-        lambda found: found["settings"].update(lr=2e-3),
-        lambda found: found["settings"].pop("seed"),
-        lambda found: found.update(first=4),
-        lambda found: found.update(job="beef"),
-        lambda found: found.update(digest="0" * 32),
-        lambda found: found.update(digest=7),
-        lambda found: found.update(more=1),
-        lambda found: found.pop("digest"),
-        lambda found: found.pop("reaches"),
+        lambda fields: fields["progress"].update(consumed_train_samples=0),
+        lambda fields: fields["progress"].update(iteration=4),
+        lambda fields: fields["settings"].update(lr=2e-3),
+        lambda fields: fields["settings"].pop("seed"),
+        lambda fields: fields.update(first=4),
+        lambda fields: fields.update(job="beef"),
+        lambda fields: fields.update(digest="0" * 32),
+        lambda fields: fields.update(digest=7),
+        lambda fields: fields.update(more=1),
+        lambda fields: fields.pop("digest"),
+        lambda fields: fields.pop("reaches"),
     ],
 )
 def test_a_manifest_that_was_edited_is_refused(manifest: Path, change: Change) -> None:
-    found = json.loads(manifest.read_text())
-    change(found)
-    manifest.write_text(json.dumps(found))
+    fields = json.loads(manifest.read_text())
+    change(fields)
+    manifest.write_text(json.dumps(fields))
     with pytest.raises(SnapshotError, match=manifest.name):
         read_manifest(manifest)
     assert not manifests(manifest.parent)
@@ -83,17 +83,17 @@ def test_a_manifest_that_was_edited_is_refused(manifest: Path, change: Change) -
 
 
 def test_blanks_and_order_are_no_edit(manifest: Path) -> None:
-    found = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(dict(reversed(found.items()))))
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(dict(reversed(fields.items()))))
     assert read_manifest(manifest).is_sealed
 
 
 def test_the_version_before_has_no_digest_and_is_loaded(manifest: Path) -> None:
-    found = {**json.loads(manifest.read_text()), "version": 1}
-    del found["digest"]
-    manifest.write_text(json.dumps(found))
+    fields = {**json.loads(manifest.read_text()), "version": 1}
+    del fields["digest"]
+    manifest.write_text(json.dumps(fields))
     assert not read_manifest(manifest).is_sealed
-    assert [one.reaches for one in manifests(manifest.parent)] == [5]
+    assert [loaded.reaches for loaded in manifests(manifest.parent)] == [5]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_the_version_before_has_no_digest_and_is_loaded(manifest: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_one_without_a_digest_cannot_say(manifest: Path, fields: dict[str, Any]) -> None:
-    found = {**json.loads(manifest.read_text()), "version": 1, **fields}
-    del found["digest"]
-    manifest.write_text(json.dumps(found))
+    content = {**json.loads(manifest.read_text()), "version": 1, **fields}
+    del content["digest"]
+    manifest.write_text(json.dumps(content))
     with pytest.raises(SnapshotError, match=manifest.name):
         read_manifest(manifest)
 
@@ -125,8 +125,8 @@ def test_a_manifest_that_is_no_file_is_not_waited_for(manifest: Path, make: Call
     manifest.unlink()
     make(manifest)
     with within(LIMIT_S):
-        found, refused = manifests_and_refused(manifest.parent)
-    assert not found
+        loaded, refused = manifests_and_refused(manifest.parent)
+    assert not loaded
     assert list(refused) == [manifest.stem]
 
 
@@ -154,13 +154,13 @@ def test_a_snapshot_that_is_no_file_is_not_waited_for(snapshot: Path, make: Call
 
 
 def edit(path: Path, change: Change) -> None:
-    """Change the header of a snapshot and make its digest right again, as a person does who knows the format."""
+    """Change the header of a snapshot and recompute its digest, as a person who knows the format can."""
     data = path.read_bytes()
     prefix = files._PREFIX
     magic, version, nothing, length, _ = prefix.unpack(data[: prefix.size])
-    found = json.loads(data[prefix.size : prefix.size + length])
+    fields = json.loads(data[prefix.size : prefix.size + length])
     payload = data[files._payload_at(length) :]
-    header = json.dumps(change(found) or found).encode()
+    header = json.dumps(change(fields) or fields).encode()
     begin = prefix.pack(magic, version, nothing, len(header), xxhash.xxh3_128_digest(header)) + header
     path.write_bytes(begin.ljust(files._payload_at(len(header)), b"\0") + payload)
 
@@ -168,8 +168,8 @@ def edit(path: Path, change: Change) -> None:
 def entry(place: int, value: Any) -> Change:
     """Return a change of the first tensor's entry: operator, saved, key, dtype, offset, bytes, digest, place."""
 
-    def change(found: dict[str, Any]) -> None:
-        found["entries"][0][place] = value
+    def change(header: dict[str, Any]) -> None:
+        header["entries"][0][place] = value
 
     return change
 
@@ -180,14 +180,14 @@ def entry(place: int, value: Any) -> Change:
         entry(1, 99), entry(1, "full"), entry(3, "load"), entry(3, "nn"), entry(3, ""), entry(3, "float1024"),
         entry(3, "__dict__"), entry(4, 1 << 60), entry(4, 1 << 200), entry(4, -64), entry(4, 3), entry(4, None),
         entry(5, 1 << 60), entry(5, 1 << 62), entry(5, -1), entry(5, 3), entry(5, "many"), entry(7, "first"),
-        lambda found: found.update(record=[]), lambda found: found.update(record="x"),
-        lambda found: found.update(record=7),
-        lambda found: found.update(entries={}) or found["entries"].update(a=1),
-        lambda found: found.update(entries=[1]), lambda found: found.update(entries=None),
-        lambda found: found.update(whole=[1]), lambda found: found.update(on_disk=[]),
-        lambda found: found.update(iteration="seven"), lambda found: found.update(rank=None),
-        lambda found: found.update(version=99), lambda found: found.pop("version"), lambda found: found.pop("state"),
-        lambda found: found.pop("contents"), lambda found: [found],
+        lambda header: header.update(record=[]), lambda header: header.update(record="x"),
+        lambda header: header.update(record=7),
+        lambda header: header.update(entries={}) or header["entries"].update(a=1),
+        lambda header: header.update(entries=[1]), lambda header: header.update(entries=None),
+        lambda header: header.update(whole=[1]), lambda header: header.update(on_disk=[]),
+        lambda header: header.update(iteration="seven"), lambda header: header.update(rank=None),
+        lambda header: header.update(version=99), lambda header: header.pop("version"),
+        lambda header: header.pop("state"), lambda header: header.pop("contents"), lambda header: [header],
     ],
 )  # fmt: skip
 def test_a_snapshot_whose_header_was_edited_is_refused(snapshot: Path, change: Change) -> None:
@@ -197,20 +197,20 @@ def test_a_snapshot_whose_header_was_edited_is_refused(snapshot: Path, change: C
 
 
 def test_an_edit_of_nothing_is_read(snapshot: Path) -> None:
-    edit(snapshot, lambda found: None)
-    found = files.read_snapshot(snapshot)
-    found.check("on disk")
-    found.check_record()
+    edit(snapshot, lambda header: None)
+    loaded = files.read_snapshot(snapshot)
+    loaded.check("on disk")
+    loaded.check_record()
 
 
 @pytest.mark.parametrize("record", [None, {}, {"boundary": 1}, {"boundary": {}, "iteration": 3},
                                     {"@tensor": [99, "float32", [1]]}, {"@tensor": [0, "load", [1]]},
                                     {"@mapping": 3}, {"@bytes": "x"}, {"@array": [{}, "nothing"]}])  # fmt: skip
 def test_a_record_of_another_type_is_refused(snapshot: Path, record: Any) -> None:
-    edit(snapshot, lambda found: found.update(record=record))
-    found = files.read_snapshot(snapshot)
+    edit(snapshot, lambda header: header.update(record=record))
+    loaded = files.read_snapshot(snapshot)
     with pytest.raises(SnapshotError):
-        found.check_record()
+        loaded.check_record()
 
 
 def test_a_length_beyond_the_file_takes_no_memory(snapshot: Path) -> None:

@@ -1,7 +1,7 @@
-"""A cluster on one host: machines on a switch, real Slurm, and failures as verbs.
+"""Cluster on one host: machines on a switch, real Slurm, and failures as methods.
 
 ``head`` is the switch and runs Slurm's controller; ``n1``, ``n2``, ... are nodes. Interfaces, addresses, host names and
-processes are all in namespaces, so two clusters do not meet, and the host has nothing of one but a folder.
+processes are all in namespaces. So two clusters do not meet, and the host sees only a folder of each.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def why_not() -> str | None:
-    """Why there can be no cluster here; None if there can."""
+    """Return why no cluster can run here; None if one can."""
     if not sys.platform.startswith("linux"):
         return "needs Linux"
     if os.geteuid() != 0:
@@ -65,10 +65,10 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """Nodes ``n1`` to ``nN`` under one Slurm; a context manager, which leaves nothing behind.
+    """Cluster of nodes ``n1`` to ``nN`` under one Slurm; a context manager, which leaves nothing behind.
 
     Args:
-        nodes: how many.
+        nodes: number of nodes.
         node_timeout_s: seconds of silence after which Slurm takes a node for down (Slurm's default is 300).
     """
 
@@ -79,7 +79,7 @@ class Cluster:
         self.addresses[HEAD] = "10.77.0.254"
         self.machines: dict[str, Machine] = {}
         self.folder = Path()
-        """Everything of it; a path that is the same on all machines and on the host."""
+        """Folder of all files of the cluster, with the same path on all machines and on the host."""
         self._lock = -1
         self._jobs: list[Job] = []
         self._is_hurt = False
@@ -94,7 +94,7 @@ class Cluster:
 
     @property
     def local(self) -> Path:
-        """A folder that is another one on each node: the node's own disk, which its death does not empty."""
+        """Path of a node's own disk, which is another one on each node and keeps its files when the node dies."""
         return self.folder / "local"
 
     def switch_on(self) -> None:
@@ -102,7 +102,7 @@ class Cluster:
         _remove_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._lock = os.open(self.folder, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives: what is not held is a leftover
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held while this process lives: an unlocked folder is a leftover
         atexit.register(self.switch_off)
         try:
             self.local.mkdir()
@@ -119,7 +119,7 @@ class Cluster:
             raise
 
     def switch_off(self) -> None:
-        """End everything and remove everything."""
+        """End all machines and remove the folder."""
         atexit.unregister(self.switch_off)
         for machine in self.machines.values():
             machine.switch_off()
@@ -131,7 +131,7 @@ class Cluster:
             self._lock = -1
 
     def restore(self) -> None:
-        """Boot all machines again if anything failed or a job is left: as they were when they were switched on."""
+        """Boot all machines again if anything has failed or a job is left, with empty disks and without jobs."""
         if self._is_hurt or any(job.is_there() for job in self._jobs):
             for machine in self.machines.values():
                 machine.switch_off()
@@ -150,13 +150,13 @@ class Cluster:
         output: Path,
         folder: Path,
     ) -> Job:
-        """``sbatch``.
+        """Submit a batch script with ``sbatch``; return its job.
 
         Args:
-            environment: of the shell that submits, beyond PATH and HOME.
-            flags: of ``sbatch``, like ``--requeue``.
+            environment: variables of the shell that submits, beyond PATH and HOME.
+            flags: flags of ``sbatch``, like ``--requeue``.
             output: file for what the job prints.
-            folder: where it is submitted.
+            folder: working directory of the job.
         """
         number = self.slurm(
             "sbatch", "--parsable", f"--chdir={folder}", f"--output={output}", f"--nodes={nodes}",
@@ -172,11 +172,11 @@ class Cluster:
         return self.machines[HEAD].run(*words, environment={**self._environment(), **(environment or {})})
 
     def states(self) -> dict[str, str]:
-        """Slurm's word for the state of each node: ``idle``, ``allocated``, ``mixed``, ``down``, ``completing``, ..."""
+        """Return Slurm's state of each node: ``idle``, ``allocated``, ``mixed``, ``down``, ``completing``, ..."""
         lines = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
-    # Failures; each returns the time at which it was complete, in seconds since the epoch
+    # Failures; each method returns the time at which the failure was complete, in seconds since the epoch
 
     def kill_node(self, name: str) -> float:
         """End all processes of a node at once; its kernel resets their connections."""
@@ -185,30 +185,30 @@ class Cluster:
         return time.time()
 
     def lose_power(self, name: str) -> float:
-        """End a node in silence. Its link stays cut, as a kernel without processes would answer with resets."""
+        """End a node in silence. Its link stays cut, because a kernel without processes would answer with resets."""
         at = self.cut_link(name)
         self.kill_node(name)
         return at
 
     def cut_link(self, name: str) -> float:
-        """From now on nothing gets to a node or away from it; no connection is reset, no interface goes down."""
+        """Cut a node off from all others; no connection is reset, and no interface goes down."""
         self._is_hurt = True
         self._on_switch("ip", "link", "set", name, "nomaster")
         return time.time()
 
     def mend_link(self, name: str) -> float:
-        """Undo :meth:`cut_link`."""
+        """Connect a node again after :meth:`cut_link`."""
         self._on_switch("ip", "link", "set", name, "master", "switch")
         return time.time()
 
     def slow_link(self, name: str, mbit_per_s: float | None) -> float:
-        """Limit a node's link, each way; None: no limit."""
+        """Limit the rate of a node's link in both directions; None removes the limit."""
         self._is_hurt = True
         for on, device in ((self._on_switch, name), (self._on_node(name), "eth0")):
             with contextlib.suppress(RuntimeError):  # it has no limit yet
                 on("tc", "qdisc", "del", "dev", device, "root")
             if mbit_per_s is not None:
-                # A bucket of 10 ms, so that it can be emptied in time by a kernel with 100 ticks a second.
+                # A bucket of 10 ms, which a kernel with 100 ticks a second can empty in time.
                 burst = max(16_000, int(mbit_per_s * 1e6 / 8 / 100))
                 on(
                     "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{int(mbit_per_s * 1e6)}bit",
@@ -217,7 +217,7 @@ class Cluster:
         return time.time()
 
     def add_interfaces(self) -> None:
-        """Give every node a second interface, eth1, on a switch of its own; a node that is booted again has lost it."""
+        """Give every node a second interface, eth1, on a second switch; a node that boots again loses it."""
         self._is_hurt = True
         self._on_switch("ip", "link", "add", "name", "switch1", "address", "02:00:0a:4e:00:fe", "type", "bridge")
         self._on_switch("ip", "link", "set", "switch1", "up")
@@ -231,26 +231,26 @@ class Cluster:
             self._on_node(name)("ip", "link", "set", "eth1", "up")
 
     def sent_bytes(self, name: str, interface: str) -> int:
-        """Return how many bytes a node has sent by an interface of it."""
+        """Return the number of bytes that a node has sent over an interface."""
         (link,) = json.loads(self._on_node(name)("ip", "-statistics", "-json", "link", "show", "dev", interface))
         return int(link["stats64"]["tx"]["bytes"])
 
     def freeze_node(self, name: str) -> float:
-        """Stop all processes of a node; its kernel goes on acknowledging what they are sent."""
+        """Stop all processes of a node; its kernel still acknowledges what they receive."""
         self._is_hurt = True
         self.machines[name].stop()
         return time.time()
 
     def thaw_node(self, name: str) -> float:
-        """Undo :meth:`freeze_node`."""
+        """Resume the processes of a node after :meth:`freeze_node`."""
         self.machines[name].go_on()
         return time.time()
 
     def kill_task(self, name: str, index: int, *, alone: bool = False) -> float:
-        """End the ``index``-th task that ``srun`` started on a node, with all that it started.
+        """End the ``index``-th task that ``srun`` started on a node, and all that the task started.
 
         Args:
-            alone: only the task itself; what it started has another parent then, so Slurm loses sight of it, where
+            alone: True to end only the task itself. Its children then get another parent, so Slurm loses sight of them;
                 with cgroups it would not.
         """
         task = self.task(name, index)
@@ -259,28 +259,28 @@ class Cluster:
         return time.time()
 
     def kill_process(self, name: str, pid: int, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal to the process that is ``pid`` on a node."""
+        """Send a signal to the process that has the id ``pid`` on a node."""
         send(self.machines[name].host_pid(pid), number)
         return time.time()
 
     def take_down(self, name: str) -> None:
-        """Let Slurm know at once that a node is lost, and not after ``node_timeout_s``."""
+        """Report a node to Slurm as lost at once, instead of after ``node_timeout_s``."""
         self.slurm("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=lost")
 
     def restart_node(self, name: str) -> None:
-        """Boot a node, whatever state it is in: a new network stack, its link whole, its disk as it was, Slurm."""
+        """Boot a node from any state; it gets a new network stack, a whole link and Slurm, and keeps its disk."""
         self._boot_node(name)
         self._wait_for(name)
 
     def task(self, name: str, index: int) -> psutil.Process:
-        """The ``index``-th task that ``srun`` started on a node."""
+        """Return the ``index``-th task that ``srun`` started on a node."""
         for pid in self.machines[name].processes():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
                 environment, parent = process.environ(), process.parent()
                 if parent is None or parent.name() != "slurmstepd":
                     continue
-                # The batch script is a child of a slurmstepd too, and has no step.
+                # The batch script is a child of a slurmstepd, too, but belongs to no step.
                 if environment.get("SLURM_LOCALID") == str(index) and "SLURM_STEP_ID" in environment:
                     return process
         raise ProcessLookupError(f"{name} has no task {index}")
@@ -296,7 +296,7 @@ class Cluster:
         self._jobs.clear()
         head = self.machines[HEAD]
         head.switch_on()
-        # A fixed address: a bridge takes the lowest of its ports' otherwise, and changes it when one is cut off.
+        # A fixed address: otherwise a bridge takes the lowest of its ports, and changes it when a port is cut off.
         self._on_switch("ip", "link", "add", "name", "switch", "address", "02:00:0a:4d:00:fe", "type", "bridge")
         self._on_switch("ip", "address", "add", f"{self.addresses[HEAD]}/24", "dev", "switch")
         self._on_switch("ip", "link", "set", "switch", "up")
@@ -322,7 +322,7 @@ class Cluster:
         machine = self.machines[name]
         machine.switch_off()
         self._booted[name] = time.time()
-        with contextlib.suppress(RuntimeError):  # it goes with the node's old network stack, but not at once
+        with contextlib.suppress(RuntimeError):  # it ends with the node's old network stack, but not at once
             self._on_switch("ip", "link", "del", name)
         machine.switch_on()
         self._on_switch(
@@ -341,7 +341,7 @@ class Cluster:
         )  # fmt: skip
 
     def _registered(self, name: str) -> float:
-        """When the daemon began that the controller knows of; its word for the state of the node may be an old one."""
+        """Return the start of the daemon that the controller knows; its state of the node may be outdated."""
         try:
             text = self.slurm("scontrol", "show", "node", "--oneliner", name)
         except RuntimeError:  # the controller is not up yet
@@ -354,19 +354,19 @@ class Cluster:
         return "\n".join(log.read_text()[-2000:] for log in logs if log.exists())
 
     def _environment(self) -> dict[str, str]:
-        # Not that of whoever runs the tests: a job has what it is given.
+        # Not the environment of the tests: a job gets only these variables.
         return {"PATH": SYSTEM_PATH, "HOME": str(Path.home()), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _on_switch(self, *words: str) -> str:
         return output_of("nsenter", f"--net={self.machines[HEAD].network}", *words)
 
     def _on_node(self, name: str) -> Callable[..., str]:
-        """Into its network stack only, which may have no processes."""
+        """Return a function that runs commands in the network stack of a node, which may have no processes."""
         return lambda *words: output_of("nsenter", f"--net={self.machines[name].network}", *words)
 
 
 def _remove_leftovers() -> None:
-    """Folders of clusters whose process ended without removing them; their machines ended with it."""
+    """Remove folders of clusters whose process ended without removing them; their machines ended with it."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""One cluster for all tests here; each finds it as it was switched on."""
+"""Fixtures of clusters. Most tests share a cluster of three nodes, and each finds it freshly booted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _machines() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_machines: Cluster) -> Iterator[Cluster]:
-    """Three idle nodes; what a test did to them is undone after it."""
+    """Yield a cluster of three idle nodes; undo after the test what it did to them."""
     yield _machines
     _machines.restore()
 
 
 @pytest.fixture
 def six_nodes() -> Iterator[Cluster]:
-    """A cluster for one test, in which a rank can have a node for itself."""
+    """Yield a cluster for one test, in which each rank can have its own node."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Cluster(nodes=6) as cluster:

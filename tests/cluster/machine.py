@@ -1,11 +1,11 @@
-"""A machine made of Linux namespaces: own host name, network stack, processes, shared memory and local disk.
+"""Machine made of Linux namespaces: own host name, network stack, processes, shared memory and local disk.
 
-The file system is that of the host and stands for the one that all nodes of a cluster share. ``<folder>/local`` has the
-same path on every machine and other contents, as a node's own disk.
+The machine has the file system of the host, which stands for the one that all nodes of a cluster share. Only
+``<folder>/local`` has other contents on every machine, as a node's own disk.
 
-A machine lives as long as its first process. That one dies with the process that made the machine (parent-death
-signal), and the kernel ends all others with it, so nothing runs on even where nobody could clean up. The network stack
-is held by a descriptor and outlives the processes, so that it answers their peers with resets.
+A machine lives as long as its first process. That process dies with the process that created the machine (parent-death
+signal), and the kernel ends all others with it. So no process is left even if no cleanup runs. A descriptor keeps the
+network stack alive after the processes have ended, so it answers their peers with resets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 from tests.limits import HANGS_S
 
-# The first process of a machine is the parent of all orphans there, and bash reaps those.
+# The first process of a machine is the parent of all orphans there. It is bash, because bash reaps them.
 _BOOT = """
 set -e
 hostname {name}
@@ -34,7 +34,7 @@ echo booted
 while :; do sleep 3600 & wait $!; done
 """
 
-# /sys is not mounted again as `ip netns exec` does: slurmd looks for cgroups there.
+# Unlike with `ip netns exec`, /sys is not mounted again, because slurmd looks for cgroups there.
 _MAKE = (
     "setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork",
     "--kill-child=KILL", "--mount-proc",
@@ -42,34 +42,34 @@ _MAKE = (
 
 
 class Machine:
-    """Namespaces and the processes in them.
+    """Namespaces of a machine and the processes in them.
 
     Args:
-        name: the host name.
-        folder: of the cluster, with the file ``hosts`` and the folder ``local`` in it.
+        name: host name.
+        folder: folder of the cluster, with the file ``hosts`` and the folder ``local`` in it.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.own = folder / name
-        """Where the host has this machine's disk, logs, and Slurm's files of it."""
+        """Folder on the host with this machine's disk, its logs, and Slurm's files of it."""
         self._maker: subprocess.Popen[str] | None = None
         self._network: int | None = None
         self._first, self._processes_namespace = 0, ""
 
     @property
     def is_up(self) -> bool:
-        """Whether it has processes."""
+        """True if the machine has processes."""
         return self._maker is not None and self._maker.poll() is None
 
     @property
     def network(self) -> str:
-        """A path of the network namespace, for ``nsenter --net`` and ``ip link set ... netns``."""
+        """Path of the network namespace, for ``nsenter --net`` and ``ip link set ... netns``."""
         assert self._network is not None, f"{self.name} was never switched on"
         return f"/proc/{os.getpid()}/fd/{self._network}"
 
     def switch_on(self) -> None:
-        """Begin with one process, a network stack without interfaces, and the disk as it was left."""
+        """Start the first process, with a network stack without interfaces and the disk as it was left."""
         assert not self.is_up, f"{self.name} is on"
         self.switch_off()
         (self.own / "disk").mkdir(parents=True, exist_ok=True)
@@ -87,11 +87,11 @@ class Machine:
         self._processes_namespace = _namespace_of(self._first) or ""
 
     def kill(self) -> None:
-        """End all processes at once; the network stack stays and answers for them."""
+        """End all processes at once; the network stack stays and answers their peers."""
         if self._maker is None:
             return
         if self._first:
-            # The kernel ends all others with it. The maker goes last: it waits for the first, and reaps it.
+            # The kernel ends all others with the first process. The maker goes last, because it reaps the first.
             send(self._first, signal.SIGKILL)
             self._maker.wait(HANGS_S)
         self._maker.kill()
@@ -103,14 +103,14 @@ class Machine:
         wait_until(lambda: not self._all(), f"the processes of {self.name} end")
 
     def switch_off(self) -> None:
-        """End all processes and let go of the network stack."""
+        """End all processes and release the network stack."""
         self.kill()
         if self._network is not None:
             os.close(self._network)
             self._network = None
 
     def command(self, *words: str | Path) -> list[str]:
-        """The words that run ``words`` on this machine, in ``/``; the exit code is theirs."""
+        """Return the command that runs ``words`` on this machine, in ``/``, with their exit code."""
         assert self.is_up, f"{self.name} is off"
         return ["nsenter", "--target", str(self._first), "--all", "--", *(str(word) for word in words)]
 
@@ -118,13 +118,13 @@ class Machine:
         """Run a program to its end and return its standard output.
 
         Raises:
-            RuntimeError: it failed; the message has its output.
+            RuntimeError: the program failed; the message has its output.
         """
         return output_of(*self.command(*words), timeout_s=timeout_s, environment=environment)
 
     def start(self, *words: str | Path, log: Path, environment: dict[str, str] | None = None) -> None:
-        """Start a daemon, a child of the first process here; both its streams are appended to ``log``."""
-        # A child of nsenter would not do: nsenter stops together with it, and does not go on with it.
+        """Start a daemon as a child of the first process; append both its streams to ``log``."""
+        # Not as a child of nsenter, which stops together with its child but does not resume with it.
         with log.open("a") as stream:
             subprocess.run(
                 self.command("setsid", "--fork", *words), stdin=subprocess.DEVNULL, stdout=stream,
@@ -132,11 +132,11 @@ class Machine:
             )  # fmt: skip
 
     def processes(self) -> list[int]:
-        """The processes, by the ids that the host knows them by; not the first, which is the machine itself."""
+        """Return the ids of the processes on the host, without the first, which is the machine itself."""
         return [pid for pid in self._all() if pid != self._first]
 
     def stop(self) -> None:
-        """Stop all processes, and those that they fork meanwhile, and wait until all their threads stand still."""
+        """Stop all processes, also those that they fork meanwhile, and wait until all their threads have stopped."""
 
         def all_stand_still() -> bool:
             moving = [pid for pid in self.processes() if not _is_stopped(pid)]
@@ -147,15 +147,15 @@ class Machine:
         wait_until(all_stand_still, f"all processes of {self.name} are stopped")
 
     def go_on(self) -> None:
-        """Undo :meth:`stop`."""
+        """Resume all processes after :meth:`stop`."""
         for pid in self.processes():
             send(pid, signal.SIGCONT)
 
     def host_pid(self, pid: int) -> int:
-        """The id that the host has for the process that is ``pid`` on this machine, as ``ranks.json`` says it.
+        """Return the host's id of the process that has the id ``pid`` on this machine, as in ``ranks.json``.
 
         Raises:
-            ProcessLookupError: there is none.
+            ProcessLookupError: this machine has no such process.
         """
         for candidate in self.processes():
             with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ def _namespace_of(pid: int) -> str | None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether all its threads are, or have ended."""
+    """Return True if all threads of a process have stopped or ended."""
     states = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -196,7 +196,7 @@ def output_of(*words: str, timeout_s: float = HANGS_S, environment: dict[str, st
     """Run a program on the host to its end and return its standard output.
 
     Raises:
-        RuntimeError: it failed; the message has its output.
+        RuntimeError: the program failed; the message has its output.
     """
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
     if done.returncode != 0:
@@ -206,23 +206,26 @@ def output_of(*words: str, timeout_s: float = HANGS_S, environment: dict[str, st
 
 def wait_until(
     holds: Callable[[], bool],
-    what: str,
+    goal: str,
     why_not: Callable[[], str] = str,
     *,
     timeout_s: float = HANGS_S,
     poll_s: float = 0.05,
 ) -> None:
-    """Wait until ``holds()``.
+    """Wait until ``holds()`` is true.
 
     Args:
-        what: that is waited for, for the message.
-        why_not: more for the message.
+        holds: condition, which is polled.
+        goal: condition in words, for the message.
+        why_not: function that returns more text for the message.
+        timeout_s: longest wait in seconds.
+        poll_s: seconds between two polls.
 
     Raises:
-        TimeoutError: it did not come to hold.
+        TimeoutError: the condition stayed false.
     """
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s until {what}. {why_not()}")
+            raise TimeoutError(f"waited {timeout_s:.0f} s until {goal}. {why_not()}")
         time.sleep(poll_s)

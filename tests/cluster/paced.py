@@ -1,4 +1,4 @@
-"""The example's training script with a pause in each micro-batch: processes that start meanwhile have the cores."""
+"""Training script of the example with a pause in each micro-batch, which leaves the cores to starting processes."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Slurm on the machines of a cluster: its configuration, and a job as ``sbatch`` and ``scontrol`` have it."""
+"""Slurm on the machines of a cluster: its configuration, and jobs by ``sbatch`` and ``scontrol``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from tests.limits import HANGS_S
 
 CPUS_PER_NODE = 4
-"""Of each node, whatever the host has: ranks of a small model share cores."""
+"""Processors of each node in Slurm's view, whatever the host has: ranks of a small model share cores."""
 
-# Without cgroups (TaskPlugin, ProctrackType), without accounting, and with finished jobs remembered for a day. Jobs are
-# looked at every second, not every 60; cred_expire is also how long a requeued job has to wait, by default 120 s.
+# There are no cgroups (TaskPlugin, ProctrackType) and no accounting, and Slurm remembers ended jobs for a day. It looks
+# at jobs every second, not every 60 s. A requeued job has to wait for cred_expire, too, by default 120 s.
 _CONFIGURATION = """
 ClusterName=moevement
 SlurmctldHost={controller}({controller_address})
@@ -42,10 +42,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def configuration(folder: Path, controller: str, controller_address: str, nodes: dict[str, str], timeout_s: int) -> str:
-    """The text of ``slurm.conf``.
+    """Return the text of ``slurm.conf``.
 
     Args:
-        nodes: address by host name.
+        nodes: address of each node by its host name.
         timeout_s: seconds of silence after which the controller takes a node for down.
     """
     return _CONFIGURATION.format(
@@ -57,52 +57,51 @@ def configuration(folder: Path, controller: str, controller_address: str, nodes:
 
 
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
-"""States of a job that has not come to its end."""
+"""States of a job that has not ended."""
 
 
 class Job:
-    """A batch job that was submitted.
+    """Batch job that was submitted.
 
     Args:
-        commands: runs one of Slurm's commands and returns what it prints.
-        number: of the job.
-        output: the file that it prints to.
+        commands: function that runs one of Slurm's commands and returns what it prints.
+        number: id of the job.
+        output: file that the job prints to.
     """
 
     def __init__(self, commands: Callable[..., str], number: int, output: Path) -> None:
         self._commands, self.number, self.output = commands, number, output
 
     def fields(self) -> dict[str, str]:
-        """What ``scontrol show job`` says: ``JobState``, ``ExitCode``, ``Restarts``, ``NodeList``, ..."""
+        """Return the fields of ``scontrol show job``: ``JobState``, ``ExitCode``, ``Restarts``, ``NodeList``, ..."""
         text = self._commands("scontrol", "show", "job", "--oneliner", str(self.number))
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def state(self) -> str:
-        """``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ``CANCELLED``, ``NODE_FAIL``, ..."""
+        """Return the state: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ``CANCELLED``, ``NODE_FAIL``, ..."""
         return self.fields()["JobState"]
 
     def is_there(self) -> bool:
-        """Whether it has not come to its end."""
+        """Return True if the job has not ended."""
         return self.state() in ALIVE
 
     def exit_code(self) -> int:
-        """Of the batch script."""
+        """Return the exit code of the batch script."""
         return int(self.fields()["ExitCode"].split(":")[0])
 
     def text(self) -> str:
-        """What the job has printed so far."""
+        """Return what the job has printed so far."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def wait(self, states: Sequence[str] = (), timeout_s: float = HANGS_S) -> str:
-        """Wait until the job is in one of ``states`` and return it.
+        """Wait until the job is in one of ``states``; return its state.
 
         Args:
-            states: without any, wait for the end, whatever it is.
+            states: states to wait for; without any, wait for the end, whatever it is.
             timeout_s: seconds after which the job is taken to hang.
 
         Raises:
-            TimeoutError: it was not within the time, or came to an end that was not asked for; the message has the end
-                of the output.
+            TimeoutError: the time is over, or the job ended in another state; the message has the end of the output.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -116,5 +115,5 @@ class Job:
             time.sleep(0.2)
 
     def cancel(self, *flags: str) -> None:
-        """``scancel``; with ``--signal=TERM`` or the like only a signal is sent."""
+        """Cancel the job with ``scancel``; with ``--signal=TERM`` or the like, only send a signal."""
         self._commands("scancel", *flags, str(self.number))

@@ -1,4 +1,4 @@
-"""The cluster that other tests stand on: names, links, failures, Slurm, and that nothing is left of it."""
+"""Cluster that other tests use: its names, links, failures and Slurm, and that nothing of it is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cluster.slurm import Job
 from tests.limits import HANGS_S
 
 PORT = 5000
-# Answers every byte with itself.
+# Server that sends every byte back.
 _ECHO = f"""
 import socket, threading
 def answer(connection):
@@ -36,13 +36,13 @@ while True:
 
 @contextmanager
 def connection(cluster: Cluster, name: str, to: str) -> Iterator[socket.socket]:
-    """A connection from a node to the echo of another; the socket is of the node's network, used from here."""
+    """Connect a node to the echo server of another; the caller uses the socket, though it is in the node's network."""
     opened: list[socket.socket | OSError] = []
 
     def connect() -> None:
         namespace = os.open(cluster.machines[name].network, os.O_RDONLY)
         try:
-            os.setns(namespace, os.CLONE_NEWNET)  # of this thread alone
+            os.setns(namespace, os.CLONE_NEWNET)  # for this thread only
             opened.append(socket.create_connection((cluster.addresses[to], PORT), timeout=2))
         except OSError as error:
             opened.append(error)
@@ -54,8 +54,8 @@ def connection(cluster: Cluster, name: str, to: str) -> Iterator[socket.socket]:
     thread.join()
     if isinstance(opened[0], OSError):
         raise opened[0]
-    with opened[0] as it:
-        yield it
+    with opened[0] as stream:
+        yield stream
 
 
 def start_echo(cluster: Cluster, name: str) -> None:
@@ -72,11 +72,11 @@ def start_echo(cluster: Cluster, name: str) -> None:
     wait_until(answers, "the echo listens", (machine.own / "echo.log").read_text)
 
 
-def echo(it: socket.socket, data: bytes = b"x") -> None:
-    it.sendall(data)
+def echo(stream: socket.socket, data: bytes = b"x") -> None:
+    stream.sendall(data)
     got = b""
     while len(got) < len(data):
-        more = it.recv(1 << 16)
+        more = stream.recv(1 << 16)
         assert more, "the connection was closed"
         got += more
     assert got == data
@@ -99,36 +99,36 @@ def test_nodes_have_names_and_disks_of_their_own_and_reach_each_other(cluster: C
         assert cluster.machines[name].run("cat", cluster.local / "mine").strip() == name
     assert cluster.machines["n1"].run("getent", "hosts", "n2").split() == ["10.77.0.2", "n2"]
     start_echo(cluster, "n2")
-    with connection(cluster, "n1", "n2") as it:
-        echo(it)
+    with connection(cluster, "n1", "n2") as stream:
+        echo(stream)
 
 
 def test_a_cut_link_is_silence(cluster: Cluster) -> None:
     start_echo(cluster, "n2")
-    with connection(cluster, "n1", "n2") as it:
-        echo(it)
+    with connection(cluster, "n1", "n2") as stream:
+        echo(stream)
         cluster.cut_link("n2")
-        it.settimeout(1.5)
+        stream.settimeout(1.5)
         with pytest.raises(TimeoutError):
-            echo(it)
+            echo(stream)
         with pytest.raises(TimeoutError), connection(cluster, "n1", "n2"):
             pass
         cluster.mend_link("n2")
-        it.settimeout(10)
-        assert it.recv(1) == b"x"  # what was sent meanwhile arrives
+        stream.settimeout(10)
+        assert stream.recv(1) == b"x"  # data that was sent meanwhile arrives
 
 
 def test_a_killed_node_resets_its_connections(cluster: Cluster) -> None:
     start_echo(cluster, "n2")
-    with connection(cluster, "n1", "n2") as it:
-        echo(it)
+    with connection(cluster, "n1", "n2") as stream:
+        echo(stream)
         cluster.kill_node("n2")
-        it.settimeout(1)
-        assert it.recv(1) == b""
-        it.sendall(b"x")  # the reset is the answer to that
+        stream.settimeout(1)
+        assert stream.recv(1) == b""
+        stream.sendall(b"x")  # the node answers this with a reset
         time.sleep(0.2)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            it.sendall(b"x")
+            stream.sendall(b"x")
     with pytest.raises(ConnectionRefusedError), connection(cluster, "n1", "n2"):
         pass
     cluster.restart_node("n2")
@@ -138,32 +138,32 @@ def test_a_killed_node_resets_its_connections(cluster: Cluster) -> None:
 def test_a_node_without_power_is_silent_and_keeps_its_disk(cluster: Cluster) -> None:
     start_echo(cluster, "n2")
     cluster.machines["n2"].run("touch", cluster.local / "kept")
-    with connection(cluster, "n1", "n2") as it:
-        echo(it)
+    with connection(cluster, "n1", "n2") as stream:
+        echo(stream)
         cluster.lose_power("n2")
-        it.settimeout(1.5)
+        stream.settimeout(1.5)
         with pytest.raises(TimeoutError):
-            echo(it)
+            echo(stream)
         assert not cluster.machines["n2"].processes()
         cluster.restart_node("n2")
-        it.settimeout(10)
-        with pytest.raises(ConnectionResetError):  # the node that came back knows nothing of it
-            it.recv(1)
+        stream.settimeout(10)
+        with pytest.raises(ConnectionResetError):  # after its reboot the node does not know the connection
+            stream.recv(1)
     cluster.machines["n2"].run("test", "-e", cluster.local / "kept")
 
 
 def test_a_frozen_node_accepts_and_does_not_answer(cluster: Cluster) -> None:
     start_echo(cluster, "n2")
-    with connection(cluster, "n1", "n2") as it:
-        echo(it)
+    with connection(cluster, "n1", "n2") as stream:
+        echo(stream)
         cluster.freeze_node("n2")
-        it.settimeout(1)
+        stream.settimeout(1)
         with pytest.raises(TimeoutError):
-            echo(it)
+            echo(stream)
         with connection(cluster, "n1", "n2"):
             pass
         cluster.thaw_node("n2")
-        assert it.recv(1) == b"x"
+        assert stream.recv(1) == b"x"
 
 
 def test_a_slow_link_has_about_its_rate(cluster: Cluster) -> None:
@@ -171,13 +171,13 @@ def test_a_slow_link_has_about_its_rate(cluster: Cluster) -> None:
     seconds = dict[float | None, float]()
     for rate in (None, 16.0, None):
         cluster.slow_link("n2", rate)
-        with connection(cluster, "n1", "n2") as it:
-            it.settimeout(10)
+        with connection(cluster, "n1", "n2") as stream:
+            stream.settimeout(10)
             began = time.monotonic()
             for _ in range(16):
-                echo(it, bytes(1 << 17))
+                echo(stream, bytes(1 << 17))
             seconds[rate] = time.monotonic() - began
-    assert 1 < seconds[16.0] < 5, seconds  # 2 MiB there, and back at the same time or after it: 1.05 to 2.1 s
+    assert 1 < seconds[16.0] < 5, seconds  # 2 MiB there and back, at once or one after the other: 1.05 to 2.1 s
     assert seconds[None] < seconds[16.0] / 2, seconds
 
 
@@ -208,7 +208,7 @@ def test_a_task_is_killed_with_or_without_what_it_started(cluster: Cluster, tmp_
 
 
 def task_on(cluster: Cluster, name: str, index: int, program: str) -> psutil.Process:
-    """A task, once it runs its program."""
+    """Return a task as soon as it runs its program."""
 
     def runs() -> bool:
         try:
@@ -222,8 +222,10 @@ def task_on(cluster: Cluster, name: str, index: int, program: str) -> psutil.Pro
 
 
 def test_what_slurm_does_when_a_job_loses_a_node(cluster: Cluster, tmp_path: Path) -> None:
-    """With ``--no-kill`` a job outlives any node, also the first, with which its script is gone: somebody else who is
-    left has to ask for another start."""
+    """Check that with ``--no-kill`` a job outlives every node, even the first.
+
+    Its batch script is lost with the first node, so a task on another node has to ask for another start.
+    """
     job = batch(
         cluster, tmp_path, "echo restarts: ${SLURM_RESTART_COUNT:-0}\n"
         "srun --no-kill --kill-on-bad-exit=0 sleep 60 &\n"
@@ -254,12 +256,12 @@ def test_nothing_is_left_of_two_clusters_at_once(cluster: Cluster, tmp_path: Pat
     with Cluster(nodes=1) as other:
         assert other.states() == {"n1": "idle"}
         assert cluster.states()["n1"] == "idle"
-        folder, began = other.folder, processes_with(other.folder)
+        folder, pids = other.folder, processes_with(other.folder)
         batch(other, tmp_path, "srun sleep 60", nodes=1).wait(["RUNNING"])
-        assert began
+        assert pids
     assert not folder.exists()
     assert not processes_with(folder)
-    assert [other for other in began if psutil.pid_exists(other)] == []
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
 def test_nothing_runs_on_when_pytest_is_killed(cluster: Cluster) -> None:
@@ -281,12 +283,12 @@ def test_nothing_runs_on_when_pytest_is_killed(cluster: Cluster) -> None:
 
 
 def processes_with(folder: Path) -> list[int]:
-    """Those that Slurm's configuration in a folder, or its name among their words, ties to it."""
-    found = []
+    """Return the ids of processes that have a folder's name in their command line or environment."""
+    pids = []
     for process in psutil.process_iter():
         try:
             if str(folder) in " ".join([*process.cmdline(), *process.environ().values()]):
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids

@@ -1,8 +1,8 @@
-"""Nodes are lost, in silence or not, and seconds later training goes on with the bits of a run that lost none.
+"""Jobs that lose nodes, with resets or in silence. Seconds later they resume, with the bits of a run that lost none.
 
 Ranks 0 and 1 are on n1, where the coordinator is too, 2 and 3 on n2, and spares on n3. A node that is back takes part
-again with tasks that are started by the same command. Seconds are printed; what they are on cores that do nothing else
-is in benchmarks/cluster.md. A wait here fails after two minutes, so no timeout of ten minutes goes unnoticed.
+again with tasks that the same command starts. The tests print seconds; benchmarks/cluster.md has those of idle cores. A
+wait here fails after two minutes, so no timeout of ten minutes goes unnoticed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S
 
 
 def _lose(training: Training, how: str, node: str) -> dict[str, object]:
-    """Lose a node and wait for the next iteration; returns the account of the recovery."""
+    """Lose a node and wait for the next iteration; return the event of the failure."""
     cluster = training.cluster
     at = {
         "killed": cluster.kill_node, "power lost": cluster.lose_power, "cut off": cluster.cut_link,
@@ -45,7 +45,7 @@ def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
 
 @pytest.mark.full
 def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: Path) -> None:
-    """Each rank has a task of its own; a node is added by hand."""
+    """Check both losses if each rank has its own task; the test adds a node by hand between them."""
     training = train(cluster, tmp_path, tasks_per_node=2, **FLAGS)
     training.wait_for_iteration(12)
     loud = _lose(training, "killed", "n2")
@@ -59,7 +59,7 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: 
     assert "lease" in str(silent["noticed_by"])
     _assert_only_lost_ranks_replayed(silent)
     assert training.ranks_on("n2") == [2, 3]
-    cluster.take_down("n3")  # else Slurm waits for its answer at the end of the job, until its own timeout
+    cluster.take_down("n3")  # otherwise Slurm waits for n3 at the end of the job, until its own timeout
     training.end()
     assert_undisturbed(training, **FLAGS)
     assert len(training.events("failure")) == 2
@@ -67,7 +67,10 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: 
 
 
 def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster, tmp_path: Path) -> None:
-    """Only its own step breaks, and it comes back as spares by itself. Each node has one task."""
+    """Check that only the node's own step breaks, and that the node returns as spares by itself.
+
+    Each node has one task.
+    """
     training = train(cluster, tmp_path, **FLAGS)
     training.wait_for_iteration(6)
     silent = _lose(training, "power lost", "n2")
@@ -75,12 +78,12 @@ def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster
     _assert_only_lost_ranks_replayed(silent)
     cluster.restart_node("n2")
     training.wait_for_spares(2)
-    assert {one["host"] for one in training.processes() if one["role"] == "spare"} == {"n2"}
+    assert {process["host"] for process in training.processes() if process["role"] == "spare"} == {"n2"}
     loud = _lose(training, "killed", "n3")
     assert "reset" in str(loud["noticed_by"])
     _assert_only_lost_ranks_replayed(loud)
     assert training.ranks_on("n2") == [2, 3]
-    cluster.take_down("n3")  # else Slurm waits for its answer at the end of the job, until its own timeout
+    cluster.take_down("n3")  # otherwise Slurm waits for n3 at the end of the job, until its own timeout
     training.end()
     assert_undisturbed(training, **FLAGS)
     assert len(training.events("failure")) == 2
@@ -88,7 +91,10 @@ def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster
 
 
 def test_a_node_that_is_cut_off_and_back(cluster: Cluster, tmp_path: Path) -> None:
-    """For less than the lease nothing happens; for more it is replaced, stops itself, and comes back as a spare."""
+    """Check that a cut shorter than the lease changes nothing, and that a longer one replaces the node.
+
+    The replaced node stops its processes, and returns as spares.
+    """
     training = train(
         cluster, tmp_path, moevement_persist_dir=str(tmp_path / "windows"), moevement_load=str(tmp_path / "windows"),
         **FLAGS,
@@ -106,7 +112,7 @@ def test_a_node_that_is_cut_off_and_back(cluster: Cluster, tmp_path: Path) -> No
     before = training.iteration()
     cluster.mend_link("n2")
     training.wait_for_spares(2)
-    assert {one["host"] for one in training.processes() if one["role"] == "spare"} == {"n2"}
+    assert {process["host"] for process in training.processes() if process["role"] == "spare"} == {"n2"}
     training.wait_for_iteration(before + 10)
     assert len(training.events("failure")) == 1, "its return interrupts nobody"
 
@@ -122,9 +128,9 @@ def test_a_node_that_is_cut_off_and_back(cluster: Cluster, tmp_path: Path) -> No
 
 
 def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_path: Path) -> None:
-    """Snapshots that the link cannot carry are not sent, which is said, and are sent again when it can."""
-    its = FLAGS | {"moe_ffn_hidden_size": 384}  # much to snapshot, little to train with
-    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **its)
+    """Check that snapshots which the link cannot carry are left out and logged, and that later ones are sent."""
+    overrides = FLAGS | {"moe_ffn_hidden_size": 384}  # much to snapshot, little to train with
+    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **overrides)
     training.wait_for_iteration(6)
     cluster.kill_node("n3")
     cluster.slow_link("n2", 4.0)
@@ -139,8 +145,9 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
     mended_at = training.iteration()
 
     def is_fresh() -> bool:
-        """The metrics' lag is one rank's; that a window is persisted all ranks have agreed on. One that began before
-        the link was mended may still be abandoned.
+        """Return True if all ranks have persisted a window that began after the repair of the link.
+
+        An earlier window may still be abandoned. The lag in the metrics would not do, as it is that of one rank.
         """
         persisted_from = (training.record.newest_metric() or {})["persisted_from"]
         return persisted_from is not None and persisted_from > mended_at
@@ -152,16 +159,25 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
     cluster.take_down("n3")
     training.end()
     assert training.events("failure") == []
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)
     assert re.search(r"\bspare \(pid \d+\)", training.job.text())
 
 
 def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster, tmp_path: Path) -> None:
-    """Ranks 0 to 3 on a node each, which are the stages; the copies of a rank are on the node of the next one."""
+    """Check the loss of two nodes at once, and then of two that have all copies of a rank.
+
+    Ranks 0 to 3 are the stages, each on its own node. The copies of a rank are on the node of the next rank.
+    """
     windows = str(tmp_path / "windows")
-    its = FLAGS | PP4
+    overrides = FLAGS | PP4
     training = train(
-        six_nodes, tmp_path, **its, nodes=6, processes_per_node=1, moevement_persist_dir=windows, moevement_load=windows
+        six_nodes,
+        tmp_path,
+        **overrides,
+        nodes=6,
+        processes_per_node=1,
+        moevement_persist_dir=windows,
+        moevement_load=windows,
     )
     training.wait_for_iteration(12)
     first = _lose_both(training, 1, 3)
@@ -175,16 +191,16 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster,
     assert re.findall(r"\d+", second["scope"]) == ["1", "2", "4"]
     assert second["recovery"]["ranks"] == [0, 1, 2, 3], "all stages roll back"
     training.end()
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)
     assert fallback["text"] in training.record.summary()["checkpointing"]["warnings"]
     assert len(training.events("failure")) == 2
 
 
 @pytest.mark.full
 def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_path: Path) -> None:
-    """The second is lost in the recovery from the first; the other spare takes over."""
-    its = FLAGS | PP4
-    training = train(six_nodes, tmp_path, **its, nodes=6, processes_per_node=1)
+    """Check that the other spare takes over if the first is lost in the recovery."""
+    overrides = FLAGS | PP4
+    training = train(six_nodes, tmp_path, **overrides, nodes=6, processes_per_node=1)
     training.wait_for_iteration(12)
     (first,) = training.nodes_of(3)
     six_nodes.kill_node(first)
@@ -198,16 +214,16 @@ def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_pa
     seconds = training.resumes_after(six_nodes.kill_node(second))
     failure = training.events("failure")[-1]
     print(f"{first}, then {second} killed: next iteration after {seconds:.1f} s; {failure['parts']}")
-    lost = [re.match(r"rank (\d+)\b", who) for who in (*failure["earlier"], *failure["failures"])]
-    assert [found and found[1] for found in lost] == ["3", "3"]
+    lost = [re.match(r"rank (\d+)\b", cause) for cause in (*failure["earlier"], *failure["failures"])]
+    assert [match and match[1] for match in lost] == ["3", "3"]
     for node in (first, second):
         six_nodes.take_down(node)
     training.end()
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)
 
 
 def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
-    """Lose the nodes of two ranks at once, one loudly and one in silence, and boot them again."""
+    """Lose the nodes of two ranks at once, one with resets and one in silence, and boot both again."""
     loud, silent = nodes = training.nodes_of(*ranks)
     cluster = training.cluster
     cluster.kill_node(loud)
@@ -259,7 +275,10 @@ def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(clust
 
 @pytest.mark.full
 def test_copies_travel_over_the_interfaces_of_their_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    """Local rank 0 has eth0, beside training, and local rank 1 has eth1 for itself; each with two streams."""
+    """Check that copies of local rank 0 use eth0, as training does, and those of local rank 1 use eth1 alone.
+
+    Each rank sends with two streams.
+    """
     cluster.add_interfaces()
     training = train(cluster, tmp_path, moevement_interfaces="eth0,eth1", moevement_streams=2, **FLAGS)
     training.wait_for_iteration(12)

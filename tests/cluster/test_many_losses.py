@@ -1,4 +1,4 @@
-"""Nodes that are lost one after the other, in ways and at moments drawn by a seed (``make test-full``)."""
+"""Nodes that are lost one after the other; a seed draws how and when (``make test-full``)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_losses_drawn_by_a_seed(cluster: Cluster, tmp_path: Path, layout: str, s
         tasks_per_node=1 if seed % 2 else 2,
     )  # fmt: skip
     training.wait_for_iteration(8)
-    ways = {
+    failures = {
         "killed": (cluster.kill_node, cluster.restart_node), "power lost": (cluster.lose_power, cluster.restart_node),
         "cut off": (cluster.cut_link, cluster.mend_link), "frozen": (cluster.freeze_node, cluster.thaw_node),
     }  # fmt: skip
     for number in range(LOSSES):
-        how, after_s = draw.choice(list(ways)), draw.uniform(0.0, 3.0)
-        lose, undo = ways[how]
+        how, after_s = draw.choice(list(failures)), draw.uniform(0.0, 3.0)
+        lose, undo = failures[how]
         node = training.node_of(2)
         time.sleep(after_s)
         seconds = training.resumes_after(lose(node))

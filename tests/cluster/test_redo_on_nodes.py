@@ -1,4 +1,4 @@
-"""A node is lost under redo: its newest gradients are on other nodes, or the link could not carry them."""
+"""Loss of a node under redo: its newest gradients are on other nodes, or the link could not carry them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_a_node_is_lost_and_its_ranks_alone_are_restored(cluster: Cluster, tmp_p
 
 @pytest.mark.full
 def test_gradients_that_the_link_cannot_carry(cluster: Cluster, tmp_path: Path) -> None:
-    """Peers are several iterations behind, or windows behind, when a rank is lost: what they have not is run again."""
-    its = FLAGS | {"moe_ffn_hidden_size": 384}
-    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **its | REDO)
+    """Check that ranks execute iterations again of which their peers, several iterations behind, lack gradients."""
+    overrides = FLAGS | {"moe_ffn_hidden_size": 384}
+    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **overrides | REDO)
     training.wait_for_iteration(6)
     cluster.slow_link("n2", 8.0)
 
@@ -51,4 +51,4 @@ def test_gradients_that_the_link_cannot_carry(cluster: Cluster, tmp_path: Path) 
     training.resumes_after(training.kill_rank(1))
     print(training.events("failure")[-1]["recovery"])
     training.end()
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)

@@ -1,4 +1,4 @@
-"""The batch script as shipped, on a cluster of three nodes: how jobs end, well and badly, and go on."""
+"""Batch script as shipped, on three nodes: jobs end in order, fail with a reason, and go on after losses."""
 
 from __future__ import annotations
 
@@ -40,10 +40,13 @@ def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster:
 def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itself(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """With the node of the batch script the store is gone: a task on another node asks Slurm to queue the job again."""
+    """Check that a task on another node asks Slurm to queue the job again.
+
+    The lost node has the batch script and the store.
+    """
     windows = str(tmp_path / "windows")
-    its: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": 2}
-    training = train(cluster, tmp_path, moevement_persist_dir=windows, moevement_load=windows, **its)
+    overrides: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": 2}
+    training = train(cluster, tmp_path, moevement_persist_dir=windows, moevement_load=windows, **overrides)
     training.wait_for_iteration(12)
     cluster.kill_node("n1")
     cluster.take_down("n1")
@@ -53,11 +56,11 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     assert training.events("start")[-1]["iteration"] > 0, "from a window, and not from fresh weights"
     training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
     training.end()
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)
 
 
 def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, tmp_path: Path) -> None:
-    """Ranks 2 and 3 exchange tokens in every layer: two spares wait on n3, and are not taken."""
+    """Check that the two spares on n3 are not taken, because ranks 2 and 3 exchange tokens in every layer."""
     training = train(cluster, tmp_path, tasks_per_node=2)
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
@@ -71,9 +74,9 @@ def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, 
 
 
 def test_a_signal_to_every_process_of_a_job_ends_it_in_order(cluster: Cluster, tmp_path: Path) -> None:
-    """As ``scancel`` sends it: ranks and spares have it as soon as the supervisors that answer it."""
-    its: dict[str, Any] = {"train_iters": 5000}
-    training = train(cluster, tmp_path, **its)
+    """Check a signal by ``scancel``, which reaches ranks and spares as early as the supervisors that answer it."""
+    overrides: dict[str, Any] = {"train_iters": 5000}
+    training = train(cluster, tmp_path, **overrides)
     training.wait_for_iteration(6)
     least = training.iteration()
     training.job.cancel("--signal=TERM")
@@ -81,4 +84,4 @@ def test_a_signal_to_every_process_of_a_job_ends_it_in_order(cluster: Cluster, t
     at = int(training.record.summary()["iterations"])
     assert at >= least
     assert training.events("failure") == []
-    assert_undisturbed(training, **its)
+    assert_undisturbed(training, **overrides)

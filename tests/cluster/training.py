@@ -1,4 +1,4 @@
-"""Training under Slurm with the batch script as shipped: four ranks on n1 and n2, two spares on n3."""
+"""Job that trains under Slurm with the batch script as shipped: four ranks on n1 and n2, two spares on n3."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ PACED = Path(__file__).with_name("paced.py")
 PP2_EP2: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
 }  # fmt: skip
-"""n1 has the first stage, n2 the second."""
+"""Flags of a layout in which n1 has the first stage and n2 the second."""
 PP4: dict[str, Any] = {
     "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
     "bf16": False,
 }  # fmt: skip
-"""Each node has two neighbouring stages, or, with a process for each node, one."""
+"""Flags of a layout in which a node has two neighbouring stages, or one stage if it has one process."""
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "train_iters": 20,
 }  # fmt: skip
 
-# Whoever compares two runs gives both the same number of threads.
+# Two runs that are compared need the same number of threads.
 _THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 class Training:
-    """A job that trains, and its run directory."""
+    """Job that trains, with its cluster and its run directory."""
 
     def __init__(
         self,
@@ -65,66 +65,68 @@ class Training:
         return self.record.folder
 
     def iteration(self) -> int:
-        """The newest that was committed; 0 before the first."""
+        """Return the newest iteration that was committed; 0 before the first."""
         newest = self.record.newest_metric()
         return int(newest["iteration"]) if newest else 0
 
     def wait_for_iteration(self, iteration: int, timeout_s: float = HANGS_S) -> None:
-        """Wait until it is committed.
+        """Wait until ``iteration`` is committed.
 
         Raises:
-            TimeoutError: it was not within the time, or the job has ended; the message has all logs.
+            TimeoutError: the time is over, or the job has ended; the message has all logs.
         """
         self._wait_until(lambda: self.iteration() >= iteration, f"iteration {iteration} is committed", timeout_s)
 
     def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = HANGS_S) -> list[dict[str, Any]]:
-        """Wait until there are ``count`` events of a kind and return them."""
+        """Wait until there are ``count`` events of a kind; return all of them."""
         self._wait_until(lambda: len(self.events(kind)) >= count, f"there is event {kind} {count} times", timeout_s)
         return self.events(kind)
 
     def wait(self, timeout_s: float = HANGS_S) -> None:
-        """Wait for the end; it has to be a good one.
+        """Wait until the job ends, and check that it has completed.
 
         Raises:
-            TimeoutError: there was none within the time.
+            TimeoutError: the job has not ended within the time.
         """
         self._wait_until(lambda: not self.job.is_there(), "the job ends", timeout_s)
         assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
 
     def end(self, timeout_s: float = HANGS_S) -> int:
-        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns where."""
+        """Ask the batch script to end the job, as Slurm does before it takes nodes away; return the last iteration."""
         self.job.cancel("--signal=USR1", "--batch")
         self.wait(timeout_s)
         return int(self.record.summary()["iterations"])
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Of ``events.jsonl``, in the order written."""
+        """Return the events of a kind from ``events.jsonl``, in the order written."""
         return [event for event in self.record.events() if event["event"] == kind]
 
     def processes(self) -> list[dict[str, Any]]:
-        """``ranks.json``: ``rank``, ``pid`` on its node, ``host``, ``node`` and ``role`` of each process."""
+        """Return ``ranks.json``: ``rank``, ``pid`` on its node, ``host``, ``node`` and ``role`` of each process."""
         path = self.record.ranks_path
         return list(json.loads(path.read_text())) if path.exists() else []
 
     def node_of(self, rank: int) -> str:
-        """The node that has a rank now."""
+        """Return the node that has a rank now."""
         return str(self._process(rank)["host"])
 
     def ranks_on(self, node: str) -> list[int]:
-        """The ranks that a node has now; spares are none."""
-        return [one["rank"] for one in self.processes() if one["host"] == node and one["role"] == "active"]
+        """Return the ranks that a node has now, without spares."""
+        return [
+            process["rank"] for process in self.processes() if process["host"] == node and process["role"] == "active"
+        ]
 
     def nodes_of(self, *ranks: int) -> list[str]:
-        """The nodes that have these ranks now."""
+        """Return the nodes that have these ranks now."""
         return [self.node_of(rank) for rank in ranks]
 
     def kill_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal to the process that has a rank now; returns when."""
+        """Send a signal to the process that has a rank now; return when it was sent."""
         process = self._process(rank)
         return self.cluster.kill_process(process["host"], process["pid"], number)
 
     def add_node(self, node: str) -> None:
-        """Start tasks on a node that was repaired, by the command that the first ones were started with."""
+        """Start tasks on a repaired node, by the command that started the first tasks."""
         for number in range(self._tasks_per_node):
             self._joined += 1
             port = 20000 + self.job.number % 20000
@@ -140,21 +142,21 @@ class Training:
             )  # fmt: skip
 
     def wait_for_spares(self, count: int, timeout_s: float = HANGS_S) -> None:
-        """Wait until so many processes wait to take over a rank."""
+        """Wait until ``count`` processes wait to take over a rank."""
         self._wait_until(
-            lambda: sum(one["role"] == "spare" for one in self.processes()) >= count, f"there are {count} spares",
-            timeout_s,
+            lambda: sum(process["role"] == "spare" for process in self.processes()) >= count,
+            f"there are {count} spares", timeout_s,
         )  # fmt: skip
 
     def resumes_after(self, at: float, timeout_s: float = HANGS_S) -> float:
-        """Wait for the first iteration that is committed by training after a failure; returns the seconds since it.
+        """Wait for the first iteration that is trained and committed after a failure; return the seconds until then.
 
         Args:
-            at: when it happened, in seconds since the epoch.
+            at: time of the failure, in seconds since the epoch.
         """
 
         def times() -> list[float]:
-            # What was committed already, and only not written down, is marked.
+            # Marked lines are of iterations that were committed before the failure, and written later.
             return [line["time"] for line in self.record.metrics() if line["time"] > at and not line.get("recovered")]
 
         self._wait_until(lambda: _later(self, at), "a recovery", timeout_s)
@@ -163,22 +165,22 @@ class Training:
         return min(time for time in times() if time > resumed_at) - at
 
     def outage(self, since: float) -> float:
-        """The longest that nothing was committed after a moment, in seconds.
+        """Return the longest time after ``since`` in which nothing was committed, in seconds.
 
-        Not until the next commit: that may be of an iteration whose gradients were already reduced at that moment.
+        The time to the next commit would not do: that may be of an iteration whose gradients were already reduced.
         """
         times = [since, *(line["time"] for line in self.record.metrics() if line["time"] > since)]
         return float(max(later - earlier for earlier, later in pairwise(times)))
 
     def everything(self) -> str:
-        """What the job printed and the ends of all logs, for whoever reads why a test failed."""
+        """Return the output of the job and the ends of all logs, to explain why a test failed."""
         return f"== {self.job.output.name}\n{self.job.text()[-8000:]}\n{logs(self.run_dir)}"
 
     def _process(self, rank: int) -> dict[str, Any]:
-        return next(one for one in self.processes() if one["rank"] == rank)
+        return next(process for process in self.processes() if process["rank"] == rank)
 
-    def _wait_until(self, holds: Any, what: str, timeout_s: float) -> None:
-        # The state of the job is asked for rarely: each time is a process more on cores that are busy.
+    def _wait_until(self, holds: Any, goal: str, timeout_s: float) -> None:
+        # Ask for the state of the job rarely, because each time starts a process on busy cores.
         looks = 0
 
         def look() -> bool:
@@ -187,10 +189,10 @@ class Training:
             if holds():
                 return True
             if looks % 40 == 0 and not self.job.is_there() and not holds():
-                raise TimeoutError(f"the job is {self.job.state()} before {what}\n{self.everything()}")
+                raise TimeoutError(f"the job is {self.job.state()} before {goal}\n{self.everything()}")
             return False
 
-        wait_until(look, what, self.everything, timeout_s=timeout_s)
+        wait_until(look, goal, self.everything, timeout_s=timeout_s)
 
 
 def train(
@@ -205,17 +207,17 @@ def train(
     words: tuple[str, ...] = (),
     **overrides: Any,
 ) -> Training:
-    """Submit a training; its run directory is ``folder/run``.
+    """Submit a job that trains; its run directory is ``folder/run``.
 
     Args:
-        sbatch_flags: like ``--requeue``.
-        environment: of the shell that submits, beyond what every training here has.
-        nodes: how many the job has.
-        processes_per_node: ranks and spares on each.
-        tasks_per_node: tasks that start them; one that starts several imports everything once and forks them.
-        spares: how many of the processes; ``none`` for a job that ends with its first failure.
+        sbatch_flags: flags of ``sbatch``, like ``--requeue``.
+        environment: variables of the shell that submits, beyond those that every job here has.
+        nodes: number of nodes of the job.
+        processes_per_node: number of ranks and spares on each node.
+        tasks_per_node: number of tasks that start them; a task that starts several imports all modules once and forks.
+        spares: number of spares among the processes; ``none`` for a job that ends with its first failure.
         words: further flags of the training.
-        overrides: of :data:`tests.training.TINY`, :data:`SPARSE` and :data:`PP2_EP2`.
+        overrides: changes of :data:`tests.training.TINY`, :data:`SPARSE` and :data:`PP2_EP2`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [*flags(**(SPARSE | PP2_EP2 | overrides)), *words]
@@ -242,10 +244,10 @@ def failure_free(last: int, *, ranks: int = RANKS, **overrides: Any) -> RunRecor
 
 
 def assert_undisturbed(training: Training, **overrides: Any) -> None:
-    """Assert that a job that has ended has the bits of one to which nothing happened, and each iteration once.
+    """Assert that an ended job has the bits of an undisturbed one, and each iteration once.
 
     Args:
-        overrides: as for :func:`train`; those that change what is computed matter.
+        overrides: as for :func:`train`; only those that change what is computed matter.
     """
     verdict = compare(failure_free(int(training.record.summary()["iterations"]), **overrides), training.record)
     assert verdict.equal, f"{verdict.first_difference}\n{training.everything()}"

@@ -1,4 +1,4 @@
-"""Shell commands that the documentation shows, with what its comments say of them."""
+"""Parser of the shell commands that the documentation shows, and of the comments that say why none runs a command."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.training import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = ("moevement", "make", "python", "source", "sbatch", "docker")
-"""What a block begins with that is for a shell. All others are output, files, formulas."""
+"""First words of a block of shell commands. All other blocks are output, files or formulas."""
 _MARKER = re.compile(r"<!-- not run: (.+?) -->")
 _ASSIGNMENT = re.compile(r'([A-Z_]+)="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command line, as a shell would have it after variables are put in."""
+    """Command line of a page, with the values of variables in place of their names."""
 
     page: Path
     line: int
     words: tuple[str, ...]
     excuse: str
-    """Why nothing runs it, by the comment in front of its block; empty without one."""
+    """Reason that no test runs the command, from the comment in front of its block; empty if there is no comment."""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}: {shlex.join(self.words)}"
@@ -33,7 +33,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced or indented block."""
+    """Fenced or indented block of a page."""
 
     line: int
     language: str
@@ -42,7 +42,7 @@ class Block:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """All commands of a page. Variables last until its end, as in the shell of whoever reads on."""
+    """Yield all commands of a page. Variables keep their values to the end of the page, as in a reader's shell."""
     variables: dict[str, str] = {}
     for block in blocks(page.read_text(encoding="utf-8")):
         if not is_for_a_shell(block):
@@ -58,7 +58,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def is_for_a_shell(block: Block) -> bool:
-    """Whether it is to be typed: its first line is a command, or sets a variable for one."""
+    """Return True if a reader types the block into a shell: its first line is a command or sets a variable."""
     if block.language not in ("", "bash", "sh"):
         return False
     first = next((line for line in block.lines if line.strip() and not line.lstrip().startswith("#")), "")
@@ -66,7 +66,7 @@ def is_for_a_shell(block: Block) -> bool:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Fenced blocks, and indented ones that an empty line stands before."""
+    """Yield the fenced blocks of a text, and the indented blocks that follow an empty line."""
     lines, place, excuse = text.splitlines(), 0, ""
     while place < len(lines):
         start, line = place, lines[place]
@@ -87,7 +87,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def _logical_lines(block: Block) -> Iterator[tuple[int, str]]:
-    """Lines with those that a backslash continues, each with the number of its first."""
+    """Yield each line joined with its backslash continuations, and the number of its first line."""
     pending, first = "", block.line
     for number, line in enumerate(block.lines, start=block.line):
         first = first if pending else number

@@ -1,6 +1,6 @@
-"""Outputs that pages show of the command before them, written by ``python -m tests.docs.outputs``.
+"""Writer of the command outputs that pages show; ``python -m tests.docs.outputs`` updates them.
 
-A block of text that follows ``<!-- output -->`` is what the last command above it prints, 100 columns wide.
+The block of text after ``<!-- output -->`` is the output of the last command above it, 100 columns wide.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BLOCK = re.compile(r"(?P<before>```\n(?P<command>moevement [^\n]+)\n```\n(?:(?!
 
 
 def with_outputs(page: str) -> str:
-    """Return a page with the outputs of its commands of today."""
+    """Run the commands of a page and return the page with their present outputs."""
     return _BLOCK.sub(lambda block: block["before"] + output_of(block["command"]) + block["after"], page)
 
 
 def output_of(command: str) -> str:
-    """Return what a command prints, without blanks at the ends of lines."""
+    """Return the output of a command, without blanks at the ends of lines."""
     output, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = COLUMNS
     try:
@@ -42,7 +42,7 @@ def output_of(command: str) -> str:
 
 
 def write(path: Path) -> None:
-    """Write a page anew."""
+    """Update the outputs that a page shows, in place."""
     path.write_text(with_outputs(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 

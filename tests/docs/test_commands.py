@@ -1,4 +1,4 @@
-"""Every command that README and docs show is understood by what it calls, and run by a test, or says why not."""
+"""Every command in README and docs parses, and a test runs it or a comment says why none does."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ HERE = {
     r"moevement advise .*": ("--seeds", "2"),
     r"moevement elastic .*": (),
 }
-"""Cheap commands, run right here, with what makes them cheaper."""
+"""Patterns of cheap commands that this file runs, with the flags that make them cheaper."""
 
 IN_CI = r"make (lint|test|docs|test-packaging|check-durations|test-cluster)"
-"""Those that .ci/run runs."""
+"""Pattern of the commands that .ci/run runs."""
 
 ELSEWHERE = {
     r"source \.venv/bin/activate": "tests/docs/test_commands.py::test_the_environment_is_activated",
@@ -59,7 +59,7 @@ ELSEWHERE = {
     r"python -m tests\.simulation .*": "tests/unit/test_simulation.py",
     r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
 }  # fmt: skip
-"""What is too slow to be run here, and the test that runs the same thing."""
+"""Patterns of commands that are too slow for this file, with the test that runs the same command."""
 
 
 class _Refusing(argparse.ArgumentParser):
@@ -69,14 +69,14 @@ class _Refusing(argparse.ArgumentParser):
 
 @cache
 def _flags() -> argparse.ArgumentParser:
-    """Megatron's flags and ours, as a rank parses them."""
+    """Return a parser of Megatron's and this project's flags that raises an error instead of exiting."""
     from megatron.training.arguments import add_megatron_arguments
 
     return add_arguments(add_megatron_arguments(_Refusing(allow_abbrev=False)))
 
 
 def _is_understood(command: Command) -> None:
-    """Raises what is wrong with it."""
+    """Raise an error if the program of a command would not accept its words."""
     program, *words = command.words
     if program == "moevement":
         _subcommand(words)
@@ -111,7 +111,7 @@ def _subcommand(words: list[str]) -> None:
 
 
 def _training(script: str, words: list[str]) -> None:
-    if script != "SCRIPT":  # in a line that says what goes where
+    if script != "SCRIPT":  # the placeholder in a line that shows the syntax
         assert (ROOT / script).is_file(), script
         _flags().parse_args(config_file.expand(words))
 
@@ -130,7 +130,9 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert {"README.md", "laptop.md", "cluster.md", "recovery.md", "simulator.md"} <= {one.page.name for one in ALL}
+    assert {"README.md", "laptop.md", "cluster.md", "recovery.md", "simulator.md"} <= {
+        command.page.name for command in ALL
+    }
 
 
 @pytest.mark.parametrize("command", ALL, ids=str)
@@ -165,7 +167,7 @@ def test_no_excuse_is_left_of_what_is_run() -> None:
 
 
 def test_every_block_is_for_a_shell_or_says_what_it_is() -> None:
-    """A block whose second line is a command and whose first is none would be looked over."""
+    """Check that no command is overlooked in a block whose first line is no command."""
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8")):
             typed = [
@@ -177,7 +179,9 @@ def test_every_block_is_for_a_shell_or_says_what_it_is() -> None:
 def test_the_tests_that_run_them_are_there() -> None:
     for where in ELSEWHERE.values():
         file, _, name = where.partition("::")
-        functions = {one.name for one in ast.parse((ROOT / file).read_text()).body if isinstance(one, ast.FunctionDef)}
+        functions = {
+            node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
+        }
         assert not name or name in functions, where
 
 
@@ -194,7 +198,8 @@ def test_ci_runs_what_it_is_said_to_run() -> None:
 
 @pytest.mark.builds
 @pytest.mark.parametrize(
-    "text", sorted({shlex.join(one.words) for one in ALL if any(_matches(one, pattern) for pattern in HERE)})
+    "text",
+    sorted({shlex.join(command.words) for command in ALL if any(_matches(command, pattern) for pattern in HERE)}),
 )
 def test_a_cheap_command_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (less,) = (less for pattern, less in HERE.items() if re.fullmatch(pattern, text))
@@ -213,10 +218,10 @@ def test_the_environment_is_activated() -> None:
 
 
 def test_clean_leaves_runs_of_a_users_own(tmp_path: Path) -> None:
-    made = [tmp_path / name for name in (".venv", "site", "runs/demo", "runs/tests")]
+    created = [tmp_path / name for name in (".venv", "site", "runs/demo", "runs/tests")]
     own = [tmp_path / name for name in ("runs/mine", "runs/windows", "data")]
-    for folder in (*made, *own):
+    for folder in (*created, *own):
         folder.mkdir(parents=True)
     subprocess.run(["make", "-f", str(ROOT / "Makefile"), "clean"], cwd=tmp_path, check=True, capture_output=True)
-    assert not [folder for folder in made if folder.exists()]
+    assert not [folder for folder in created if folder.exists()]
     assert [folder for folder in own if folder.exists()] == own

@@ -1,4 +1,4 @@
-"""docs/diagrams has what scripts/diagrams.py draws."""
+"""The diagrams in docs/diagrams are those that scripts/diagrams.py draws."""
 
 from __future__ import annotations
 

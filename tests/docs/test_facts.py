@@ -1,4 +1,4 @@
-"""Flags that pages name exist, and numbers of the comparison are those of the pages that it names."""
+"""Flags that pages name exist, and the numbers of the comparison are those of the benchmark pages that it cites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_OTHERS = {
     "--once",
     "--version",
 }
-"""torchrun's, Slurm's, a file of flags, how ours begin, and those of commands that start no job."""
+"""Flags of torchrun, Slurm and commands that start no job, the flag for a file of flags, and a bare prefix."""
 OF_KILLS = ("kill to next committed iteration", "host memory of a rank")
 """Columns of benchmarks/kills.md that README shows."""
 COMPARISON = ROOT / "docs" / "measured_comparison.md"
@@ -37,13 +37,13 @@ COMPARISON = ROOT / "docs" / "measured_comparison.md"
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Megatron's, ours, and those of the commands that start a job or plan one."""
+    """Return the flags of Megatron, of this project, and of the commands that start or plan a job."""
     from megatron.training.arguments import add_megatron_arguments
 
     parsers = [add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))]
     for command in cli.COMMANDS:
         outer = cli._parser([command])
-        (subcommands,) = (one for one in outer._actions if isinstance(one, argparse._SubParsersAction))
+        (subcommands,) = (entry for entry in outer._actions if isinstance(entry, argparse._SubParsersAction))
         parsers.append(subcommands.choices[command])
     return frozenset(name for parser in parsers for action in parser._actions for name in action.option_strings)
 
@@ -84,35 +84,37 @@ def test_each_alert_is_in_the_runbook() -> None:
 def test_the_table_of_readme_is_that_of_its_pages() -> None:
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Try it")[0]
     names, *measured = _cells((ROOT / "benchmarks" / "kills.md").read_text(encoding="utf-8"))
-    ways = {cells[0]: dict(zip(names, cells, strict=True)) for cells in measured}
+    strategies = {cells[0]: dict(zip(names, cells, strict=True)) for cells in measured}
     _, *rows = _cells(section)
     assert len(rows) == 3
     for after, seconds, repeated, memory in rows:
-        way = ways[after.split()[0].strip(":")]
-        (kills,) = re.findall(r"of (\d+)", way["kills without a repeated iteration"])
-        assert [seconds, memory] == [way[column] for column in OF_KILLS]
-        assert float(repeated) == round(int(way["iterations repeated"]) / int(kills), 1)
+        strategy = strategies[after.split()[0].strip(":")]
+        (kills,) = re.findall(r"of (\d+)", strategy["kills without a repeated iteration"])
+        assert [seconds, memory] == [strategy[column] for column in OF_KILLS]
+        assert float(repeated) == round(int(strategy["iterations repeated"]) / int(kills), 1)
     shares = re.findall(r"\d+\.\d%", section)
     assert shares
     assert set(shares) <= set(re.findall(r"\d+\.\d%", (ROOT / "docs" / "overhead_cap.md").read_text(encoding="utf-8")))
 
 
 def _cells(text: str) -> list[list[str]]:
-    """Return the rows of the tables of a page, without the lines below their headings."""
+    """Return the rows of all tables of a page, without the lines below their headings."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     return [cells for cells in rows if set("".join(cells)) - set("- ")]
 
 
 def _sections() -> list[tuple[str, str, set[str]]]:
-    """Title, page that it is from, and the numbers of its tables."""
-    found = []
+    """Return, for each section of the comparison, its title, its source page and the numbers of its tables."""
+    sections = []
     for section in COMPARISON.read_text(encoding="utf-8").split("\n## ")[1:]:
         rows = [line for line in section.splitlines() if line.startswith("|")]
         if rows:
             source = re.search(r"^From \[(benchmarks/\S+\.md)\]", section, flags=re.MULTILINE)
             assert source, section.splitlines()[0]
-            found.append((section.splitlines()[0], source[1], set(re.findall(r"\d+(?:\.\d+)?", "\n".join(rows[2:])))))
-    return found
+            sections.append(
+                (section.splitlines()[0], source[1], set(re.findall(r"\d+(?:\.\d+)?", "\n".join(rows[2:]))))
+            )
+    return sections
 
 
 @pytest.mark.parametrize(("title", "source", "numbers"), _sections(), ids=[title for title, _, _ in _sections()])

@@ -1,4 +1,4 @@
-"""What pages show of commands, and tables that a script computes, are what these make today."""
+"""Command outputs on pages, and tables that a script computes, are up to date."""
 
 from __future__ import annotations
 

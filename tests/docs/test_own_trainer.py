@@ -1,4 +1,4 @@
-"""The page for trainers of one's own shows code that the example runs, and the reference lists what the class has."""
+"""The guide to other trainers shows code of the example, and the reference lists every method of the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of README is drawn from two runs, and only if they are equal and the second recovered once."""
+"""The script draws README's picture from two runs, if they are equal and the second recovered exactly once."""
 
 from __future__ import annotations
 

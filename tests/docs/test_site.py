@@ -1,4 +1,4 @@
-"""The pages as a site: all of them, and every link leads somewhere."""
+"""The site has every page, needs no network, and its build fails on a broken link."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _build(source: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # as make docs
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # as in make docs
     return subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def site(source: Path) -> Path:
-    """Return the folder of the site, built once."""
+    """Build the site once for this file and return its folder."""
     built = _build(source)
     assert built.returncode == 0, built.stderr
     return source / "site"
@@ -53,16 +53,16 @@ def test_a_reader_needs_no_network(site: Path) -> None:
 
 def test_the_search_finds_a_word_on_a_site_that_is_opened_from_a_disk(site: Path, tmp_path: Path) -> None:
     document = browser.find(tmp_path).document(f"{(site / 'index.html').as_uri()}?q=glossary")
-    found = document[document.index("md-search-result__list") :]
-    assert "docs/glossary.html" in found[: found.index("</ol>")]
+    results = document[document.index("md-search-result__list") :]
+    assert "docs/glossary.html" in results[: results.index("</ol>")]
 
 
 NOWHERE = ("docs/nothing.md", "docs/recovery.md#nothing", "docs/diagrams/nothing.svg")
-"""A page, a heading and a picture that are not there."""
+"""Link targets that do not exist: a page, a heading and a picture."""
 
 
 def test_what_leads_nowhere_or_is_in_no_menu_is_an_error(source: Path, tmp_path: Path) -> None:
-    """Each mistake has a warning of its own; in strict mode any warning fails the build."""
+    """Check that each mistake has its own warning; strict mode turns any warning into a failure."""
     changed = shutil.copytree(source, tmp_path / "source", ignore=shutil.ignore_patterns("site"))
     with (changed / "README.md").open("a", encoding="utf-8") as readme:
         readme.writelines(f"\n[x]({target})\n" for target in NOWHERE)

@@ -1,4 +1,4 @@
-"""What the site changes of a page: links are named by titles, and diagrams stand in the page."""
+"""The site names links by the titles of their pages, and puts diagrams into the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a functional test run and send back; functions of a module, so that fork server finds them."""
+"""Functions that ranks of functional tests run and whose results they send back; the fork server imports them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replicated_weights(argv: list[str]) -> dict[str, np.ndarray]:
 
 
 def draws_by_tracker(argv: list[str]) -> dict[str, list[float]]:
-    """A dropout mask from each random tracker, after the same training on every rank."""
+    """Return a dropout mask drawn by each random tracker, after the same training on every rank."""
     import torch
     from megatron.core import tensor_parallel
 
@@ -47,7 +47,7 @@ def draws_by_tracker(argv: list[str]) -> dict[str, list[float]]:
 
 
 def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
-    """Kind and tensor sizes of every operator that this rank holds, and its pipeline stage and expert rank."""
+    """Return kind and tensor sizes of each operator of this rank; ``place``: its pipeline stage and expert rank."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -63,7 +63,7 @@ def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
 
 
 def state_weighed(argv: list[str]) -> dict[str, int]:
-    """Bytes of this rank's operators, from their live tensors, and its place in its pipeline stage."""
+    """Return the bytes of this rank's operators, counted from live tensors, and its place in its pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -71,7 +71,10 @@ def state_weighed(argv: list[str]) -> dict[str, int]:
 
     run_rank(argv)
     live = process().job.live
-    states = [one.state for one in operators_of(operator_views(unwrap_model(live.model or []), live.optimizer).states)]
+    states = [
+        operator.state
+        for operator in operators_of(operator_views(unwrap_model(live.model or []), live.optimizer).states)
+    ]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     ranks = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
     weighed = {name: sum(getattr(state, name) for state in states) for name in ("compute", "full", "gradient")}
@@ -79,10 +82,13 @@ def state_weighed(argv: list[str]) -> dict[str, int]:
 
 
 def live_and_saved(argv: list[str]) -> dict[str, Any]:
-    """Train with sparse checkpoints; digests of live state at every iteration, and of all that snapshots ever held.
+    """Train with sparse checkpoints; return digests of the live state in each iteration, and of all snapshots.
 
-    ``live``: iteration -> tensor -> digest, of every operator's whole state when its snapshot began.
-    ``own`` and ``kept``: (rank, iteration) -> tensor -> digest, from the snapshots' own bytes, with what they hold.
+    ``live``: iteration -> tensor -> digest, of the whole state of every operator when the snapshot began.
+    ``own`` and ``kept``: (rank, iteration) -> tensor -> digest, from the bytes of this rank's snapshots and of the
+    copies that it keeps for peers.
+    ``schedules``: iteration -> id of the schedule, what the snapshot has of each operator, and names of the operators.
+    ``held``: names of this rank's operators.
     """
     from moevement_core.engine.checkpointer import Checkpointer
     from moevement_core.snapshot.snapshot import Snapshot, digest_of
@@ -133,7 +139,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
 
 
 def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> dict[str, Any]:
-    """``victim`` dies by SIGKILL between a snapshot's header and its payload; what the others then still hold."""
+    """Kill ``victim`` between the header and the payload of a snapshot; return what each other rank then holds."""
     import os
     import signal
     import time
@@ -178,8 +184,8 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
 def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
     """Train, then run forward and backward of one micro-batch with different operators frozen.
 
-    For each of them: matrix products, parameters whose gradient was accumulated (autograd's own nodes), and the sum of
-    absolute gradients by operator.
+    Return for each case the number of matrix products, the parameters whose gradient autograd accumulated, and the sum
+    of absolute gradients of each operator.
     """
     import torch
     from megatron.core.utils import unwrap_model
@@ -194,23 +200,23 @@ def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
     assert job.live.model is not None
     trained = job.binding.views.trained
     chunk = job.live.model[0]
-    everything = frozenset(trained)
-    cases = {"nothing": frozenset[str](), "everything": everything, "one expert": frozenset({"layers.1.experts.2"})}
+    all_operators = frozenset(trained)
+    cases = {"nothing": frozenset[str](), "everything": all_operators, "one expert": frozenset({"layers.1.experts.2"})}
     cases |= {
-        kind: frozenset(name for name in everything if name.endswith(kind)) for kind in ("gate", "non_expert")
-    } | {"experts": frozenset(name for name in everything if ".experts." in name)}
+        kind: frozenset(name for name in all_operators if name.endswith(kind)) for kind in ("gate", "non_expert")
+    } | {"experts": frozenset(name for name in all_operators if ".experts." in name)}
     cases |= {name: frozenset({name}) for name in ("embedding", "head")}
-    mode, found = FrozenMode(unwrap_model(job.live.model), trained), {}
+    mode, results = FrozenMode(unwrap_model(job.live.model), trained), {}
     for case, frozen in cases.items():
         chunk.zero_grad_buffer()
         mode.freeze(frozen)
         mode.begin()
         accumulated: list[str] = []
         hooks = [
-            one.parameter.register_post_accumulate_grad_hook(lambda _, name=name, to=accumulated: to.append(name))
-            for name, its in trained.items()
-            for one in its
-            if one.parameter.requires_grad
+            part.parameter.register_post_accumulate_grad_hook(lambda _, name=name, to=accumulated: to.append(name))
+            for name, parts in trained.items()
+            for part in parts
+            if part.parameter.requires_grad
         ]
         (batches, *_) = train_batches_from(job.live, 0)
         with torch.random.fork_rng(), _Products() as products:
@@ -220,20 +226,20 @@ def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
             hook.remove()
         mode.end()
         norms = {
-            name: sum(float(getattr(one.parameter, "main_grad").abs().sum()) for one in its)  # noqa: B009
-            for name, its in trained.items()
+            name: sum(float(getattr(part.parameter, "main_grad").abs().sum()) for part in parts)  # noqa: B009
+            for name, parts in trained.items()
         }
-        found[case] = {
+        results[case] = {
             "products": products.count,
             "accumulated": sorted(accumulated),
             "gradients": norms,
             "frozen": sorted(frozen),
         }
-    return found
+    return results
 
 
 class _Products:
-    """Counts matrix products, whoever makes them."""
+    """Counter of matrix products, whichever code computes them."""
 
     def __init__(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -257,7 +263,7 @@ class _Products:
 
 
 def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
-    """Train; when state is wiped, ``victim`` finds a bit flipped in each of its own snapshots."""
+    """Train; after each wipe of the state, flip a bit in each of the snapshots that ``victim`` took itself."""
     from megatron.moevement.binding import MegatronBinding
 
     original = MegatronBinding.wipe
@@ -276,7 +282,7 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
 
 
 def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
-    """Train; before ranks plan a recovery, a bit of what ``victim`` sent has flipped in its host memory."""
+    """Train; before ranks plan a recovery, flip a bit of a sent tensor in the boundary log of ``victim``."""
     from moevement_core.recovery.boundary_log import Direction
     from moevement_core.session.recoverer import Recoverer
 
@@ -296,9 +302,9 @@ def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
 
 
 def with_shapes_exchanged(argv: list[str]) -> None:
-    """Train as with sequences of variable lengths: stages tell each other the shape of every tensor first.
+    """Train as with sequences of variable lengths: stages send each other the shape of every tensor first.
 
-    Megatron has no flag for it; trainers whose data is so set it in their configuration.
+    Megatron has no flag for this; trainers with such data set it in their configuration.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -317,7 +323,7 @@ def with_shapes_exchanged(argv: list[str]) -> None:
 
 
 def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
-    """Train; leave everything half done that an exception can; take it away, and say what is left."""
+    """Train, leave everything half done that an exception can, clear it, and return what is left."""
     import torch
     from megatron.core import tensor_parallel
 
@@ -395,7 +401,7 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
 
 
 def clipped_as_with_transformer_engine(argv: list[str]) -> None:
-    """Train with norms that are FP32 tensors, and clipping in their arithmetic, as where Transformer Engine is."""
+    """Train with norms that are FP32 tensors, and clip in FP32 arithmetic, as Transformer Engine does."""
     from megatron.core.optimizer import clip_grads
 
     def scale(chunk: int, overflow: Any, tensors: list[list[Any]], coefficient: Any) -> None:
@@ -413,7 +419,7 @@ def _hooks_of_saved_tensors() -> bool:
 
 
 def with_peers_that_keep_nothing(argv: list[str]) -> None:
-    """Peers take the memory for copies, and never answer to any."""
+    """Train with peers that reserve memory for copies and never acknowledge one."""
     import time
 
     from moevement_core.replication.receiver import Receiver
@@ -426,8 +432,10 @@ def with_peers_that_keep_nothing(argv: list[str]) -> None:
 
 
 def tokens_by_iteration(argv: list[str]) -> dict[tuple[int, int, int], int]:
-    """What Megatron's routers sent to each expert, counted apart from what the product counts: by iteration, layer and
-    expert, of this rank."""
+    """Return the number of tokens that this rank's routers sent to each expert, by iteration, layer and expert.
+
+    The counts come from the output of Megatron's routers, not from the product's own counters.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.training import get_args
 

@@ -1,4 +1,4 @@
-"""Elastic jobs, and what they are compared with: fresh jobs of the new size from the same dense checkpoint."""
+"""Elastic jobs, and the fresh jobs of the new size, from the same dense checkpoint, that they are compared with."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ELASTIC: dict[str, Any] = {
     "train_iters": 9,
 }
 GONE = ("--respawn-after", "inf")
-"""Who dies does not come back."""
+"""Launcher options with which no process replaces a killed rank."""
 
 
 def fresh(nproc: int, folder: Path, saved: Path, iteration: int, **overrides: Any) -> Any:
-    """A job without any of this project's fault tolerance that starts from a dense checkpoint."""
+    """Train a job that starts from a dense checkpoint, without any of this project's fault tolerance."""
     plain = {name: value for name, value in (ELASTIC | overrides).items() if not name.startswith("moevement")}
     return train(nproc, folder, **plain | {"load": str(saved), "ckpt_step": iteration})
 
@@ -31,20 +31,20 @@ def resized(survived: Any) -> list[dict[str, Any]]:
 
 
 def assert_same(survived: Any, other: Any, since: int, drawn_apart: tuple[int, ...] = ()) -> None:
-    """Losses after ``since`` and the final state are equal, bit for bit.
+    """Check that losses after ``since`` and the final state are equal bit for bit.
 
     Args:
         drawn_apart: ranks whose generators may differ.
     """
-    mine = {line["iteration"]: line["loss"] for line in survived.record.metrics() if line["iteration"] > since}
-    its = {line["iteration"]: line["loss"] for line in other.metrics()}
-    assert mine == its
+    losses = {line["iteration"]: line["loss"] for line in survived.record.metrics() if line["iteration"] > since}
+    other_losses = {line["iteration"]: line["loss"] for line in other.metrics()}
+    assert losses == other_losses
     ranks, others = (summary["state_digest"]["ranks"] for summary in (survived.record.summary(), other.summary()))
     for rank in range(len(others)):
-        but = {"rng"} if rank in drawn_apart else set()
-        assert {**ranks[rank], **dict.fromkeys(but)} == {**others[rank], **dict.fromkeys(but)}, f"rank {rank}"
+        ignored = {"rng"} if rank in drawn_apart else set()
+        assert {**ranks[rank], **dict.fromkeys(ignored)} == {**others[rank], **dict.fromkeys(ignored)}, f"rank {rank}"
 
 
 def without(flags: dict[str, Any]) -> dict[str, Any]:
-    """The same flags without those of this project."""
+    """Return the flags without those of this project."""
     return {name: value for name, value in flags.items() if not name.startswith("moevement")}

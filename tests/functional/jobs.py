@@ -1,4 +1,4 @@
-"""Jobs that several test modules train, and how ranks of them are killed."""
+"""Jobs that several test modules train, and functions that kill ranks of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SPARSE: dict[str, Any] = {
     "train_iters": 20,
     "global_batch_size": 4,
 }
-"""Sparse checkpoints of a job whose iterations are short: two micro-batches, or one for each of two replicas."""
+"""Flags of sparse checkpoints for short iterations: two micro-batches, or one for each of two replicas."""
 SAMPLES: dict[str, Any] = {"global_batch_size": SPARSE["global_batch_size"]}
-"""The batch of :data:`SPARSE`, for a recount of what its job trained on."""
+"""Batch size of :data:`SPARSE`, for a recount of the tokens that its job trained on."""
 MICRO_BATCHES: dict[str, Any] = {"global_batch_size": 8}
-"""Four micro-batches, or two for each of two replicas: a pipeline that is full for a while."""
+"""Batch size of four micro-batches, or two for each of two replicas, which keeps the pipeline full for a while."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2": (
         2,
@@ -110,23 +110,23 @@ REGIMES: dict[str, dict[str, Any]] = {
 
 
 WIDTHS = pytest.mark.parametrize("layout", ["PP2", pytest.param("PP2xEP2", marks=pytest.mark.full)])
-"""Two ranks for every run of the tests, four for the exhaustive matrix: a kill of four takes twice as long."""
+"""Layouts: two ranks for every run of the tests; four, whose kills take twice as long, for the full matrix."""
 
 
 def among(nproc: int, faults: Sequence[str], every: int = 1) -> tuple[str, ...]:
-    """Return faults of four ranks as faults of ``nproc``: rank 3 is rank 1 of two.
+    """Return faults of four ranks as faults of ``nproc`` ranks; with two ranks, rank 3 becomes rank 1.
 
     Args:
-        nproc: ranks of the job.
-        faults: as for four ranks.
-        every: of two ranks only every so many-th fault happens.
+        nproc: number of ranks of the job.
+        faults: faults for four ranks.
+        every: with two ranks, only each ``every``-th fault is kept.
     """
     chosen = faults if nproc == 4 else faults[::every]
     return tuple(re.sub(r"rank=(\d+)", lambda match: f"rank={int(match[1]) % nproc}", fault) for fault in chosen)
 
 
 def assert_alone(survived: Survived, stages: int) -> None:
-    """Stages that lost nothing have replayed nothing."""
+    """Check that fewer than ``stages`` stages replayed in each recovery, as those that lost nothing replay nothing."""
     for failure in survived.failures():
         if failure["recovery"] is None:
             continue
@@ -135,14 +135,14 @@ def assert_alone(survived: Survived, stages: int) -> None:
 
 
 def killed_from_outside(run_dir: Path, ranks: tuple[int, ...], when: Callable[[int], bool], *words: str) -> Survived:
-    """A job of which several ranks are killed at one moment, once ``when`` says so of the newest iteration."""
+    """Run a job; kill several of its ranks at once, when ``when`` returns True for the newest iteration."""
     job = launch(*words, "--run-dir", str(run_dir))
     record, is_done = RunRecord(run_dir), False
     while job.poll() is None:
         time.sleep(0.005)
         newest = (record.newest_metric() or {"iteration": 0})["iteration"]
         if not is_done and newest and when(newest):
-            pids = {one["rank"]: one["pid"] for one in json.loads(record.ranks_path.read_text())}
+            pids = {process["rank"]: process["pid"] for process in json.loads(record.ranks_path.read_text())}
             for rank in ranks:
                 os.kill(pids[rank], signal.SIGKILL)
             is_done = True

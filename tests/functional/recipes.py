@@ -1,13 +1,13 @@
 """Recipes in the form of Megatron's functional tests: a ``model_config.yaml``, and golden values beside it.
 
-    TEST_TYPE       what is done with it
-    regular         it is trained
-    ckpt-resume     likewise, with a dense checkpoint half way; from there it is trained again, to the same bits
-    frozen-resume   it goes on from snapshots on disk that an older version wrote, in ``frozen/`` beside the recipe
-    kill-resume     ranks are killed, as its flags say; spares take over, and it comes to the bits of a failure-free run
+    TEST_TYPE       what a test does with the recipe
+    regular         trains it
+    ckpt-resume     trains it with a dense checkpoint half way, and again from there to the same bits
+    frozen-resume   resumes it from snapshots of an older version, on disk in ``frozen/`` beside the recipe
+    kill-resume     kills ranks, as its flags say; spares take over, and the bits are those of a failure-free run
 
 ``LAUNCHER`` is ``moevement launch`` with its options; ``METRICS`` are names of TensorBoard's scalars, as Megatron
-writes them. Data is Megatron's mock data.
+writes them. The training data are Megatron's mock data.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ GOLDEN = "golden_values_dev_cpu.json"
 FROZEN = "frozen"
 DRILLS = ("--moevement-inject", "--moevement-wipe-at")
 Series = dict[str, dict[str, Any]]
-"""Of each metric: ``start_step``, ``end_step``, ``step_interval`` and ``values``, by step, to five decimals."""
+"""Values of each metric: ``start_step``, ``end_step``, ``step_interval`` and ``values``, by step, to five decimals."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A ``model_config.yaml``."""
+    """Recipe that a ``model_config.yaml`` describes."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the recipe's folder, which is the id of its test."""
         return self.path.parent.name
 
     @property
     def golden(self) -> Path:
-        """Where its golden values are."""
+        """Path of the recipe's golden values."""
         return self.path.with_name(GOLDEN)
 
     @property
@@ -58,59 +58,59 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """``TEST_TYPE``."""
+        """Value of ``TEST_TYPE``, which selects what a test does."""
         return str(self._content["TEST_TYPE"])
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of TensorBoard's scalars."""
+        """Names of the TensorBoard scalars that have golden values."""
         return tuple(self._content["METRICS"])
 
     @property
     def launcher(self) -> list[str]:
-        """Options of ``moevement launch``."""
+        """Options of ``moevement launch`` for this recipe."""
         return str(self._content["LAUNCHER"]).removeprefix("moevement launch").split()
 
     @property
     def nproc(self) -> int:
-        """Ranks."""
+        """Number of ranks that the launcher starts."""
         return int(self.launcher[self.launcher.index("--nproc") + 1])
 
     @property
     def iterations(self) -> int:
-        """``--train-iters``."""
+        """Length of the run in iterations (``--train-iters``)."""
         return int(self._content["MODEL_ARGS"]["--train-iters"])
 
     def flags(self, *, with_drills: bool) -> list[str]:
-        """Of the trainer."""
+        """Return the trainer's flags, with or without those that kill ranks or wipe their memory."""
         words = config_file.expand(["--config", str(self.path)])
         return words if with_drills else list(_without(words, DRILLS))
 
 
 def recipes() -> list[Recipe]:
-    """All of them."""
+    """Return the recipes in all folders of ``test_cases``."""
     return [Recipe(path) for path in sorted(FOLDER.glob("*/*/model_config.yaml"))]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe that was trained."""
+    """Run of a recipe that has ended, with its results."""
 
     recipe: Recipe
     folder: Path
 
     @property
     def record(self) -> RunRecord:
-        """What it left."""
+        """Record that the run left in its run directory."""
         return RunRecord(self.folder / "run")
 
     @property
     def digest(self) -> str:
-        """Of the state of all ranks at the end."""
+        """Digest of the final state of all ranks."""
         return str(self.record.summary()["state_digest"]["all"])
 
     def series(self) -> Series:
-        """Its metrics, in the form of golden values."""
+        """Return the metrics of the run in the form of golden values."""
         scalars = _scalars(self.folder / "tensorboard")
         return {
             metric: {
@@ -124,7 +124,7 @@ class Run:
 
 
 def train(recipe: Recipe, folder: Path, *more: str) -> Run:
-    """Without failures, in this session's processes."""
+    """Train a recipe without failures, on forks of this session's fork server."""
     run_ranks(
         worker.run_rank,
         recipe.nproc,
@@ -136,7 +136,7 @@ def train(recipe: Recipe, folder: Path, *more: str) -> Run:
 
 
 def kill(recipe: Recipe, folder: Path) -> Run:
-    """By its launcher, with the failures of its flags."""
+    """Train a recipe with its launcher and with the failures of its flags."""
     words = [*recipe.launcher, str(SCRIPT), *recipe.flags(with_drills=True), *_folders(folder)]
     code, out, err = finished(launch(*words))
     assert code == 0, f"{out}\n{err}\n{logs(folder / 'run')}"
@@ -144,7 +144,7 @@ def kill(recipe: Recipe, folder: Path) -> Run:
 
 
 def resume_dense(recipe: Recipe, folder: Path) -> tuple[Run, Run]:
-    """With a dense checkpoint half way, and from there."""
+    """Train a recipe with a dense checkpoint half way, and train it again from there; return both runs."""
     half, saved = recipe.iterations // 2, str(folder / "dense")
     whole = train(recipe, folder / "whole", "--save", saved, "--save-interval", str(half))
     again = train(recipe, folder / "again", "--load", saved, "--ckpt-step", str(half))
@@ -152,14 +152,14 @@ def resume_dense(recipe: Recipe, folder: Path) -> tuple[Run, Run]:
 
 
 def resume_frozen(recipe: Recipe, folder: Path) -> Run:
-    """From a copy of what an older version wrote, which is not to be written to."""
+    """Resume a recipe from a copy of an older version's windows, as the originals must not change."""
     windows = folder / "windows"
     shutil.copytree(recipe.path.with_name(FROZEN), windows)
     return train(recipe, folder, "--moevement-load", str(windows))
 
 
 def freeze(recipe: Recipe, folder: Path) -> None:
-    """Write its ``frozen/`` with this version: the first half of it."""
+    """Write the recipe's ``frozen/`` with this version by training the first half of it."""
     windows = recipe.path.with_name(FROZEN)
     shutil.rmtree(windows, ignore_errors=True)
     train(recipe, folder, "--moevement-persist-dir", str(windows), "--exit-interval", str(recipe.iterations // 2))
@@ -173,7 +173,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _without(words: list[str], flags: tuple[str, ...]) -> Iterator[str]:
-    """``words`` without ``flags`` and their values."""
+    """Yield ``words`` without ``flags`` and their values."""
     leaving_out = False
     for word in words:
         if word.startswith("--"):
@@ -183,11 +183,11 @@ def _without(words: list[str], flags: tuple[str, ...]) -> Iterator[str]:
 
 
 def _scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """By name and step; of what a process wrote that died the next one's stands."""
-    found: dict[str, dict[int, float]] = {}
+    """Return scalars by name and step; those of a replacement supersede those of the process that died."""
+    scalars: dict[str, dict[int, float]] = {}
     for path in sorted(folder.rglob("events.out.*"), key=lambda path: path.stat().st_mtime):
         events = EventAccumulator(str(path))
         events.Reload()
         for name in events.Tags()["scalars"]:
-            found.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
-    return found
+            scalars.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
+    return scalars

@@ -1,4 +1,4 @@
-"""A reduction that another rank has aborted ends with a wrong number, as NCCL's may, and not with an error."""
+"""Updates never use a reduction that another rank aborted, even if it returns a wrong number, as NCCL's may."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ main()
 
 @pytest.mark.full
 def test_an_update_is_never_made_with_the_norm_of_an_aborted_reduction(tmp_path: Path) -> None:
-    """The monitoring thread of the rank that gets it is late by a second."""
+    """Delay the monitoring thread by a second on the rank that gets a wrong norm."""
     script, marker = tmp_path / "wrong.py", tmp_path / "wrong"
     script.write_text(SCRIPT_WITH_WRONG_NORMS.format(script=str(SCRIPT), marker=str(marker)))
     nproc, layout = LAYOUTS["PP2"]
-    its = SPARSE | layout | {"train_iters": 10}
-    wanted = failure_free(nproc, **its)
+    flags = SPARSE | layout | {"train_iters": 10}
+    wanted = failure_free(nproc, **flags)
     fault = ("rank=0,iteration=6,phase=copy,signal=EXC",)
-    survived = survive(nproc, 1, tmp_path / "run", script=script, inject=fault, **its)
+    survived = survive(nproc, 1, tmp_path / "run", script=script, inject=fault, **flags)
     assert marker.exists(), "rank 1 got a wrong norm"
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(10)

@@ -1,4 +1,4 @@
-"""Mistakes and faults of a disk, met by whole jobs: they end at once with one line, or train on with the same bits."""
+"""Jobs with wrong flags end at once with one line; a job whose disk fills trains on with the same bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.builds
 @pytest.mark.slow("two jobs")
 def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: Path, tmp_path: Path) -> None:
-    """Windows cannot be written from then on, its record at times; it says so, not once a window, and trains on."""
+    """Fill the disk of windows and record: the job trains on, and warns less often than once a window."""
     iterations = 40
     wanted = failure_free(2, train_iters=iterations, **SPARSE)
     windows, run_dir = small_disk / "windows", small_disk / "run"
@@ -71,15 +71,15 @@ def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: P
     ended = outcomes(2, run_dir, train_iters=iterations, **SPARSE, moevement_persist_dir=str(windows))
     filled.join()
     (small_disk / "filler").unlink()
-    said = [line for outcome in ended for line in outcome.output.splitlines() if os.strerror(errno.ENOSPC) in line]
-    windows_lost = sum(str(windows) in line for line in said)
+    warnings = [line for outcome in ended for line in outcome.output.splitlines() if os.strerror(errno.ENOSPC) in line]
+    windows_lost = sum(str(windows) in line for line in warnings)
     assert 0 < windows_lost < 2 * 6, "the 1st, 2nd, 4th ... of each rank"
     compared = compare(wanted, RunRecord(run_dir), common_iterations=True)
     assert compared.first_difference is None
 
 
 def _fill_when(disk: Path, windows: Path) -> None:
-    """Take all that is left of it as soon as a whole window is there."""
+    """Fill the disk as soon as it has a whole window."""
     deadline = time.monotonic() + 120
     while not list(windows.glob("window_*.json")) and time.monotonic() < deadline:
         time.sleep(0.02)

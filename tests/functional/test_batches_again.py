@@ -1,4 +1,4 @@
-"""The batch of an iteration can be asked for again at any later time, and asking moves no random generator."""
+"""The batches of an iteration can be read again at any later time, and reading moves no random generator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training import SCRIPT, flags
 
 
 def _train_and_ask_again(argv: list[str], micro_batches: int) -> dict[str, Any]:
-    """Digests of the batches as training read them, and as asked for again afterwards, by samples consumed before."""
+    """Train, then read batches again; return digests of both reads, and whether a random generator moved."""
     from megatron.training import get_args, training
 
     seen: list[dict[str, Any]] = []

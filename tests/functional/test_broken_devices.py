@@ -1,4 +1,4 @@
-"""Ranks whose device breaks give their rank back: a plain trainer on CPUs, with errors that a GPU would raise."""
+"""Processes whose device breaks give up their rank; a plain trainer on CPUs raises the errors of a GPU."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ device_health.LIMIT_S = 3.0
 def run(folder: Path, name: str, body: str, *words: str) -> tuple[RunRecord, str]:
     script = folder / f"{name}.py"
     script.write_text(SCRIPT.format(example=str(EXAMPLE), body=body))
-    given = ["--moevement-window", "3", "--iterations", "16", *words, "--run-dir", str(folder / name)]
-    code, out, err = finished(launch("--trainer", "torch", "--nproc", "2", "--spares", "1", str(script), *given))
+    arguments = ["--moevement-window", "3", "--iterations", "16", *words, "--run-dir", str(folder / name)]
+    code, out, err = finished(launch("--trainer", "torch", "--nproc", "2", "--spares", "1", str(script), *arguments))
     assert code == 0, out + err
     return RunRecord(folder / name), out + err
 
@@ -60,18 +60,18 @@ def failures(record: RunRecord) -> Sequence[str]:
 
 
 def test_a_rank_whose_device_raises_is_replaced_and_nothing_is_different(tmp_path: Path, free: RunRecord) -> None:
-    """Twice in the same iteration, in one process and in the one that takes over from it."""
+    """Raise twice in the same iteration, in a process and in the spare that replaces it."""
     broken, out = run(tmp_path, "broken", RAISES.format(faults=[(1, 9), (2, 9)]))
     assert main(["verify", str(free.folder), str(broken.folder)]) == 0
-    found = failures(broken)
-    assert len(found) == 2
-    assert all("AcceleratorError" in one and "rank 1" in one for one in found), found
+    messages = failures(broken)
+    assert len(messages) == 2
+    assert all("AcceleratorError" in message and "rank 1" in message for message in messages), messages
     assert "device" in next(event["noticed_by"] for event in broken.events() if event["event"] == "failure")
     assert out.count("AcceleratorError") >= 2
 
 
 def test_a_device_that_does_not_answer_is_left_out_before_the_job_begins(tmp_path: Path, free: RunRecord) -> None:
-    """Rank 1 gets the second of three devices, which hangs: the spare takes the rank, and the third one."""
+    """Let the second of three devices, that of rank 1, hang: the spare takes the rank, with the third device."""
     hanging, out = run(tmp_path, "hanging", HANGS)
     assert main(["verify", str(free.folder), str(hanging.folder)]) == 0
     assert "GPU-1" in out

@@ -1,4 +1,4 @@
-"""A running job is ended by nothing but its own end: not by signals to its group, nor by a spare that cannot start."""
+"""Signals, spares that cannot start, temporary folders and edited scripts cost a running job no progress."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def start(
     """Start a job of two ranks and a spare in a process group of its own.
 
     Args:
-        run_dir: of the job.
+        run_dir: run directory of the job.
         words: further flags.
-        script: the training script.
-        before: a command in front of the launcher, such as ``timeout``.
-        spares: number of spares; None: the first failure ends the job.
+        script: training script.
+        before: command in front of the launcher, such as ``timeout``.
+        spares: number of spares; with None, the first failure ends the job.
     """
     options = ["--trainer", "torch", "--nproc", "2", *(["--spares", str(spares)] if spares is not None else [])]
-    given = [*options, str(script), "--iterations", str(ITERATIONS), *words, "--run-dir", str(run_dir)]
+    arguments = [*options, str(script), "--iterations", str(ITERATIONS), *words, "--run-dir", str(run_dir)]
     job: Job
     if not before:
-        job = launch(*given, leads_group=True)
+        job = launch(*arguments, leads_group=True)
     else:
-        launcher = [*before, sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *given]
+        launcher = [*before, sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *arguments]
         job = subprocess.Popen(
             launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
         )
@@ -59,7 +59,7 @@ _started: list[Job] = []
 
 @pytest.fixture(autouse=True)
 def _no_job_outlives_its_test() -> Iterator[None]:
-    """A job that runs for ever would take the processors from all tests after one that fails."""
+    """Kill the jobs that a failed test leaves, which would take the processors from all later tests."""
     yield
     for job in _started:
         if job.poll() is None:
@@ -69,7 +69,7 @@ def _no_job_outlives_its_test() -> Iterator[None]:
 
 
 def wait_for(job: Job, holds: Callable[[], bool], timeout_s: float = 240) -> None:
-    """Wait until something holds while a job runs."""
+    """Wait until ``holds`` returns True; fail if the job ends before."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert job.poll() is None, finished(job)
@@ -86,11 +86,13 @@ def newest(run_dir: Path) -> int:
 def processes(run_dir: Path, role: str) -> list[int]:
     """Return the pids of the ranks (``active``) or spares."""
     path = RunRecord(run_dir).ranks_path
-    return [one["pid"] for one in json.loads(path.read_text()) if one["role"] == role] if path.exists() else []
+    return (
+        [process["pid"] for process in json.loads(path.read_text()) if process["role"] == role] if path.exists() else []
+    )
 
 
 def check_orderly_end(run_dir: Path, least: int) -> None:
-    """Check that nothing was lost: each iteration has its line, and the summary is that of the last one."""
+    """Check that no iteration was lost: each has its line, and the summary counts them, at least ``least``."""
     record = RunRecord(run_dir)
     iterations = [line["iteration"] for line in record.metrics()]
     assert iterations == list(range(1, len(iterations) + 1))
@@ -99,7 +101,7 @@ def check_orderly_end(run_dir: Path, least: int) -> None:
 
 
 def test_the_launcher_has_no_thread_that_could_hold_a_lock_when_it_forks(tmp_path: Path) -> None:
-    """A spare that was forked while the store's thread printed an address waited for the resolver's lock for ever."""
+    """Count the launcher's threads: a spare forked while one held the resolver's lock would wait for it for ever."""
     job = start(tmp_path)
     wait_for(job, lambda: newest(tmp_path) >= 3 and len(processes(tmp_path, "spare")) == 1)
     assert psutil.Process(job.pid).num_threads() == 1
@@ -109,7 +111,7 @@ def test_the_launcher_has_no_thread_that_could_hold_a_lock_when_it_forks(tmp_pat
 
 @pytest.mark.parametrize(("times", "spares"), [(1, 1), (2, 1), (1, None)])
 def test_sigterm_to_the_group_ends_a_job_in_order(times: int, spares: int | None, tmp_path: Path) -> None:
-    """As systemd, ``tini -g`` and dumb-init send it; batch systems send it to a process twice."""
+    """Send SIGTERM as systemd, ``tini -g`` and dumb-init do, or twice, as batch systems do."""
     job = start(tmp_path, spares=spares)
     wait_for(job, lambda: newest(tmp_path) >= 5 and len(processes(tmp_path, "spare")) == (spares or 0))
     least = newest(tmp_path)
@@ -124,7 +126,7 @@ def test_sigterm_to_the_group_ends_a_job_in_order(times: int, spares: int | None
 def test_timeout_ends_a_job_in_order(tmp_path: Path) -> None:
     job = start(tmp_path, before=("timeout", "-s", "TERM", "40"))
     code, out, err = finished(job)
-    assert code == 124, f"{out}\n{err}"  # that of timeout
+    assert code == 124, f"{out}\n{err}"  # the exit code of ``timeout``
     check_orderly_end(tmp_path, 1)
 
 
@@ -142,14 +144,14 @@ def test_signals_that_end_a_job_at_once_leave_its_record(number: signal.Signals,
 
 
 def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
-    """All its ranks are killed before they come to the boundary: it stops with a reason and keeps its record."""
+    """Kill all ranks before they reach the boundary: the job ends with exit code 1 and keeps its record."""
     job = start(tmp_path)
     wait_for(job, lambda: newest(tmp_path) >= 5)
     ranks, least = processes(tmp_path, "active"), newest(tmp_path)
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     job.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # the launcher has taken it up; whether it has or not, the ranks are lost
+    time.sleep(0.5)  # enough for the launcher to handle the signal; the ranks are lost in any case
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
     code, out, err = finished(job)
@@ -160,7 +162,7 @@ def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow("failed starts are tried again after seconds")
 def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
-    """What it needs is not there; it is tried again, and takes part once it is."""
+    """Remove a file that spares need: the launcher keeps starting spares until it is back, and the job trains on."""
     needed, run_dir = tmp_path / "needed", tmp_path / "run"
     needed.touch()
     script = tmp_path / "needs.py"
@@ -171,7 +173,7 @@ def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
     needed.unlink()
     os.kill(spare, signal.SIGKILL)
     before = newest(run_dir)
-    wait_for(job, lambda: len(list((run_dir / "logs").glob("spare_*.err"))) >= 3)  # one has failed, another was started
+    wait_for(job, lambda: len(list((run_dir / "logs").glob("spare_*.err"))) >= 3)  # one failed, another started
     needed.touch()
     wait_for(job, lambda: len(processes(run_dir, "spare")) == 1 and processes(run_dir, "spare") != [spare])
     job.send_signal(signal.SIGTERM)
@@ -194,15 +196,15 @@ exec(compile(open({script!r}).read(), {script!r}, "exec"), globals())
 
 @pytest.mark.full
 def test_a_temporary_folder_that_is_removed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As cleaners of ``/tmp`` do, which take what has not changed for days."""
+    """Remove the folder as cleaners of ``/tmp`` do, which delete files that have not changed for days."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     run_dir = tmp_path / "run"
     job = start(run_dir)
     wait_for(job, lambda: newest(run_dir) >= 5 and len(processes(run_dir, "spare")) == 1)
-    made = list((tmp_path / "tmp").iterdir())
-    assert made
-    for folder in made:
+    folders = list((tmp_path / "tmp").iterdir())
+    assert folders
+    for folder in folders:
         shutil.rmtree(folder)
     survive_a_loss(job, run_dir)
 
@@ -210,7 +212,7 @@ def test_a_temporary_folder_that_is_removed_ends_nothing(tmp_path: Path, monkeyp
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, which needs root")
 @pytest.mark.builds
 def test_a_temporary_folder_that_is_full_ends_nothing(tmp_path: Path) -> None:
-    """A store to a mapped file there would be SIGBUS."""
+    """Fill the folder: a rank that writes to a mapped file there would die by SIGBUS."""
     full = tmp_path / "tmp"
     full.mkdir()
     run_dir = tmp_path / "run"
@@ -230,7 +232,7 @@ def fill(path: Path) -> None:
 
 
 def survive_a_loss(job: Job, run_dir: Path) -> None:
-    """Kill a rank and wait until a spare has replaced it and another one its spare; then let the job end."""
+    """Kill a rank, wait until the spare has replaced it and a new spare has started, then end the job."""
     before = newest(run_dir)
     killed, (spare,) = processes(run_dir, "active")[1], processes(run_dir, "spare")
     os.kill(killed, signal.SIGKILL)
@@ -243,7 +245,7 @@ def survive_a_loss(job: Job, run_dir: Path) -> None:
 
 
 def test_an_edit_for_the_next_experiment_concerns_no_process_of_this_one(tmp_path: Path) -> None:
-    """Neither script nor configuration is read again, by ranks that are replaced or by what they start."""
+    """Edit script and configuration while a job runs: neither replacements nor their children read them again."""
     script, config = tmp_path / "train.py", tmp_path / "job.yaml"
     runs = {name: tmp_path / name for name in ("edited", "failure_free")}
     iterations: tuple[str, ...] = ()
@@ -264,7 +266,7 @@ def test_an_edit_for_the_next_experiment_concerns_no_process_of_this_one(tmp_pat
 
 
 def lose_twice(job: Job, run_dir: Path) -> None:
-    """Kill a rank, and the spare that took its place: the next one was started after the first loss."""
+    """Kill a rank, then its replacement; the second replacement is a process that started after the first kill."""
     wait_for(job, lambda: len(processes(run_dir, "spare")) == 1)
     for _ in range(2):
         wait_for(job, lambda: len(processes(run_dir, "active")) == 2)
@@ -280,13 +282,13 @@ def _are_others(run_dir: Path, before: list[int]) -> bool:
 
 
 def test_an_exit_code_of_the_trainer_is_an_interruption(tmp_path: Path) -> None:
-    """As those of Megatron's rerun machine, 16 and 17: nobody has lost anything, and nothing is lost."""
+    """Exit with 17, as Megatron's rerun machine does with 16 or 17: no rank loses its state."""
     script = tmp_path / "exits.py"
     script.write_text(EXITS.format(script=str(SCRIPT)))
     words = ("--iterations", "20")
     runs: dict[str, Any] = {"failure_free": SCRIPT, "interrupted": script}
-    for name, its in runs.items():
-        code, out, err = finished(start(tmp_path / name, *words, script=its))
+    for name, path in runs.items():
+        code, out, err = finished(start(tmp_path / name, *words, script=path))
         assert (code, err) == (0, ""), f"{out}\n{logs(tmp_path / name)}"
     record = RunRecord(tmp_path / "interrupted")
     (failure,) = [event for event in record.events() if event["event"] == "failure"]

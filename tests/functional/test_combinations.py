@@ -1,4 +1,4 @@
-"""Features of the model, of recovery and of saving together, under kills: bits are those of a failure-free run."""
+"""Jobs that combine features of model, recovery and saving survive kills with the bits of a failure-free run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FOUR = LAYOUTS["PP2xEP2"][1]
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and what happens to it."""
+    """Job and the faults that happen to it."""
 
     nproc: int
     flags: dict[str, Any]
     faults: tuple[str, ...]
     fewest: int
-    """Interruptions at least: a fault at a decision happens only where there is one."""
+    """Smallest number of interruptions; a fault at a decision happens only if the job makes one there."""
     saves: bool = False
 
 
@@ -72,7 +72,9 @@ QUICK = ("redo, interleaved, tied embeddings, evaluations, skipped steps",)
 def test_features_that_meet(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     flags_ = SPARSE | case.flags
-    wanted = failure_free_digest(case.nproc, **{name: its for name, its in flags_.items() if name != "save_interval"})
+    wanted = failure_free_digest(
+        case.nproc, **{name: value for name, value in flags_.items() if name != "save_interval"}
+    )
     saves = {"save": str(tmp_path / "saved")} if case.saves else {}
     survived = survive(case.nproc, 2, tmp_path / "run", inject=case.faults, **flags_ | saves)
     assert survived.digest == wanted

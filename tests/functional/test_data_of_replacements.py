@@ -1,4 +1,4 @@
-"""What a rank that is new, or a job that goes on, makes of data, caches and exits that are due."""
+"""Replacements and resumed jobs read the right data, rebuild caches, and keep to exits that are due."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO: dict[str, Any] = {
 
 
 def test_a_replacement_builds_indices_that_are_not_in_its_cache(tmp_path: Path) -> None:
-    """A cache folder that was cleaned, or one of a node of its own."""
+    """Remove the cache folder before a rank is lost, as if it was cleaned or the replacement's node had its own."""
     cache, run_dir = tmp_path / "cache", tmp_path / "run"
     wanted = failure_free(2, **TWO)
     words = flags(**TWO, data_cache_path=str(cache), moevement_inject="rank=1,iteration=9,phase=forward")
@@ -44,10 +44,10 @@ def test_a_replacement_builds_indices_that_are_not_in_its_cache(tmp_path: Path) 
 
 @pytest.mark.parametrize("phase", ["save", pytest.param("gather", marks=pytest.mark.full)])
 def test_an_exit_that_is_due_is_not_missed_when_a_failure_comes_in_it(phase: str, tmp_path: Path) -> None:
-    """The exit's save is interrupted, or the iteration before it: the job saves and exits there, and not later."""
+    """Interrupt the save of the exit, or the iteration before it: the job still saves and exits there."""
     saved = tmp_path / "saved"
-    its = TWO | {"exit_interval": 6, "save": str(saved), "save_interval": 100}
-    survived = survive(2, 1, tmp_path / "run", inject=(f"rank=0,iteration=6,phase={phase}",), **its)
+    flags_ = TWO | {"exit_interval": 6, "save": str(saved), "save_interval": 100}
+    survived = survive(2, 1, tmp_path / "run", inject=(f"rank=0,iteration=6,phase={phase}",), **flags_)
     assert len(survived.failures()) == 1
     assert survived.record.summary()["iterations"] == 6
     survived.check_metrics(6)
@@ -69,17 +69,17 @@ def test_lines_of_megatrons_log_are_of_one_iteration_after_a_recovery(tmp_path: 
     text = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*.out"))
     logged = {int(at): float(loss) for at, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", text)}
     assert {7, 8, 12} <= logged.keys()
-    del logged[2]  # Megatron's own: a mean with the first iteration of the job
+    del logged[2]  # Megatron logs the mean of iterations 1 and 2 there
     for iteration, loss in logged.items():
         assert loss == pytest.approx(losses[iteration], rel=1e-5), iteration
 
 
 @pytest.fixture(scope="module")
 def persisted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A job of 9 of 12 iterations with windows and two dense checkpoints."""
+    """Train 9 of 12 iterations; return the flags that load the windows and dense checkpoints of this job."""
     folder = tmp_path_factory.mktemp("persisted")
-    its: dict[str, Any] = {"save": str(folder / "dense"), "save_interval": 3, "exit_interval": 9}
-    train(2, folder / "run", **TWO, **its, moevement_persist_dir=str(folder / "windows"))
+    saves: dict[str, Any] = {"save": str(folder / "dense"), "save_interval": 3, "exit_interval": 9}
+    train(2, folder / "run", **TWO, **saves, moevement_persist_dir=str(folder / "windows"))
     return {"load": str(folder / "dense"), "moevement_load": str(folder / "windows")}
 
 
@@ -91,7 +91,7 @@ def test_a_step_that_is_asked_for_by_name_is_overruled_by_no_window(persisted: d
 
 
 def test_iterations_that_the_window_does_not_replay_may_be_left_out(persisted: dict[str, Any], tmp_path: Path) -> None:
-    """As the job itself advises where a batch kills its rank again and again."""
+    """Skip an iteration, as a job advises when a batch kills its rank repeatedly."""
     run = train(2, tmp_path / "run", **TWO, moevement_load=persisted["moevement_load"], iterations_to_skip=[11])
     assert [line["iteration"] for line in run.metrics()] == [9, 10, 12]
     ended = outcomes(2, None, check=False, **TWO, moevement_load=persisted["moevement_load"], iterations_to_skip=[7])

@@ -1,4 +1,4 @@
-"""Megatron's dense checkpoints here: resuming is exact, resharding right, torn and failed ones are named."""
+"""Jobs resume and reshard Megatron's dense checkpoints, and report those that are torn or failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIGMOID = {
     "moe_aux_loss_coeff": 0.0,
 }
 
-# Megatron keeps the run's length in the scheduler and asserts that it did not change, unless told so.
+# Megatron keeps the run's length in the scheduler, and asserts that it did not change unless this flag is set.
 OTHER_END = {"override_opt_param_scheduler": True}
 
 FP8 = {"bf16": True, "use_distributed_optimizer": True, "fp8_format": "hybrid", "fp8_param_gather": True}
@@ -71,7 +71,7 @@ def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elast
     resumed = {**layout, **sparse, "load": str(tmp_path / "checkpoints"), "train_iters": 10, **OTHER_END}
     wanted = survive(2, 0, tmp_path / "wanted", **resumed).record
     faults = ["rank=1,iteration=7,phase=forward"]
-    if not is_elastic:  # which would go on with the other rank alone, and not wait for the next spare
+    if not is_elastic:  # an elastic job would go on with the other rank alone instead of waiting for the next spare
         faults += ["rank=0,iteration=9,phase=backward"]
     survived = survive(2, 1, tmp_path / "run", inject=tuple(faults), **resumed)
     assert len(survived.events("resized") if is_elastic else survived.failures()) == len(faults)
@@ -90,7 +90,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
         "iter_0000002", "iter_0000004", "iter_0000006",
     ]  # fmt: skip
-    # As a job does that was stopped after iteration 5 and lost it: its record has a line too many.
+    # The record has lines of iterations after the checkpoint, as if the job had stopped later than that.
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     resumed = train(nproc, tmp_path / "resumed", **layout, load=save["save"], ckpt_step=4, train_iters=6)
     assert [line["iteration"] for line in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
@@ -114,7 +114,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
 def test_a_checkpoint_loads_under_another_layout(
     nproc: int, layout: dict[str, Any], saved_by_pp2_ep2: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Weights, moments and counters: the resharded run goes on as the saving layout does."""
+    """Reshard weights, moments and counters: the losses are those of the layout that saved them."""
     resharded = train(
         nproc, tmp_path, use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=True, train_iters=5,
         load=saved_by_pp2_ep2["save"], ckpt_step=2, no_load_rng=True, **layout,
@@ -161,7 +161,7 @@ def test_a_torn_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     line = _refused(tmp_path, load=str(save))
     assert re.search(rf"\biteration 4\b.*\b{re.escape(shard.name)}\b", line), line
     assert str(len(whole)) not in line, "not a file that is too short"
-    # A save that died before its end: no metadata, and the tracker still names the one before.
+    # A save that died before its end has no metadata, and the tracker still names the checkpoint before it.
     (torn / ".metadata").unlink()
     (save / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=3, **OTHER_END)
@@ -189,7 +189,7 @@ def test_a_save_over_a_torn_checkpoint_replaces_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.full), ASYNC], ids=["sync", "async"])
 def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
-    """Rank 1 cannot write its part of iteration 2: a folder stands where its file should go."""
+    """Keep rank 1 from writing its part of iteration 2: folders stand where its files should go."""
     save = tmp_path / "checkpoints"
     for name in ("__1_0.distcp", "__1_1.distcp"):
         (save / "iter_0000002" / name).mkdir(parents=True)
@@ -198,9 +198,9 @@ def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], t
     assert [line["iteration"] for line in record.metrics()] == [1, 2, 3, 4]
     (failed,) = [event for event in record.events() if event["event"] == "checkpoint_failed"]
     assert failed["iteration"] == (None if flags else 2), "an asynchronous save fails later"
-    # Rank 0 has the reason that rank 1 gave: its class, or its number and the file.
+    # Rank 0 logs the error of rank 1: its class, or its number and the file.
     assert re.search(r"\bWARNING rank 0: .*\brank 1\b.*\b(IsADirectoryError|Errno 21)\b", ranks[0].output)
-    # The next save succeeds, and nothing points at the failed one.
+    # The next save succeeds, and no file points at the failed one.
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "4"
     resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=5, **OTHER_END)
     assert [line["iteration"] for line in resumed.metrics()] == [5]

@@ -1,4 +1,4 @@
-"""Bits are flipped in the data of real jobs: all of it is found, and every job comes to the undamaged final state."""
+"""``moevement drill`` flips bits in the data of real jobs: jobs find them, and end with the undamaged state."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def drilled(kinds: list[str], nproc: int, out: Path, capsys: pytest.CaptureFixtu
     argv = ["drill", "--flip", *kinds, "--at", "6", "--nproc", str(nproc), "--out", str(out), "--json"]
     code = main([*argv, "--", str(SCRIPT), *words])
     printed = capsys.readouterr().out
-    found = json.loads(printed.splitlines()[-1])["drills"]
+    results = json.loads(printed.splitlines()[-1])["drills"]
     assert code == 0, printed
-    assert [one["kind"] for one in found] == kinds
-    assert all(one["is_equal"] for one in found), printed
+    assert [result["kind"] for result in results] == kinds
+    assert all(result["is_equal"] for result in results), printed
 
 
 @pytest.mark.builds

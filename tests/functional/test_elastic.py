@@ -1,7 +1,7 @@
-"""Elastic jobs: ranks are killed for good and the job goes on with fewer; processes come back and it grows again.
+"""Elastic jobs go on with fewer ranks when some are killed for good, and grow again when processes come back.
 
-What a job of another size does is compared with a fresh job of that size that starts from the same state: a dense
-checkpoint that the elastic job has saved at the iteration from which it went on.
+Each resized job is compared with a fresh job of its new size. The fresh job starts from a dense checkpoint that the
+elastic job saved at the iteration from which it went on.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tests.training import SCRIPT, start_from, train
 
 
 def some_of(cases: Iterable[str], *quick: str) -> list[Any]:
-    """All of them, of which those that are not named are for the exhaustive matrix."""
-    return [one if one in quick else pytest.param(one, marks=pytest.mark.full) for one in cases]
+    """Return all cases as parameters; cases that are not in ``quick`` are for the exhaustive matrix."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -45,25 +45,25 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_a_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(
     layout: str, rank: int, phase: str, tmp_path: Path
 ) -> None:
-    nproc, left, its = LAYOUTS[layout]
+    nproc, left, overrides = LAYOUTS[layout]
     saved = tmp_path / "saved"
     survived = survive(
         nproc, 0, tmp_path / "elastic", options=GONE,
         inject=(f"rank={rank % nproc},iteration=6,phase={phase}",),
-        **ELASTIC | its | {"save": str(saved), "save_interval": 1},
+        **ELASTIC | overrides | {"save": str(saved), "save_interval": 1},
     )  # fmt: skip
     (event,) = resized(survived)
     assert (event["world_before"], event["world_size"]) == (nproc, left)
     assert event["digests_equal"]
     assert event["iteration"] == (6 if phase == "step" else 5)
-    assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **its), event["iteration"])
+    assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **overrides), event["iteration"])
 
 
 SLOTS = ELASTIC | {"moevement_expert_slots": 2, "moevement_rebalance_interval": 1000}
 
 
 def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, iteration: int, **overrides: Any) -> Any:
-    """An elastic job to which nothing happens, from a dense checkpoint and with the experts where they were."""
+    """Train an elastic job without failures, from a dense checkpoint and with experts placed as in ``survived``."""
     placement = survived.record.folder / "placements" / f"iteration_{iteration}.json"
     start = {"load": str(saved), "ckpt_step": iteration, "moevement_expert_placement": str(placement)}
     return survive(nproc, 0, folder, **SLOTS | overrides | start).record
@@ -72,11 +72,11 @@ def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, itera
 @pytest.mark.parametrize("slots", [pytest.param(slots, marks=pytest.mark.full) for slots in (2, 3)])
 @pytest.mark.slow("three jobs")
 def test_experts_in_slots_compute_what_megatrons_experts_compute(slots: int, tmp_path: Path) -> None:
-    """From one checkpoint: the same losses and gradient norms, to the rounding of sums in another order."""
+    """Compare losses and gradient norms from one checkpoint, to the rounding of sums in another order."""
     start = start_from(tmp_path / "start")
     plain = train(2, tmp_path / "plain", **{"global_batch_size": 24, "train_iters": 6} | start)
-    its = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
-    elastic = survive(4 if slots == 2 else 3, 0, tmp_path / "elastic", **its).record
+    job = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
+    elastic = survive(4 if slots == 2 else 3, 0, tmp_path / "elastic", **job).record
     for line, other in zip(elastic.metrics(), plain.metrics(), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=2e-5)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
@@ -96,24 +96,27 @@ SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
         3, 2, {"moevement_expert_slots": 2, "moevement_min_replicas": 1, "moevement_recovery": "redo"},
     ),
 }  # fmt: skip
-"""In the last two state dies with its rank: shards of the dense part, or the only replica of an expert."""
+"""Ranks before and after a loss, and flags, by layout.
+
+In the last two, state dies with its rank: shards of the dense part, or the only replica of an expert.
+"""
 
 
 @pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS, "DP3xBF16"))
 @pytest.mark.slow("dense saves, and a fresh job")
 def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str, tmp_path: Path) -> None:
-    nproc, left, its = SLOT_LAYOUTS[layout]
+    nproc, left, overrides = SLOT_LAYOUTS[layout]
     saved = tmp_path / "saved"
-    may_go_back = "moevement_recovery" in its
+    may_go_back = "moevement_recovery" in overrides
     survived = survive(
         nproc, 0, tmp_path / "elastic", options=GONE, inject=("rank=0,iteration=6,phase=backward",),
-        **SLOTS | its | {"save": str(saved), "save_interval": 1 if may_go_back else 5},
+        **SLOTS | overrides | {"save": str(saved), "save_interval": 1 if may_go_back else 5},
     )  # fmt: skip
     (event,) = resized(survived)
     assert (event["world_before"], event["world_size"]) == (nproc, left)
     at = event["iteration"]
     assert at == 5 or (at == 4 and may_go_back)
-    other = fresh_with_slots(left, tmp_path / "fresh", saved, survived, at, **its)
+    other = fresh_with_slots(left, tmp_path / "fresh", saved, survived, at, **overrides)
     assert_same(survived, other, at)
 
 
@@ -129,21 +132,22 @@ LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", some_of(LOST))
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
-    """With the distributed optimizer nobody else has a lost rank's shard; gradients at peers lead to the newest state
-    that they reach, in the layout of now, with the bits that it had.
+    """Kill a rank that alone holds its shard of the distributed optimizer.
+
+    The job restores the newest state that gradients at peers reach, with the same bits, in the new layout.
     """
-    nproc, left, its = LOST[layout]
-    its = SHARDED | its
+    nproc, left, overrides = LOST[layout]
+    overrides = SHARDED | overrides
     saved = tmp_path / "saved"
     survived = survive(
         nproc, 0, tmp_path / "elastic", options=GONE, inject=("rank=1,iteration=7,phase=backward",),
-        **ELASTIC | its | {"save": str(saved), "save_interval": 1},
+        **ELASTIC | overrides | {"save": str(saved), "save_interval": 1},
     )  # fmt: skip
     (event,) = resized(survived)
     assert (event["world_before"], event["world_size"]) == (nproc, left)
     assert event["iteration"] in (5, 6)
     survived.check_metrics(9)
-    assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **its), event["iteration"])
+    assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **overrides), event["iteration"])
 
 
 WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -157,66 +161,68 @@ WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("layout", some_of(WINDOWS, "DP3"))
 def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tmp_path: Path) -> None:
-    """Without gradients at peers the window is replayed by the ranks of now, whose sums have another order."""
-    nproc, its = WINDOWS[layout]
-    its = its | {"use_distributed_optimizer": True, "moevement_window": its["window"]}
-    del its["window"]
-    its = ELASTIC | its
-    plain = survive(nproc, 0, tmp_path / "plain", options=GONE, **its).record
-    at = its["train_iters"] - 1
+    """Kill a rank without gradients at peers: the ranks that are left replay, and their sums have another order."""
+    nproc, job = WINDOWS[layout]
+    job = job | {"use_distributed_optimizer": True, "moevement_window": job["window"]}
+    del job["window"]
+    job = ELASTIC | job
+    plain = survive(nproc, 0, tmp_path / "plain", options=GONE, **job).record
+    at = job["train_iters"] - 1
     survived = survive(
-        nproc, 0, tmp_path / "elastic", options=GONE, inject=(f"rank=0,iteration={at},phase=forward",), **its
+        nproc, 0, tmp_path / "elastic", options=GONE, inject=(f"rank=0,iteration={at},phase=forward",), **job
     )
     (event,) = resized(survived)
-    assert event["iteration"] >= at - 1 - 2 * its["moevement_window"]
-    survived.check_metrics(its["train_iters"])
-    loss, norm = (1e-2, 0.2) if "bf16" in its else (1e-4, 1e-2)
-    for mine, other in zip(survived.record.metrics(), plain.metrics(), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=loss)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm)
+    assert event["iteration"] >= at - 1 - 2 * job["moevement_window"]
+    survived.check_metrics(job["train_iters"])
+    loss, norm = (1e-2, 0.2) if "bf16" in job else (1e-4, 1e-2)
+    for line, other in zip(survived.record.metrics(), plain.metrics(), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=loss)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm)
 
 
 GROWING = {"train_iters": 16, "save_interval": 1, "moevement_join_wait": 0.5}
 BACK = ("--respawn-after", "0.5")
-"""Who dies comes back while the job runs with fewer ranks."""
+"""Launcher options with which a killed process starts again while the job runs with fewer ranks."""
 
 
 @pytest.mark.parametrize("layout", some_of(("DP3", "PP2xDP2xsharded", "slots")))
 @pytest.mark.slow("a process joins while the job saves every iteration")
 def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Path) -> None:
-    """Nobody is restarted, no committed iteration is lost, and what follows is what a fresh job would do."""
+    """Check that the job restarts nothing, loses no committed iteration, and goes on as a fresh job would."""
     layouts: dict[str, dict[str, Any]] = {
         "DP3": {},
         "PP2xDP2xsharded": SHARDED | {"pipeline_model_parallel_size": 2, "moevement_recovery": "redo"},
         "slots": {"moevement_expert_slots": 3, "hidden_dropout": 0.1},
     }
-    its = layouts[layout]
+    overrides = layouts[layout]
     nproc = 4 if layout.startswith("PP2") else 3
     saved = tmp_path / "saved"
     survived = survive(
         nproc, 0, tmp_path / "elastic", options=BACK, inject=("rank=1,iteration=6,phase=backward",),
-        **ELASTIC | its | GROWING | {"save": str(saved)},
+        **ELASTIC | overrides | GROWING | {"save": str(saved)},
     )  # fmt: skip
     smaller, larger = resized(survived)
     assert [smaller["world_size"], larger["world_before"], larger["world_size"]] == [2, 2, nproc]
     assert larger["digests_equal"]
     survived.check_metrics(16)
     if layout == "slots":
-        other = fresh_with_slots(nproc, tmp_path / "fresh", saved, survived, larger["iteration"], **its, train_iters=16)
+        other = fresh_with_slots(
+            nproc, tmp_path / "fresh", saved, survived, larger["iteration"], **overrides, train_iters=16
+        )
     else:
-        other = fresh(nproc, tmp_path / "fresh", saved, larger["iteration"], **its, train_iters=16)
-    # The generator of expert weights, from which no iteration draws, is that of a saved rank in the fresh job, and its
-    # own on the rank that is new in the other. What is drawn from is in the losses, by dropout.
+        other = fresh(nproc, tmp_path / "fresh", saved, larger["iteration"], **overrides, train_iters=16)
+    # No iteration draws from the generator of expert weights. The fresh job loads it from a saved rank, and the rank
+    # that joined the elastic job has its own. The losses depend, by dropout, on the generators that are drawn from.
     assert_same(survived, other, larger["iteration"], (nproc - 1,) if layout == "slots" else ())
 
 
 @pytest.mark.full
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_experts_move_where_loads_ask_for_it(tmp_path: Path) -> None:
-    """A rebalance interrupts all ranks, moves replicas with their bits, and goes on as a fresh job placed so would."""
+    """Rebalance experts: replicas move with their bits, and the job goes on as a fresh job with that placement."""
     saved = tmp_path / "saved"
-    its = {"moevement_expert_slots": 3, "moevement_rebalance_interval": 4, "save": str(saved), "save_interval": 1}
-    survived = survive(3, 0, tmp_path / "elastic", options=GONE, **SLOTS | its)
+    flags = {"moevement_expert_slots": 3, "moevement_rebalance_interval": 4, "save": str(saved), "save_interval": 1}
+    survived = survive(3, 0, tmp_path / "elastic", options=GONE, **SLOTS | flags)
     events = resized(survived)
     assert events
     for event in events:
@@ -226,7 +232,7 @@ def test_experts_move_where_loads_ask_for_it(tmp_path: Path) -> None:
     survived.check_metrics(9)
     last = events[-1]["iteration"]
     other = fresh_with_slots(
-        3, tmp_path / "fresh", saved, survived, last, **its | {"moevement_rebalance_interval": 1000, "save": False}
+        3, tmp_path / "fresh", saved, survived, last, **flags | {"moevement_rebalance_interval": 1000, "save": False}
     )
     assert_same(survived, other, last)
 
@@ -237,34 +243,35 @@ def test_windows_on_disk_are_loaded_by_another_number_of_ranks(kind: str, tmp_pa
         "sharded": SHARDED | {"pipeline_model_parallel_size": 2},
         "slots": {"moevement_expert_slots": 2, "bf16": True},
     }
-    its = kinds[kind] | {"moevement_recovery": "redo"}
+    overrides = kinds[kind] | {"moevement_recovery": "redo"}
     saved, windows = tmp_path / "saved", tmp_path / "windows"
-    its |= {"save": str(saved), "save_interval": 1, "train_iters": 12}
+    overrides |= {"save": str(saved), "save_interval": 1, "train_iters": 12}
     written = {"moevement_persist_dir": str(windows), "exit_interval": 9}
-    first = survive(4, 0, tmp_path / "first", options=GONE, **ELASTIC | its | written)
+    first = survive(4, 0, tmp_path / "first", options=GONE, **ELASTIC | overrides | written)
     newest = manifests(windows)[0]
     nproc = 2 if kind == "sharded" else 3
     loaded = survive(
         nproc, 0, tmp_path / "loaded", options=GONE,
-        **ELASTIC | its | {"moevement_load": str(windows), "save": False},
+        **ELASTIC | overrides | {"moevement_load": str(windows), "save": False},
     )  # fmt: skip
     metrics = [line["iteration"] for line in loaded.record.metrics()]
     assert metrics == list(range(newest.reaches + 1, 13))
-    its |= {"save": False}
+    overrides |= {"save": False}
     if kind == "sharded":
-        other = fresh(nproc, tmp_path / "fresh", saved, newest.reaches, **its)
+        other = fresh(nproc, tmp_path / "fresh", saved, newest.reaches, **overrides)
     else:
         placement = loaded.record.folder / "placements" / f"iteration_{newest.reaches}.json"
         assert placement.exists(), list(placement.parent.iterdir())
-        other = fresh_with_slots(nproc, tmp_path / "fresh", saved, loaded, newest.reaches, **its)
+        other = fresh_with_slots(nproc, tmp_path / "fresh", saved, loaded, newest.reaches, **overrides)
     assert first.record.summary()["iterations"] == 9
     assert_same(loaded, other, newest.reaches)
 
 
 @pytest.mark.full
 def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> None:
-    """The second comes in the evaluation that was due when the first came: what is resized has its state by then. Two
-    models later none of the former ones is in memory.
+    """Kill a second rank in the evaluation that was due at the first kill; the resized job has its state by then.
+
+    After two resizes no former model is in memory.
     """
     script = tmp_path / "counting.py"
     script.write_text(COUNTING.format(script=str(SCRIPT), folder=str(tmp_path)))
@@ -283,7 +290,7 @@ def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_a_loss_right_after_a_resize_goes_back_to_before_it(tmp_path: Path) -> None:
-    """No window of the new size is at peers yet, and the second rank takes its shard along."""
+    """Kill a second rank, and with it its shard, before peers have a window of the new size."""
     survived = survive(
         3, 0, tmp_path / "elastic", options=GONE,
         inject=("rank=2,iteration=6,phase=backward", "rank=1,iteration=7,phase=forward"),

@@ -1,4 +1,4 @@
-"""``pretrain`` is entered again where Megatron keeps things of its own from the first time."""
+"""``pretrain`` is entered again after a failure, though Megatron keeps state from the first time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SPARSE: dict[str, Any] = {
 
 @pytest.mark.full
 def test_timers_that_were_started_and_a_script_that_says_nothing_of_its_start(tmp_path: Path) -> None:
-    """One rank dies where the others wait for its verdict on gradients, with the optimizer's timer of that running.
+    """Kill a rank while the other waits for its check of gradients, so that the optimizer's timer of the check runs.
 
-    With a time of its start a script gives ranks one more reduction, which the spare, that is new, would not make.
+    The script sets no startup timestamps, with which ranks make one more reduction; the spare would not make it.
     """
     script = tmp_path / "dying.py"
     text = SCRIPT.read_text(encoding="utf-8").replace("    set_startup_timestamps(", "    dict(")
     assert "    dict(program_start" in text
     (tmp_path / "quiet.py").write_text(text, encoding="utf-8")
     script.write_text(DYING.format(script=str(SCRIPT), quiet=str(tmp_path / "quiet.py"), died=str(tmp_path / "died")))
-    its = SPARSE | {"timing_log_level": 2}
-    wanted = survive(2, 0, tmp_path / "wanted", **its)
-    survived = survive(2, 1, tmp_path / "run", script=script, **its)
+    job = SPARSE | {"timing_log_level": 2}
+    wanted = survive(2, 0, tmp_path / "wanted", **job)
+    survived = survive(2, 1, tmp_path / "run", script=script, **job)
     (failure,) = survived.failures()
     assert re.match(r"rank 1\b.*\bsignal 9\b", failure["failures"][0])
     assert failure["earlier"] == [], "nobody hangs in the recovery from it"

@@ -1,4 +1,4 @@
-"""Evaluation changes nothing of what training does after it, with a failure and without one."""
+"""An evaluation changes nothing in the training after it, with a failure or without."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_an_evaluation_that_draws_does_not_move_what_training_draws(tmp_path: Pa
 
 @BOTH
 def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(recovery: str, tmp_path: Path) -> None:
-    """Rank 0 dies when iteration 9 has begun everywhere, and is restored by one that saw no evaluation."""
+    """Kill rank 0 after all ranks began iteration 9; a spare that saw no evaluation replaces it."""
     flags_ = SPARSE | {"moevement_replicas": 1} | JITTER | {"eval_interval": 8}
     wanted = failure_free(2, **flags_)
-    its = {"moevement_recovery": recovery}
-    survived = survive(2, 1, tmp_path / "killed", inject=("rank=0,iteration=9,phase=snapshot",), **flags_ | its)
+    overrides = {"moevement_recovery": recovery}
+    survived = survive(2, 1, tmp_path / "killed", inject=("rank=0,iteration=9,phase=snapshot",), **flags_ | overrides)
     (failure,) = survived.failures()
     assert failure["recovery"]["until"] == 8
     assert survived.digest == digest_of(wanted)
@@ -43,8 +43,11 @@ def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(rec
 @pytest.mark.builds
 @pytest.mark.slow("evaluations long enough to be asked in")
 def test_a_job_that_is_asked_to_end_leaves_its_evaluation(tmp_path: Path) -> None:
-    """Within an iteration of it; dropout is on again in the iterations that ranks take to agree on their end."""
-    its = SPARSE | {
+    """Send SIGTERM during an evaluation: the job leaves it within one of its iterations.
+
+    Dropout is on again in the training iterations that ranks need to agree on the end.
+    """
+    flags_ = SPARSE | {
         "moevement_replicas": 1, "pipeline_model_parallel_size": 2, "num_layers": 2, "hidden_dropout": 0.1,
         "train_iters": 8, "eval_interval": 4, "eval_iters": 60,
     }  # fmt: skip
@@ -53,18 +56,18 @@ def test_a_job_that_is_asked_to_end_leaves_its_evaluation(tmp_path: Path) -> Non
         "moevement_load": str(tmp_path / "windows"),
     }
     run_dir = tmp_path / "run"
-    words = flags(**its, **windows)
+    words = flags(**flags_, **windows)
     job = launch("--nproc", "2", "--spares", "0", str(SCRIPT), *words, "--run-dir", str(run_dir))
     record = RunRecord(run_dir)
     while (record.newest_metric() or {"iteration": 0})["iteration"] < 4:
         assert job.poll() is None, finished(job)
         time.sleep(0.01)
-    time.sleep(0.2)  # it evaluates
+    time.sleep(0.2)  # the evaluation has begun
     job.send_signal(signal.SIGTERM)
     code, out, err = finished(job)
     assert (code, err) == (0, ""), f"{out}\n{logs(run_dir)}"
     assert 4 <= record.summary()["iterations"] <= 7
     assert not [event for event in record.events() if event["event"] == "evaluation"]
-    survived = survive(2, 0, run_dir, **its, **windows)
+    survived = survive(2, 0, run_dir, **flags_, **windows)
     survived.check_metrics(8)
-    assert survived.digest == digest_of(failure_free(2, **its)), "validation samples are consumed as ever, too"
+    assert survived.digest == digest_of(failure_free(2, **flags_)), "validation samples are consumed as ever, too"

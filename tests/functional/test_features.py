@@ -1,4 +1,4 @@
-"""Model and precision features of the issue's list, under pipeline and expert parallelism, against one rank."""
+"""Features of model and precision agree with one rank under pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 TOLERANCE = {
-    # Which of two nearly equal tokens is dropped hangs on an ULP of the gradient's sum, so runs part a little.
+    # An ULP of the gradient's sum decides which of two nearly equal tokens is dropped, so losses differ a little.
     "capacity-with-drops": 1e-3,
     "capacity-with-padding": 1e-3,
     # BF16 has 8 bits of mantissa, and each data-parallel rank rounds its own part of the gradient.
@@ -58,7 +58,7 @@ ONLY_IN_FULL = (
     "group-query-attention", "layer-norm-gelu-learned-positions", "shared-experts", "tied-embeddings",
     "capacity-with-drops", "multi-latent-attention", "sigmoid-router-expert-bias",
 )  # fmt: skip
-"""Close relatives of others here; make test-full runs them too."""
+"""Features similar to others here, for ``make test-full``."""
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ ONLY_IN_FULL = (
 def test_a_feature_agrees_with_one_rank(name: str, tmp_path: Path) -> None:
     feature = FEATURES[name]
     weights = start_from(tmp_path / "weights", **feature)
-    one = train(1, tmp_path / "one", **weights, **feature)
-    four = train(
+    one_rank = train(1, tmp_path / "one", **weights, **feature)
+    four_ranks = train(
         4, tmp_path / "four", pipeline_model_parallel_size=2, expert_model_parallel_size=2,
         use_distributed_optimizer=True, **weights, **feature,
     )  # fmt: skip
-    assert losses(four) == pytest.approx(losses(one), abs=TOLERANCE.get(name, 2 * ULPS), rel=0)
-    assert losses(one)[4] < losses(one)[1]
+    assert losses(four_ranks) == pytest.approx(losses(one_rank), abs=TOLERANCE.get(name, 2 * ULPS), rel=0)
+    assert losses(one_rank)[4] < losses(one_rank)[1]
 
 
 def test_fp16_backs_off_its_loss_scale_and_goes_on(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_fp16_backs_off_its_loss_scale_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_dropout_differs_by_rank_where_it_should(tmp_path: Path) -> None:
-    """Expert-parallel ranks draw different numbers from the expert tracker, and the same from the data-parallel one."""
+    """Compare draws: expert-parallel ranks differ in those of the expert tracker, not of the data-parallel one."""
     from tests.functional.bodies import draws_by_tracker
     from tests.harness import run_ranks
     from tests.training import SCRIPT, flags
@@ -96,8 +96,8 @@ def test_dropout_differs_by_rank_where_it_should(tmp_path: Path) -> None:
                make_vocab_size_divisible_by=8),
     ]  # fmt: skip
     ranks = [outcome.result for outcome in run_ranks(draws_by_tracker, 4, argv, init_process_group=False)]
-    # Layout tp-ep: ranks 0, 1 are tensor-parallel peers in their dense part; experts of size 1 spread over all four by
-    # expert then expert-data rank: 0, 2 hold other experts than 1, 3.
+    # Ranks 0 and 1 are tensor-parallel peers in the dense part. Experts are spread over all four ranks, by expert rank
+    # and then by expert-data rank: ranks 0 and 2 hold other experts than ranks 1 and 3.
     assert ranks[0]["model-parallel-rng"] != ranks[1]["model-parallel-rng"]
     assert ranks[0]["model-parallel-rng"] == ranks[2]["model-parallel-rng"]
     assert ranks[0]["data-parallel-rng"] == ranks[1]["data-parallel-rng"] == ranks[3]["data-parallel-rng"]
@@ -106,7 +106,7 @@ def test_dropout_differs_by_rank_where_it_should(tmp_path: Path) -> None:
 
 
 def test_optimizers_agree_on_the_update(tmp_path: Path) -> None:
-    """With and without the distributed optimizer the same weights come out, to the order of the gradient's sum."""
+    """Compare runs with and without the distributed optimizer, which sum gradients in different orders."""
     plain = train(2, tmp_path / "plain", bf16=True)
     sharded = train(2, tmp_path / "sharded", bf16=True, use_distributed_optimizer=True)
     assert losses(plain) == pytest.approx(losses(sharded), abs=2e-3)

@@ -1,6 +1,6 @@
-"""Training in FP8, killed: every recipe, with weights in BF16 and in FP8, ends with the bits of a failure-free run.
+"""Jobs that train in FP8 survive kills with the bits of a failure-free run: every recipe, weights in BF16 or FP8.
 
-Numbers and state of the recipes are exact here; the order in which products are summed is the CPU's.
+Numbers and state of the recipes are exact here; products are summed in the order of the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def recipe(layout: str, name: str, weights: str, **others: Any) -> dict[str, Any]:
-    """Flags of a layout in FP8."""
+    """Return the flags of a layout in FP8."""
     chosen = (
         SPARSE
         | LAYOUTS[layout][1]
@@ -61,7 +61,7 @@ def test_killed_in_every_recipe(layout: str, name: str, weights: str, recovery: 
 @WIDTHS
 @pytest.mark.slow("five kills in emulated FP8")
 def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp_path: Path) -> None:
-    """A history of amaxes, and forward passes that are run again; a lost rank makes its updates again by itself."""
+    """Kill ranks with a history of amaxes and recomputed activations; a lost rank redoes its updates by itself."""
     history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **history)
@@ -76,7 +76,7 @@ def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp
 @WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")
 def test_skipped_updates_move_scales_and_not_weights(layout: str, recovery: str, tmp_path: Path) -> None:
-    """Codes were made with scales of before; ranks are killed after such an iteration, and after others."""
+    """Kill ranks after skipped updates, when weights still have codes of earlier scales, and after other updates."""
     scaled = {"bf16": False, "fp16": True, "initial_loss_scale": 2**22, "hysteresis": 1}
     nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **scaled)
     wanted = failure_free_digest(nproc, **flags_)
@@ -93,7 +93,7 @@ def test_skipped_updates_move_scales_and_not_weights(layout: str, recovery: str,
     ["blockwise", *(pytest.param(name, marks=pytest.mark.full) for name in ("tensorwise", "mxfp8"))],
 )  # fmt: skip
 def test_weights_in_fp8_train_like_weights_that_are_quantised_in_each_iteration(name: str, tmp_path: Path) -> None:
-    """Megatron says so of Transformer Engine: masters are rounded to BF16 before they are quantised, in both."""
+    """Compare losses: both runs round masters to BF16 before they quantise, as Megatron says of Transformer Engine."""
     plain = {"train_iters": 4, "pipeline_model_parallel_size": 1, **dict.fromkeys(SPARSE.keys() - {"train_iters"})}
     runs = [
         train(2, tmp_path / weights, **(recipe("PP2xEP2", name, weights) | plain))

@@ -1,4 +1,4 @@
-"""A frozen operator makes no weight gradient: it is not computed, rather than computed and thrown away."""
+"""Frozen operators skip the computation of weight gradients; they do not compute and discard them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_exactly_the_products_of_weight_gradients_are_left_out(work: dict[str, d
 def test_no_gradient_is_accumulated_for_a_frozen_operator_and_every_one_for_an_active(
     work: dict[str, dict[str, Any]], case: str
 ) -> None:
-    found, nothing = work[case], work["nothing"]
-    frozen = set(found["frozen"])
-    assert [name for name in nothing["accumulated"] if name not in frozen] == found["accumulated"]
-    assert not frozen & set(found["accumulated"])
-    for name, gradient in found["gradients"].items():
+    result, nothing = work[case], work["nothing"]
+    frozen = set(result["frozen"])
+    assert [name for name in nothing["accumulated"] if name not in frozen] == result["accumulated"]
+    assert not frozen & set(result["accumulated"])
+    for name, gradient in result["gradients"].items():
         assert gradient == (0.0 if name in frozen else nothing["gradients"][name]), name

@@ -1,8 +1,8 @@
-"""Recipes of models that people train, shrunk to this machine, keep their golden values, and their bits when killed.
+"""Recipes of known models, shrunk to this machine, keep their golden values, and keep their bits when ranks die.
 
 Golden values are rounded to five decimals and compared with Megatron's relative tolerance of 5%, since arithmetic
 differs from processor to processor; two runs on one machine are compared by their digests.
-``python -m tests.functional.test_golden_values [NAME ...]`` makes them again.
+``python -m tests.functional.test_golden_values [NAME ...]`` writes new golden values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.functional.recipes import FROZEN, Recipe, Run, freeze, kill, recipes,
 
 TOLERANCE = 0.05
 ZEROS = 20
-"""What num-zeros may differ by: which of some ten thousand gradients are exactly 0 is a matter of last bits."""
+"""Tolerance of num-zeros: last bits decide which of some ten thousand gradients are exactly 0."""
 ONLY_IN_FULL = (
     "mixtral_8x7b_tp2_pp2_etp2", "mixtral_8x7b_ep4_overlap", "deepseek_v2_lite_ep4_resume", "qwen2_moe_ep2_pp2",
     "qwen3_30b_a3b_ep2_two_optimizer_instances", "gpt_oss_20b_ep4_redo", "gpt3_tp2_pp2_resume", "llama3_pp2_vpp2",
     "gpt3_pp2_dp2_local", "deepseek_v3_ep2_pp2_per_token_loss", "qwen3_30b_a3b_pp2_ep2", "mixtral_8x7b_pp2_ep2",
     "gpt_oss_20b_pp2_ep2", "gpt3_pp4", "deepseek_v3_pp2_ep2", "mixtral_8x22b_pp2_vpp2_fp16",
 )  # fmt: skip
-"""Relatives of others here; make test-full runs them too."""
+"""Recipes similar to others here, for ``make test-full``."""
 CASES = [
     pytest.param(recipe, id=recipe.name, marks=[pytest.mark.full] if recipe.name in ONLY_IN_FULL else [])
     for recipe in recipes()
@@ -33,7 +33,7 @@ CASES = [
 
 
 def run(recipe: Recipe, folder: Path) -> Run:
-    """As its type says; whatever must have equal bits has them."""
+    """Run a recipe as its type says; check that runs which must have equal bits have them."""
     match recipe.kind:
         case "regular":
             return train(recipe, folder)
@@ -75,6 +75,6 @@ def _make(recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    for each in recipes():
-        if not sys.argv[1:] or each.name in sys.argv[1:]:
-            _make(each)
+    for recipe in recipes():
+        if not sys.argv[1:] or recipe.name in sys.argv[1:]:
+            _make(recipe)

@@ -1,4 +1,4 @@
-"""Host memory: what is allowed, what goes first where it is not enough, and that bits are the same either way."""
+"""Jobs respect a limit on host memory, drop their own snapshots first, and recover with the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training import SCRIPT, flags
 
 NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
 WIDE = SPARSE | LAYOUT | {"hidden_size": 256}
-"""So that a thousandth of a gigabyte is a small part of what is needed."""
+"""Flags of a model so wide that a thousandth of a gigabyte is a small part of the memory that it needs."""
 FAULTS = ("rank=0,iteration=8,phase=backward", "rank=3,iteration=14,phase=forward")
 
 
@@ -30,7 +30,7 @@ def test_ranks_whose_own_snapshots_are_dropped_get_them_from_peers(tmp_path: Pat
     survived.check_metrics(20)
     assert len(survived.failures()) == 2
     recoveries = [failure["recovery"] for failure in survived.failures()]
-    assert all(one["sources"]["memory"] < one["sources"]["peer"] for one in recoveries), recoveries
+    assert all(entry["sources"]["memory"] < entry["sources"]["peer"] for entry in recoveries), recoveries
     assert not any(line["windows_abandoned"] for line in survived.record.metrics())
     assert survived.record.summary()["checkpointing"]["windows_abandoned"] == 0
 
@@ -46,15 +46,17 @@ def test_what_was_named_makes_a_job_fit(tmp_path: Path) -> None:
     tight = check_refusals(tmp_path)
     survived = survive(NPROC, 2, tmp_path / "recovered", inject=FAULTS, **WIDE, moevement_host_memory_gb=f"{tight:.6f}")
     recoveries = [failure["recovery"] for failure in survived.failures()]
-    assert all(one["sources"]["memory"] < one["sources"]["peer"] for one in recoveries), "own snapshots are dropped"
+    assert all(entry["sources"]["memory"] < entry["sources"]["peer"] for entry in recoveries), (
+        "own snapshots are dropped"
+    )
     assert survived.digest == wanted
 
 
 def check_refusals(tmp_path: Path) -> float:
-    """Check what is named where memory is short; return gigabytes that suffice without own copies."""
+    """Check the changes that refusals name when memory is short; return gigabytes enough without own snapshots."""
     needed, change = refused(tmp_path / "a", moevement_host_memory_gb="0.000001", moevement_keep_own="always")
     assert change.startswith("--moevement-host-memory-gb ")
-    few = 0.7 * needed  # a third of it is for own snapshots, of which half are in flight
+    few = 0.7 * needed  # own snapshots need a third of it, half of them in flight
     _, change = refused(tmp_path / "b", moevement_host_memory_gb=f"{few:.6f}", moevement_keep_own="always")
     assert change == "--moevement-replicas 1"
     tight = 0.9 * needed
@@ -64,7 +66,7 @@ def check_refusals(tmp_path: Path) -> float:
 
 
 def refused(folder: Path, **overrides: Any) -> tuple[float, str]:
-    """Gigabytes that the job asks for, and the change that it names."""
+    """Return the gigabytes that a refused job needs, and the change of flags that it proposes."""
     folder.mkdir()
     code, _, err = finished(
         launch("--nproc", str(NPROC), str(SCRIPT), *flags(**WIDE | overrides), "--run-dir",

@@ -1,4 +1,4 @@
-"""A rank dies while all of them write a dense checkpoint: what the others have half done is in no later checkpoint."""
+"""Ranks that write a dense checkpoint while another rank dies leave nothing of it in later checkpoints."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ SMALL: dict[str, Any] = {"global_batch_size": 12}
 
 
 @pytest.mark.builds
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.full]) for how in SAVES])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.full]) for kind in SAVES]
+)
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
-def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(how: str, tmp_path: Path) -> None:
-    """Files of fewer ranks have other sizes; a checkpoint that is described by a list of former files would show it."""
+def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Compare sizes of files with those listed: a stale list would differ, as files of fewer ranks have other sizes."""
     script, saved = tmp_path / "dying.py", tmp_path / "saved"
     script.write_text(DYING.format(script=str(SCRIPT)))
     survived = survive(
         3, 0, tmp_path / "elastic", options=GONE, script=script,
-        **ELASTIC | SMALL | SAVES[how] | {"save": str(saved), "save_interval": 1},
+        **ELASTIC | SMALL | SAVES[kind] | {"save": str(saved), "save_interval": 1},
     )  # fmt: skip
     (event,) = resized(survived)
     assert (event["iteration"], event["world_size"]) == (4, 2)
     survived.check_metrics(9)
     finished = [path for path in sorted(saved.glob("iter_*")) if (path / "metadata.json").exists()]
     iterations = {int(path.name[5:]) for path in finished}
-    # What is written in the background when the rank dies is lost, and not due again once a newer one is saved.
-    assert set(range(1, 10)) - iterations <= ({3} if "async_save" in SAVES[how] else set())
+    # A save in the background is lost when the rank dies, and is not repeated once a newer one is complete.
+    assert set(range(1, 10)) - iterations <= ({3} if "async_save" in SAVES[kind] else set())
     for path in finished:
         listed = listed_bytes(read_metadata(path / ".metadata"))
         assert listed == {file.name: file.stat().st_size for file in path.glob("*.distcp") if file.name in listed}

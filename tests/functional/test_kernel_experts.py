@@ -1,4 +1,4 @@
-"""Experts on our kernels in a live model: Megatron's numbers, and one line where they cannot run."""
+"""Experts on the project's kernels compute Megatron's numbers; a model that they cannot run is refused in one line."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ GELU: dict[str, Any] = {"swiglu": False}
     ],
 )
 def test_losses_and_gradients_are_megatrons(ranks: int, job: dict[str, Any], tmp_path: Path) -> None:
-    """In FP32, to rounding: the order of sums is another."""
+    """Compare losses and gradient norms in FP32, to rounding, as sums have another order."""
     lines = [train(ranks, tmp_path / name, **job, **kernels).metrics() for name, kernels in (("on", ON), ("off", OFF))]
-    for ours, megatrons in zip(*lines, strict=True):
-        assert ours["loss"] == pytest.approx(megatrons["loss"], rel=1e-6)
-        assert ours["grad_norm"] == pytest.approx(megatrons["grad_norm"], rel=1e-5)
+    for with_kernels, without_kernels in zip(*lines, strict=True):
+        assert with_kernels["loss"] == pytest.approx(without_kernels["loss"], rel=1e-6)
+        assert with_kernels["grad_norm"] == pytest.approx(without_kernels["grad_norm"], rel=1e-5)
 
 
 def run(**job: Any) -> tuple[int, str, str]:

@@ -1,7 +1,7 @@
-"""Ranks are killed, and the run ends with the bits of a failure-free one.
+"""Jobs whose ranks are killed end with the bits of a failure-free run.
 
-Real processes, real SIGKILLs, from inside at a named phase or from outside at any moment; several in one job. Who was
-outside the scope of a failure has replayed nothing.
+Real processes die by real SIGKILLs, several in one job: from inside at a named phase, or from outside at any moment.
+Ranks outside the scope of a failure replay nothing.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ EVERY_PHASE: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "PP2xEP2": (30, EIGHT_PHASES),
 }  # fmt: skip
-"""By layout: iterations, and faults in them. Of two ranks ``test_redo.py`` has the other four phases."""
+"""Iterations and faults by layout; ``test_redo.py`` has the other four phases for two ranks."""
 
 
 @WIDTHS
 @pytest.mark.slow("four or eight kills, each with its recovery")
 def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Path) -> None:
-    nproc, its = LAYOUTS[layout]
+    nproc, overrides = LAYOUTS[layout]
     iterations, faults = EVERY_PHASE[layout]
-    flags_ = SPARSE | its | MICRO_BATCHES | {"train_iters": iterations}
+    flags_ = SPARSE | overrides | MICRO_BATCHES | {"train_iters": iterations}
     wanted = failure_free(nproc, **flags_)
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(iterations)
     assert len(survived.failures()) == len(faults)
-    if layout != "PP2":  # where a stage is lost before the log of its one neighbour reaches back far enough
+    if layout != "PP2":  # there a stage is lost before the log of its only neighbour reaches back far enough
         assert_alone(survived, 2)
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
-    # Everyone who died was replaced, by a process that is there and waits.
-    roles = [one["role"] for one in survived.ranks()]
+    # A spare has replaced each rank that died.
+    roles = [process["role"] for process in survived.ranks()]
     assert roles.count("active") == nproc
     assert f"recovery {len(faults)}" in survived.out
     assert main(["report", str(tmp_path / "recovered"), "--trace", str(tmp_path / "trace.json")]) == 0
-    names = [one["name"] for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert names.count("replay") == len(faults)
 
 
 @pytest.mark.parametrize("nproc", [3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.slow("six kills")
 def test_failures_during_a_recovery(nproc: int, tmp_path: Path) -> None:
-    """Of a recovering rank, of the spare just promoted, of a feeder, and of a rank that only waits."""
+    """Kill a recovering rank, the spare just promoted, a feeder, and a rank that only waits."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": nproc, "num_layers": nproc}
     wanted = failure_free_digest(nproc, **flags_)
     waiting = nproc - 1
@@ -97,7 +97,7 @@ def test_failures_during_a_recovery(nproc: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
-    """Dense snapshots every few iterations; what is lost is replayed by its stage, frozen operators there are none."""
+    """Save dense snapshots every few iterations: the lost stage replays alone, and no operator is frozen."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
     wanted = failure_free_digest(2, **flags_)
     faults = (
@@ -118,7 +118,7 @@ def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["dense", "moevement"])
 def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: str) -> None:
-    """Of its model replica nobody is left who remembers a step, so all ranks work all of them out again."""
+    """Kill a rank whose model replica has no other rank that remembers a step, so all ranks recompute all steps."""
     flags_ = SPARSE | {
         "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "moevement_replicas": 1, "bf16": True,
     }  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: 
 
 @pytest.mark.full
 def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
-    """Untied, and yet its embedding is a copy: both stages roll back together."""
+    """Kill a rank of a job with multi-token prediction: both stages have the embedding, so they roll back together."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "mtp_num_layers": 1}
     wanted = failure_free_digest(2, **flags_)
     survived = survive(2, 1, tmp_path / "recovered", inject=("rank=1,iteration=8,phase=backward",), **flags_)
@@ -144,7 +144,7 @@ def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
-    """Adjacent stages at once, which replay together; all copies are on the other node."""
+    """Kill adjacent stages at once, which replay together; all copies of their state are on the other node."""
     nproc, layout = LAYOUTS["PP4"]
     flags_ = SPARSE | layout | {"moevement_replicas": 1, "moevement_replicas_on_same_node": False}
     wanted = failure_free_digest(nproc, **flags_, moevement_ranks_per_node=2)
@@ -155,13 +155,13 @@ def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
     assert survived.digest == wanted
     for failure in survived.failures():
         assert failure["recovery"] is None or len(failure["failures"]) in (1, 2)
-    assert {one["node"] for one in survived.ranks() if one["role"] == "active"}.isdisjoint({"0", "1"})
+    assert {process["node"] for process in survived.ranks() if process["role"] == "active"}.isdisjoint({"0", "1"})
 
 
 @BOTH
 @pytest.mark.slow("five kills, evaluations and dense saves")
 def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
-    """In the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
+    """Kill ranks in the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
     flags_ = SPARSE | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 12, "eval_interval": 4,
         "eval_iters": 2, "save_interval": 6,
@@ -171,8 +171,8 @@ def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
         "rank=1,iteration=1,phase=forward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=6,phase=save", "rank=1,iteration=12,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
-    its = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved")}
-    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **its)
+    job = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved")}
+    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **job)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(12)
     losses = [
@@ -216,7 +216,7 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     }
     words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
     run = ("--run-dir", str(tmp_path / "recovered"))
-    options = ("--respawn-after", "inf")  # nobody comes to take the rank
+    options = ("--respawn-after", "inf")  # no process replaces the rank
     job = launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", *options, str(SCRIPT), *words, *run)
     code, out, err = finished(job)
     assert code == 1, logs(tmp_path / "recovered")
@@ -231,7 +231,7 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
 
 @pytest.mark.slow("all processes start again")
 def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) -> None:
-    """Windows that a rank has written which had come back itself, too."""
+    """Load windows from disk, some of them written by a rank that had been replaced before."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 40}
     wanted = failure_free_digest(2, **flags_)
     windows = str(tmp_path / "windows")
@@ -245,7 +245,7 @@ def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) ->
 
 
 def _swap(windows: Path, to: Path) -> None:
-    """A folder goes away: a file stands in its place, whoever makes it again meanwhile."""
+    """Put a file in the place of a folder; try again if another process created the folder meanwhile."""
     while True:
         windows.rename(to / str(time.monotonic()))
         try:
@@ -257,7 +257,7 @@ def _swap(windows: Path, to: Path) -> None:
 
 @pytest.mark.full
 def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None:
-    """It is optional: a failure meanwhile is survived from memory, and windows are written again when it is back."""
+    """Take the folder away for a while: a rank is then restored from memory, and windows are written again later."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 80}
     wanted = failure_free_digest(2, **flags_)
     windows, run_dir = tmp_path / "windows", tmp_path / "recovered"
@@ -280,7 +280,7 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
     assert survived.digest == wanted
     assert len(survived.failures()) == 1
     summary = survived.record.summary()["checkpointing"]
-    (event, *_) = (one for one in survived.events("windows_not_on_disk") if one["failed"] is None)
+    (event, *_) = (warning for warning in survived.events("windows_not_on_disk") if warning["failed"] is None)
     assert f"--moevement-persist-dir {windows}" in event["text"]
     assert f"WARNING rank 0: {event['text']}" in out
     assert event["text"] in summary["warnings"]
@@ -292,15 +292,15 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
 @BOTH
 @pytest.mark.slow("it waits for windows on disk")
 def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(recovery: str, tmp_path: Path) -> None:
-    """No restart: every rank rolls back to the window and replays to where the job was."""
+    """Kill a rank and the holder of its copy: without a restart, every rank rolls back to the window and replays."""
     flags_ = SPARSE | {
         "pipeline_model_parallel_size": 3, "num_layers": 3, "moevement_replicas": 1, "train_iters": 60,
     }  # fmt: skip
     wanted = failure_free_digest(3, **flags_)
     windows = tmp_path / "windows"
-    its = flags_ | {"moevement_recovery": recovery, "moevement_persist_dir": str(windows)}
-    words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**its))
-    # With one copy each, in a ring: what one of the two had is with the other.
+    job = flags_ | {"moevement_recovery": recovery, "moevement_persist_dir": str(windows)}
+    words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**job))
+    # Each rank has one copy, in a ring, so one of the two ranks holds the only copy of the other.
     survived = killed_from_outside(
         tmp_path / "recovered", (1, 2), lambda newest: newest >= 20 and bool(manifests(windows)), *words
     )
@@ -311,7 +311,7 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(rec
     assert re.search(rf"\b{event['until']}\b.*\b{event['window']}\b", event["text"])
     assert f"WARNING rank 0: {event['text']}" in survived.out
     assert event["text"] in survived.record.summary()["checkpointing"]["warnings"]
-    failure = next(one for one in survived.failures() if one["recovery"])
+    failure = next(entry for entry in survived.failures() if entry["recovery"])
     assert failure["recovery"]["sources"]["file"] > 0
     assert all(failure["recovery"]["replayed_by_stage"].values())
 
@@ -326,7 +326,7 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(rec
     ids=["without optimizer and random states", "finetune", "without --load"],
 )
 def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str, Any], tmp_path: Path) -> None:
-    """Whatever flags say what it was to start from at first."""
+    """Check this for several flags that set what the job starts from at first."""
     job = SPARSE | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30, "save_interval": 6,
         "hidden_dropout": 0.1,
@@ -345,7 +345,7 @@ def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str
 
 @pytest.mark.full
 def test_a_restart_without_anything_saved_is_the_first_start_again(tmp_path: Path) -> None:
-    """From the same weights, with the same flags, at iteration 0."""
+    """Check that the restart begins from the same weights, with the same flags, at iteration 0."""
     job = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
     start = tmp_path / "start"
     train(2, None, **job | {"train_iters": 3, "save_interval": 3}, save=str(start))
@@ -363,7 +363,7 @@ def test_a_restart_without_anything_saved_is_the_first_start_again(tmp_path: Pat
 
 @pytest.mark.full
 def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
-    """A survivor of all of them has as many threads, sockets, files and bytes after the last as after the second."""
+    """Check that a survivor has as many threads, sockets, files and bytes after the last as after the second."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
     words = flags(**flags_)
     for kill in range(1, 11):
@@ -376,7 +376,7 @@ def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
         if not record.metrics_path.exists():
             continue
         newest = (record.newest_metric() or {"iteration": 0})["iteration"]
-        if newest >= before + 5 and newest % 5 in (2, 3):  # an iteration between two kills, with everything in place
+        if newest >= before + 5 and newest % 5 in (2, 3):  # between two kills, when all processes run
             before = newest - newest % 5
             survivor = psutil.Process(json.loads(record.ranks_path.read_text())[0]["pid"])
             held.append(
@@ -392,11 +392,11 @@ def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
     print(*held, sep="\n")
     assert len(held) >= 8
     for name in ("threads", "files", "sockets", "children"):
-        counts = [one[name] for one in held]
+        counts = [sample[name] for sample in held]
         assert max(counts[-3:]) <= max(counts[1:4]), name
-    # Megabytes, by their peaks: some are seen while buffers are free. Over thirty recoveries it grew by 24, ever more
-    # slowly, and was level over the last ten.
-    assert max(one["resident"] for one in held[5:]) <= max(one["resident"] for one in held[:5]) + 15
+    # Peaks are compared, in megabytes, because some samples are taken while buffers are free. Over thirty recoveries
+    # memory grew by 24 MB, ever more slowly, and did not grow over the last ten.
+    assert max(sample["resident"] for sample in held[5:]) <= max(sample["resident"] for sample in held[:5]) + 15
 
 
 @pytest.mark.full
@@ -405,25 +405,25 @@ def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
     "phase", ["start", "forward", "backward", "reduce", "commit", "step", "gather", "snapshot", "replicate"]
 )
 def test_each_rank_in_turn_in_each_phase(layout: str, phase: str, tmp_path: Path) -> None:
-    nproc, its = LAYOUTS[layout]
+    nproc, overrides = LAYOUTS[layout]
     iterations = 6 + 5 * nproc
-    flags_ = SPARSE | its | {"train_iters": iterations}
+    flags_ = SPARSE | overrides | {"train_iters": iterations}
     wanted = failure_free_digest(nproc, **flags_)
     faults = tuple(f"rank={rank},iteration={6 + 5 * rank},phase={phase}" for rank in range(nproc))
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == wanted
     survived.check_metrics(iterations)
-    assert_alone(survived, its["pipeline_model_parallel_size"])
+    assert_alone(survived, overrides["pipeline_model_parallel_size"])
     assert len(survived.failures()) == nproc
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.full) for seed in range(12)])
 @BOTH
 def test_random_faults(recovery: str, seed: int, tmp_path: Path) -> None:
-    """Any layout, several at once or after each other, during recoveries too."""
+    """Inject several random faults into a random layout, at once or one after the other, also during recoveries."""
     draw = random.Random(seed)
-    nproc, its = LAYOUTS[draw.choice(list(LAYOUTS))]
-    flags_ = SPARSE | its | {"moevement_window": draw.randint(1, 5), "train_iters": 24}
+    nproc, job = LAYOUTS[draw.choice(list(LAYOUTS))]
+    flags_ = SPARSE | job | {"moevement_window": draw.randint(1, 5), "train_iters": 24}
     flags_["moevement_window_kind"] = draw.choice(["aligned", "rolling"])
     phases = ["start", "forward", "backward", "reduce", "commit", "step", "gather", "snapshot", "replay", "recover"]
     faults = []
@@ -433,15 +433,15 @@ def test_random_faults(recovery: str, seed: int, tmp_path: Path) -> None:
         faults.append(f"rank={rank},phase={phase}{when}")
     print("seed", seed, faults)
     wanted = failure_free_digest(nproc, **flags_)
-    its = flags_ | {"moevement_recovery": recovery}
-    survived = survive(nproc, 2, tmp_path / "recovered", inject=tuple(faults), **its)
+    job = flags_ | {"moevement_recovery": recovery}
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=tuple(faults), **job)
     assert survived.digest == wanted
     survived.check_metrics(24)
 
 
 @pytest.mark.full
 def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
-    """As under srun: nothing is started again but by the tasks themselves."""
+    """Start tasks as srun does: only the tasks themselves start processes again."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
     wanted = failure_free_digest(2, **flags_)
     run_dir = tmp_path / "recovered"
@@ -468,5 +468,5 @@ def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
         assert task.wait(timeout=30) == 0
     survived = Survived(run_dir, "")
     assert survived.digest == wanted
-    assert [one["rank"] for one in survived.ranks() if one["role"] == "active"] == [0, 1]
+    assert [process["rank"] for process in survived.ranks() if process["role"] == "active"] == [0, 1]
     assert len(survived.failures()) == 1

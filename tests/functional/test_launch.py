@@ -25,7 +25,7 @@ from tests.unit.monitoring.scraping import free_port
 
 @pytest.mark.builds  # two ranks that import for themselves
 def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
-    """And both leave the record, the logs of each rank, and a console that says how far it came."""
+    """Check also that both leave a record and logs of each rank, and print their progress."""
     layout = flags(pipeline_model_parallel_size=2, hidden_dropout=0.1)
     for name, options in (("forked", []), ("fresh", ["--fresh-interpreters"])):
         words = ["--nproc", "2", *options, str(SCRIPT), *layout, "--run-dir", str(tmp_path / name)]
@@ -48,12 +48,12 @@ def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
         launch("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 2
-    found, needed = r"--num-experts 6\b.*--expert-model-parallel-size 4\b", r"\b4\b.*\b8\b"
-    assert re.fullmatch(rf"moevement: {found}.*{needed}.*\n", err), err
+    problem, remedy = r"--num-experts 6\b.*--expert-model-parallel-size 4\b", r"\b4\b.*\b8\b"
+    assert re.fullmatch(rf"moevement: {problem}.*{remedy}.*\n", err), err
     job = RunRecord(tmp_path / "run").job()
     assert job is not None
     assert (job.code, job.ranks, job.ended_at is None) == (2, 4, False)
-    assert where == "console" or re.fullmatch(f"{found}.*{needed}.*", job.reason)
+    assert where == "console" or re.fullmatch(f"{problem}.*{remedy}.*", job.reason)
 
 
 def test_a_run_directory_of_a_job_that_runs_keeps_its_logs(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
     log = re.escape(f"{tmp_path}/logs/rank_1.out")
     assert re.search(rf"\brank 1\b.*\bpid {pids[1]}\b.*\bsignal 9\b.*{log}\b", err), err
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    # Killed runs have whole lines, and no summary.
+    # The record of a killed run has whole lines and no summary.
     assert RunRecord(tmp_path).metrics()
     assert not (tmp_path / "summary.json").exists()
 
@@ -136,7 +136,7 @@ def test_a_rank_that_fails_shows_its_traceback(nproc: int, options: list[str], t
 @pytest.mark.builds
 @pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
 def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path: Path) -> None:
-    """Neither when a rank is killed, whose writers are then nobody's children, nor after Ctrl-C."""
+    """Kill a rank, whose writers then have no parent, or press Ctrl-C: neither processes nor files are left."""
     words = flags(
         pipeline_model_parallel_size=2, train_iters=100000, save=str(tmp_path / "c"), save_interval=1, async_save=True,
         use_persistent_ckpt_worker=True, num_workers=1,
@@ -164,7 +164,7 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
     assert code == (1 if victim == "rank" else 130)
     killed = rf"\brank 0\b.*\bpid {pids[0]}\b.*\bsignal 9\b"
     assert re.search(killed, err) if victim == "rank" else re.fullmatch(r"moevement: .*\bCtrl-C\b.*\n", err), err
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert list(scratch.iterdir()) == []
     scratch.rmdir()
 

@@ -1,7 +1,7 @@
 """Every parallel layout computes what one rank computes, from the same weights on the same global batches.
 
-In FP32. Pipelining and expert parallelism only move the arithmetic, so most layouts agree to the last bit; where a sum
-is cut into parts (data or tensor parallelism) its order changes, which moves a loss of about 5 by an ULP or two.
+All runs are in FP32. Pipelining and expert parallelism only move the arithmetic, so most layouts agree to the last bit.
+Data and tensor parallelism cut sums into parts; the new order moves a loss of about 5 by an ULP or two.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def reference(same_weights: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 
 QUICK = ("pipeline-full-recompute",)
-"""Every kind of parallelism once; the others mostly try Megatron over gloo, and `make test-full` runs them."""
+"""Layouts for every run of the tests; the others mostly test Megatron over gloo, and are for ``make test-full``."""
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_batched_p2p_between_four_interleaved_stages_agrees_with_one_rank(tmp_pa
 def test_a_wrong_layout_would_be_seen(
     reference: dict[int, float], same_weights: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The comparison can fail: a learning rate off by a thousandth is beyond the tolerance."""
+    """Check that the comparison can fail: a learning rate off by a thousandth is beyond the tolerance."""
     other = losses(train(1, tmp_path, **same_weights, lr=5.005e-3))
     assert other != pytest.approx(reference, abs=ULPS, rel=0)
 
@@ -132,7 +132,7 @@ def test_every_layout_twice_is_the_same_run(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_of_different_ranks_start_different(tmp_path: Path) -> None:
-    """Nothing of one rank's experts may equal another's: an RNG tracker that does not work makes them all alike."""
+    """Check that no weights of two ranks' experts are equal; a broken RNG tracker would make all of them equal."""
     from tests.functional.bodies import expert_weights_after_one_iteration
     from tests.harness import run_ranks
     from tests.training import SCRIPT, flags
@@ -147,7 +147,7 @@ def test_experts_of_different_ranks_start_different(tmp_path: Path) -> None:
 
 
 def test_replicated_weights_stay_equal_over_tensor_parallel_ranks_under_dropout(tmp_path: Path) -> None:
-    """Without sequence parallelism tensor-parallel ranks drop the same hidden values, though only one reads data."""
+    """Check that without sequence parallelism both ranks drop the same hidden values, though only one reads data."""
     from tests.functional.bodies import replicated_weights
     from tests.harness import run_ranks
     from tests.training import SCRIPT, flags
@@ -171,7 +171,7 @@ def test_a_run_leaves_its_record(tmp_path: Path) -> None:
     record = train(2, tmp_path, expert_model_parallel_size=2, eval_iters=1, fp16=True, initial_loss_scale=2**40)
     lines = record.metrics()
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
-    # The first loss scales overflow: those iterations are committed as skipped, and have their line.
+    # The first loss scales overflow: these iterations are committed as skipped, and have a line each.
     assert [line["skipped"] for line in lines[:2]] == [True, True]
     assert lines[0]["loss_scale"] >= 2 * lines[-1]["loss_scale"]
     assert RunRecord(tmp_path).summary()["validation_loss"] > 0

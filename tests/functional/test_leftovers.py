@@ -1,7 +1,7 @@
-"""Survivors that a failure finds half way through something go on with the bits of a failure-free run.
+"""Survivors that a failure interrupts in the middle of a step go on with the bits of a failure-free run.
 
-A drill has one rank stay in the middle of a step; another one is then killed from outside, so the restart's exception
-is raised exactly there.
+A drill makes one rank wait in the middle of a step. The test then kills another rank from outside, so the exception
+of the restart is raised exactly there.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PP2xDP2: dict[str, Any] = {
 
 
 def kill_when_waiting(job: Launcher, run_dir: Path, kills: dict[str, int]) -> None:
-    """Kill a rank as soon as another one stays at a place.
+    """Kill a rank as soon as another rank waits at a place.
 
     Args:
-        kills: by place (``fork of iteration 9``), the rank to kill.
+        kills: rank to kill for each place, such as ``fork of iteration 9``.
     """
     left = dict(kills)
     while job.poll() is None and left:
         time.sleep(0.05)
         text = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("*"))
         for place in set(re.findall(r"injecting WAIT into rank \d+ at (\w+ of iteration \d+)", text)) & left.keys():
-            (pid,) = [one["pid"] for one in ranks_of(run_dir) if one["rank"] == left[place]]
+            (pid,) = [process["pid"] for process in ranks_of(run_dir) if process["rank"] == left[place]]
             del left[place]
             os.kill(pid, signal.SIGKILL)
     assert not left
@@ -53,7 +53,7 @@ def ranks_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def interrupt(nproc: int, run_dir: Path, places: dict[tuple[int, str, int], int], **flags_: Any) -> Survived:
-    """A job in which ranks are interrupted at ``places``: (rank, phase, iteration) by the rank that is killed then."""
+    """Run a job; interrupt ranks at ``places``, which map rank, phase and iteration to the rank that is killed then."""
     words = flags(**flags_)
     for rank, phase, iteration in places:
         words += ["--moevement-inject", f"rank={rank},iteration={iteration},phase={phase},signal=WAIT"]
@@ -82,7 +82,7 @@ def interrupt(nproc: int, run_dir: Path, places: dict[tuple[int, str, int], int]
 def test_a_survivor_is_interrupted_in_the_middle_of_a_step(
     iterations: int, places: dict[tuple[int, str, int], int], tmp_path: Path
 ) -> None:
-    """Of the ranks that wait, each keeps its state: another stage is the one that loses it."""
+    """Interrupt ranks that wait in a step and keep their state, as ranks of the other stage are killed."""
     flags_ = SPARSE | PP2xDP2 | {"train_iters": iterations}
     wanted = failure_free(4, **flags_)
     survived = interrupt(4, tmp_path / "interrupted", places, **flags_)
@@ -90,13 +90,13 @@ def test_a_survivor_is_interrupted_in_the_middle_of_a_step(
     survived.check_metrics(iterations)
     assert [failure["recovery"]["until"] for failure in survived.failures()] == [at - 1 for _, _, at in places]
     for failure in survived.failures():
-        # Two ranks kept their state, compared with a snapshot of it: 2 as a whole, 0 in part, 0 not at all.
+        # Two ranks kept their state. Their comparison with a snapshot covered 2 as a whole, 0 in part, 0 not at all.
         assert re.findall(r"\d+", failure["kept"]) == ["2", "2", "0", "0"], failure["kept"]
 
 
 @pytest.mark.full
 def test_a_decision_about_windows_that_only_some_ranks_have_made(tmp_path: Path) -> None:
-    """Rank 0 is interrupted in it, when rank 1 of the same stage has a new order already: both go on by that one."""
+    """Interrupt rank 0 in a decision that rank 1 of its stage has made already: both go on with the new order."""
     flags_ = SPARSE | PP2xDP2 | {"moevement_window": 3}
     wanted = failure_free(4, **flags_)
     places = {(0, "decide", 4): 2, (1, "decide", 10): 0}
@@ -123,7 +123,7 @@ def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:
     argv = [str(SCRIPT), *words]
     for outcome in run_ranks(spoiled_and_cleared, 2, argv, init_process_group=False):
         state = outcome.result
-        parameters = {name for name in state["names"] if any(name in what.split() for what in state["left"])}
+        parameters = {name for name in state["names"] if any(name in line.split() for line in state["left"])}
         assert parameters == set(state["names"])
         assert len(parameters) > 20
         assert re.search(r"\bbuffer \d+$", state["left"][-1])

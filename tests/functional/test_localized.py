@@ -1,4 +1,4 @@
-"""Only the stages that lost their state replay; the others keep theirs, feed them, and run nothing again."""
+"""Stages that lost their state replay alone; other stages keep their state, feed them, and re-execute nothing."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ RUNS: dict[str, Case] = {
 }  # fmt: skip
 
 
-def check_scope(recovered: RunRecord, recoveries: list[dict[str, Any]], stages: set[int], told: str = "") -> None:
-    """By what the run's record says, as an operator reads it."""
+def check_scope(recovered: RunRecord, recoveries: list[dict[str, Any]], stages: set[int], case: str = "") -> None:
+    """Check by the record of the run, as an operator reads it, that exactly ``stages`` replayed."""
     events = [event for event in recovered.events() if event["event"] == "recovery"]
-    assert [event["until"] for event in events] == [one["until"] for one in recoveries], told
+    assert [event["until"] for event in events] == [recovery["until"] for recovery in recoveries], case
     for event in events:
-        assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, told
-        assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), told
-        # Of every iteration but the last there is a record, in the snapshot after it, of what was sent.
-        assert event["sends"] > 0 or event["until"] < 3, told
+        assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, case
+        assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), case
+        # The snapshot after an iteration records what was sent in it, so only the last iteration has no such record.
+        assert event["sends"] > 0 or event["until"] < 3, case
 
 
 @pytest.mark.full
@@ -117,10 +117,10 @@ def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) 
         "moevement_wipe_at": sorted(random.sample(range(1, ITERATIONS), 2)), "moevement_wipe_stages": lost,
         **random.choice([{}, ALWAYS_REORDER]),
     }  # fmt: skip
-    told = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
-    print(told)
+    case = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
+    print(case)
     wanted, recovered = recover(ranks, job, sparse, tmp_path)
-    check_scope(recovered, check(wanted, recovered, sparse, told), set(lost), told)
+    check_scope(recovered, check(wanted, recovered, sparse, case), set(lost), case)
 
 
 def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
     warnings = re.findall(r"^moevement: WARNING rank 0: (.*)$", outcomes[0].output, re.MULTILINE)
-    (found,) = filter(None, map(Damage.parse, warnings))
-    assert "boundary log" in found.by
-    assert re.findall(r"\d+", found.what) == ["6"]
+    (damage,) = filter(None, map(Damage.parse, warnings))
+    assert "boundary log" in damage.by
+    assert re.findall(r"\d+", damage.what) == ["6"]
     recovered = RunRecord(tmp_path / "recovered")
     check_scope(recovered, check(wanted, recovered, sparse), {0, 1})
 

@@ -1,4 +1,4 @@
-"""Optimizers whose state is narrow, killed: all five rows of table 7, and what is between them."""
+"""Jobs whose optimizers have narrow state survive kills: all five rows of table 7, and regimes between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launching import survive
 
 QUICK = {"FP8/FP16/FP8+FP16"}
 FROM_THE_START = "rank=1,iteration=2,phase=forward"
-"""Masters that are narrower than weights are made before the first iteration, on a rank that is new later, too."""
+"""Early fault: masters narrower than weights are made before the first iteration, and again on a replacement."""
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ FROM_THE_START = "rank=1,iteration=2,phase=forward"
 @WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")
 def test_killed_in_every_regime(layout: str, name: str, recovery: str, tmp_path: Path) -> None:
-    nproc, its = LAYOUTS[layout]
-    flags_ = SPARSE | its | {"bf16": True} | REGIMES[name]
+    nproc, overrides = LAYOUTS[layout]
+    flags_ = SPARSE | overrides | {"bf16": True} | REGIMES[name]
     wanted = failure_free_digest(nproc, **flags_)
     kills = among(nproc, (FROM_THE_START, *KILLS), every=2)
     survived = survive(nproc, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)

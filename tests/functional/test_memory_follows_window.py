@@ -1,4 +1,4 @@
-"""Host memory of snapshots follows the window that is in force, and what is given back costs no exactness."""
+"""Host memory of snapshots follows the window in force, and recoveries stay exact after memory is freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.launching import survive
 
 @pytest.mark.full
 def test_memory_falls_when_a_measured_window_is_smaller_and_a_kill_after_that_costs_nothing(tmp_path: Path) -> None:
-    """Plain data parallelism: windows of eight iterations until something is measured, then of fewer."""
+    """Train with plain data parallelism: windows of eight iterations until rates are measured, then of fewer."""
     iterations, killed_at = 110, 95
     job: dict[str, Any] = SPARSE | {
         "train_iters": iterations, "global_batch_size": 2, "micro_batch_size": 1, "hidden_size": 128,

@@ -1,4 +1,4 @@
-"""MoC-System live: what it saves of the experts, what a kill costs, and that this is counted to the last token."""
+"""MoC-System in live jobs: which experts it saves, what a kill costs, and a count of lost tokens that is exact."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.training import SCRIPT, flags, train
 
 EXPERTS, LAYERS, INTERVAL = 4, 4, 2
 SPAN = 8
-"""Every expert is saved once in so many snapshots where one of four is, and selected by load."""
+"""Snapshots in which every expert is saved at least once, if each has one of four experts, selected by load."""
 PARTIAL: dict[str, Any] = {
     "moevement_window": False, "moevement_strategy": "moc", "moevement_dense_interval": INTERVAL,
     "moevement_snapshot_experts": 1, "moevement_plt_limit": 1.0,
@@ -41,7 +41,7 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     survived.check_metrics(16)
     (recovery,) = survived.events("recovery")
     stages = layout.get("pipeline_model_parallel_size", 1)
-    # The checkpoint that all go back to, and the iterations at which each expert had its turn, worked out again.
+    # Work out the checkpoint that all ranks go back to, and the iterations in which each expert was saved.
     reached = recovery["until"] - recovery["replayed"]
     assert reached % INTERVAL == 0
     tokens: Counter[tuple[int, int, int]] = Counter()
@@ -52,10 +52,10 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert sum(tokens.values()) == LAYERS * samples * positions * experts_per_token
     wanted = {}
     for layer in range(LAYERS):
-        on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, in turn by rank
+        on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, which take turns
         place = layer % (LAYERS // stages)
         for turn, expert in enumerate(on_ranks[place:] + on_ranks[:place]):
-            # The state that the job began from was saved in as many checkpoints as a run has, the last at iteration 0.
+            # The initial state counts as saved in turn, as by checkpoints before the run, the last at iteration 0.
             behind = (reached // INTERVAL + EXPERTS - 1 - turn) % EXPERTS * INTERVAL
             lost = sum(tokens[t, layer, expert] for t in range(max(0, reached - behind) + 1, reached + 1))
             if lost:
@@ -83,8 +83,8 @@ def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], 
     for layer in range(LAYERS):
         place = layer % of_stage
         turns = [0, 2, 1, 3][place:] + [0, 2, 1, 3][:place]
-        saved = {expert: 0 for expert in turns}  # the iteration; nothing was routed before the first
-        full = {expert: turn - 3 for turn, expert in enumerate(turns)}  # the number of the snapshot
+        saved = {expert: 0 for expert in turns}  # iteration of the last save; no token was routed before the first
+        full = {expert: turn - 3 for turn, expert in enumerate(turns)}  # number of the last snapshot with full state
         for number in range(1, reached // INTERVAL + 1):
             due = {expert for expert in turns if number - full[expert] >= SPAN}
             at = number * INTERVAL
@@ -113,10 +113,10 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     survived.check_metrics(22)
     assert len(survived.failures()) == len(PHASES)
     recoveries = survived.events("recovery")
-    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
-    assert [one["ranks"] for one in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
+    assert all(sum(recovery["lost_tokens"].values()) > 0 for recovery in recoveries)
+    assert [recovery["ranks"] for recovery in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
     assert re.search(r"\b1 of 4 experts\b", survived.out)
-    # Weights of data-parallel replicas were compared in each recovery; the run is not that of a job without failures.
+    # Each recovery compared the weights of data-parallel replicas; the run differs from one without failures.
     wanted = failure_free(4, **flags_)
     assert main(["verify", str(wanted.folder), str(tmp_path / "run"), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -129,12 +129,12 @@ def test_state_that_is_wiped_comes_back_with_older_experts_and_training_goes_on(
     record = train(1, tmp_path / "run", **flags_)
     assert [line["iteration"] for line in record.metrics()] == list(range(1, 15))
     recoveries = [event for event in record.events() if event["event"] == "recovery"]
-    assert [one["until"] for one in recoveries] == [5, 11]
-    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+    assert [recovery["until"] for recovery in recoveries] == [5, 11]
+    assert all(sum(recovery["lost_tokens"].values()) > 0 for recovery in recoveries)
 
 
 @pytest.mark.parametrize(
-    "its",
+    "overrides",
     [
         {},
         pytest.param({"moevement_selection": "load"}, marks=pytest.mark.full),
@@ -142,9 +142,9 @@ def test_state_that_is_wiped_comes_back_with_older_experts_and_training_goes_on(
     ],
     ids=["moc", "moc-by-load", "moetion"],
 )
-def test_what_is_run_again_is_trained_again(its: dict[str, Any], tmp_path: Path) -> None:
-    """Back to the beginning nothing is lost, so every update after it has to come again: the drill compares."""
-    flags_ = SPARSE | PARTIAL | {"train_iters": 8, "moevement_dense_interval": 10, "moevement_wipe_at": 4} | its
+def test_what_is_run_again_is_trained_again(overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Roll back to the beginning: nothing is lost, so the drill checks that every later update is repeated."""
+    flags_ = SPARSE | PARTIAL | {"train_iters": 8, "moevement_dense_interval": 10, "moevement_wipe_at": 4} | overrides
     record = train(1, tmp_path / "run", **flags_)
     (recovery,) = (event for event in record.events() if event["event"] == "recovery")
     assert (recovery["replayed"], recovery["lost_tokens"]) == (4, {})
@@ -154,7 +154,7 @@ def test_what_is_run_again_is_trained_again(its: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.full
 def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Path) -> None:
-    """Who is lost has files alone: its experts come as old as they are there, and the job goes on."""
+    """Kill ranks that have copies only in files: their experts are restored as old as they are there."""
     flags_: dict[str, Any] = SPARSE | PARTIAL | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 36, "moevement_dense_interval": 1,
         "moevement_snapshot_experts": 2, "moevement_persist_experts": 1,
@@ -164,11 +164,11 @@ def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Pat
     survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_)
     survived.check_metrics(36)
     recoveries = survived.events("recovery")
-    assert [one["sources"]["file"] > 0 for one in recoveries] == [True, True]
-    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+    assert [recovery["sources"]["file"] > 0 for recovery in recoveries] == [True, True]
+    assert all(sum(recovery["lost_tokens"].values()) > 0 for recovery in recoveries)
     newest = manifests(tmp_path / "windows")[0]
     held = [read_header(path).contents for path in sorted((tmp_path / "windows" / newest.name).glob("rank_00000_*"))]
-    full = np.array([list(one) for one in held]) == str(int(Saved.FULL))
+    full = np.array([list(contents) for contents in held]) == str(int(Saved.FULL))
     on_stage = LAYERS // 2
     assert full.sum(axis=1).min() == full.shape[1] - on_stage * EXPERTS + on_stage, "one expert of each layer"
     assert full.any(axis=0).all()
@@ -177,7 +177,7 @@ def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Pat
 @pytest.mark.full
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:
-    """Without peers the rank that is lost has files alone; where the holder of its copy dies, too, nobody has more."""
+    """Kill a rank without peers, or a rank and the holder of its copy: only files have the state of its experts."""
     flags_: dict[str, Any] = SPARSE | PARTIAL | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": replicas, "train_iters": 24,
         "moevement_dense_interval": 1, "moevement_persist_dir": str(tmp_path / "windows"),

@@ -1,4 +1,4 @@
-"""MoEtion live: which experts it saves, what a kill costs, and that this is counted to the last token."""
+"""MoEtion in live jobs: which experts it saves, what a kill costs, and a count of lost tokens that is exact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.launching import survive
 from tests.training import SCRIPT, flags
 
 EXPERTS, LAYERS, SPAN = 4, 4, 8
-"""Every expert's full state is saved once in so many snapshots where one of four is."""
+"""Experts of a layer, layers, and snapshots in which the full state of every expert is saved at least once.
+
+Each snapshot has one of four experts.
+"""
 PARTIAL: dict[str, Any] = {
     "moevement_window": False, "moevement_strategy": "moetion", "moevement_snapshot_experts": 1,
 }  # fmt: skip
@@ -29,9 +32,9 @@ Expert = tuple[int, int]
 
 
 def recount(tokens: Counter[tuple[int, int, int]], layers: range, reached: int) -> dict[Expert, int]:
-    """Algorithm 1 again, from the tokens of every iteration: when each expert was last saved until ``reached``."""
-    # In the state that the job began from they were saved in turn, over two ranks with two of them each; each layer
-    # begins with another one.
+    """Run Algorithm 1 on the tokens of every iteration; return when each expert was last saved until ``reached``."""
+    # The initial state counts as saved in turn, over two ranks with two experts each; each layer begins with another
+    # expert.
     turns = [0, 2, 1, 3]
     last, full, held = dict[Expert, int](), dict[Expert, int](), set[Expert]()
     for place, layer in enumerate(layers):
@@ -40,21 +43,21 @@ def recount(tokens: Counter[tuple[int, int, int]], layers: range, reached: int) 
             if turn == 3:
                 held.add((layer, expert))
     for now in range(1, reached + 1):
-        risk = {one: sum(tokens[t, *one] for t in range(last[one] + 1, now + 1)) for one in last}
+        risk = {pair: sum(tokens[t, *pair] for t in range(last[pair] + 1, now + 1)) for pair in last}
         of_layer = {layer: sum(risk[layer, expert] for expert in range(EXPERTS)) for layer in layers}
         claims = {layer: Fraction(of_layer[layer] * len(layers), sum(of_layer.values())) for layer in layers}
         shares = {layer: min(EXPERTS, int(claim)) for layer, claim in claims.items()}
-        for layer in sorted(layers, key=lambda one: (int(claims[one]) - claims[one], one)):
+        for layer in sorted(layers, key=lambda index: (int(claims[index]) - claims[index], index)):
             shares[layer] += sum(shares.values()) < len(layers)
         chosen: set[Expert] = set()
         for layer in layers:
             due = {expert for expert in range(EXPERTS) if now - full[layer, expert] >= SPAN}
             order = sorted(range(EXPERTS), key=lambda e: (e not in due, -risk[layer, e], e))
             chosen |= {(layer, expert) for expert in order[: max(shares[layer], len(due))]}
-        for one in chosen:
-            if one not in held or now - full[one] >= SPAN:
-                full[one] = now
-            last[one] = now
+        for pair in chosen:
+            if pair not in held or now - full[pair] >= SPAN:
+                full[pair] = now
+            last[pair] = now
         held = chosen
     return last
 
@@ -97,8 +100,8 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     survived.check_metrics(22)
     assert len(survived.failures()) == len(PHASES)
     recoveries = survived.events("recovery")
-    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
-    assert [one["ranks"] for one in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
+    assert all(sum(recovery["lost_tokens"].values()) > 0 for recovery in recoveries)
+    assert [recovery["ranks"] for recovery in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
     assert re.search(r"\b1 of 4 experts\b", survived.out)
     wanted = failure_free(4, **flags_)
     assert main(["verify", str(wanted.folder), str(tmp_path / "run"), "--json"]) == 1
@@ -109,25 +112,25 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
 
 @pytest.mark.full
 def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> None:
-    """Without peers all go back to a window on disk and run iterations again, whose gradients a later loss needs."""
+    """Roll back to a window on disk, as there are no peers; a later loss needs gradients of repeated iterations."""
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 28}
     wanted = failure_free_digest(2, **flags_)
-    its = PARTIAL | {"moevement_snapshot_experts": EXPERTS, "moevement_persist_dir": str(tmp_path / "windows")}
+    strategy = PARTIAL | {"moevement_snapshot_experts": EXPERTS, "moevement_persist_dir": str(tmp_path / "windows")}
     faults = tuple(f"rank={rank},iteration={at},phase=backward" for rank, at in ((0, 13), (1, 18), (0, 24)))
-    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | its)
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | strategy)
     survived.check_metrics(28)
     assert survived.digest == wanted
     recoveries = survived.events("recovery")
     assert len(recoveries) == len(faults)
-    assert all(one["replayed"] > 1 for one in recoveries), "they are saved again while they are run again"
-    assert any(one["redone"] for one in recoveries)
+    assert all(recovery["replayed"] > 1 for recovery in recoveries), "they are saved again while they are run again"
+    assert any(recovery["redone"] for recovery in recoveries)
 
 
 @pytest.mark.full
 def test_experts_get_more_room_until_what_they_lost_is_repaid(tmp_path: Path) -> None:
     flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | PARTIAL
     flags_ |= {"train_iters": 40, "moe_expert_capacity_factor": 1.0, "moevement_capacity_boost": 0.5}
-    fault = "rank=1,iteration=12,phase=backward"  # of the first stage: every rank goes back, the last one, too
+    fault = "rank=1,iteration=12,phase=backward"  # in the first stage: every rank goes back, the last one, too
     survived = survive(4, 1, tmp_path / "run", inject=(fault,), **flags_)
     survived.check_metrics(40)
     (recovery,) = survived.events("recovery")

@@ -1,4 +1,4 @@
-"""A job that loses a rank, as those see it who watch: the metrics endpoint, TensorBoard, the terminal, a page."""
+"""Metrics endpoint, TensorBoard, terminal and page show a job that loses a rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from tests.training import ROOT, SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port, scraped
 
 ITERATIONS, KILLED_AFTER = 60, 10
-"""Rank 1 is killed when the endpoint has shown so many iterations, so the order does not depend on the machine."""
+"""Iterations of the job, and those after which rank 1 is killed.
+
+The test counts the latter at the endpoint, so the order of events does not depend on the machine.
+"""
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    """The run directory, and what was scraped while the job ran."""
+    """Run a job that loses a rank; return its run directory and the samples scraped while it ran."""
     run_dir, port = tmp_path_factory.mktemp("watched") / "run", free_port()
     words = flags(
         train_iters=ITERATIONS, pipeline_model_parallel_size=2, moevement_sparse_ckpt=True, moevement_window=3,
@@ -59,17 +62,17 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 def test_the_endpoint_outlives_the_rank_that_dies(watched: tuple[Path, list[dict[str, float]]]) -> None:
     _, seen = watched
-    iterations = [its["moevement_iteration"] for its in seen if "moevement_iteration" in its]
+    iterations = [sample["moevement_iteration"] for sample in seen if "moevement_iteration" in sample]
     assert iterations == sorted(iterations)
     assert min(iterations) < max(iterations)
     assert (seen[0]["moevement_recoveries_total"], seen[-1]["moevement_recoveries_total"]) == (0, 1)
     assert seen[-1]["moevement_last_recovery_seconds/replay"] > 0
     assert seen[-1]["moevement_replicated_bytes_total"] > seen[-1]["moevement_copied_bytes_total"] / 2 > 0
-    assert 2 in [its["moevement_processes/active"] for its in seen]
+    assert 2 in [sample["moevement_processes/active"] for sample in seen]
 
 
 def test_tensorboard_has_the_same_figures(watched: tuple[Path, list[dict[str, float]]]) -> None:
-    """The rank that was killed wrote them, and the one that took its place."""
+    """Check figures that the killed rank wrote and figures that its replacement wrote."""
     run_dir, seen = watched
     written = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     written.Reload()
@@ -118,7 +121,7 @@ def test_terminal_and_page_show_it(
 
 
 def coordinated(run_dir: Path, port: int, iterations: int) -> subprocess.Popen[str]:
-    """A job of one rank whose task Slurm would have started."""
+    """Start a coordinator with a job of one rank, in the environment of a Slurm task."""
     command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
     task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     words = [

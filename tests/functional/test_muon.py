@@ -1,4 +1,4 @@
-"""Muon: the update of a matrix needs all of it, and a replay makes that of active operators alone."""
+"""Jobs with Muon survive kills: an update needs a whole matrix, and a replay updates active operators alone."""
 
 from __future__ import annotations
 

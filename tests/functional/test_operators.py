@@ -1,4 +1,4 @@
-"""The operators of real ranks are those that a plan describes, tensor by tensor; experts have the model's numbers."""
+"""Operators of real ranks are those that a plan describes, tensor by tensor; experts have the model's numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ranks_hold_what_a_plan_describes(name: str) -> None:
     for outcome in outcomes:
         _, (stage, expert_rank) = outcome.result.pop("place")
         described = {
-            operator.name: (str(operator.kind), sorted(one.elements for one in operator.tensors))
+            operator.name: (str(operator.kind), sorted(tensor.elements for tensor in operator.tensors))
             for operator in shape.stages[stage].operators
         }
         held = {name: (kind, sorted(sizes)) for name, (kind, sizes) in outcome.result.items()}
@@ -98,7 +98,10 @@ WEIGHED: dict[str, tuple[int, dict[str, Any]]] = {
         2, FP8 | {"fp8_recipe": "tensorwise", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1,
                   "num_layers_at_end_in_bf16": 1},
     ),
-    **{name: (4, SPLIT | {"bf16": True, "use_distributed_optimizer": True} | its) for name, its in REGIMES.items()},
+    **{
+        name: (4, SPLIT | {"bf16": True, "use_distributed_optimizer": True} | regime)
+        for name, regime in REGIMES.items()
+    },
 }  # fmt: skip
 
 
@@ -114,8 +117,8 @@ def test_a_plan_knows_the_bytes_of_every_rank(name: str) -> None:
     shape = describe("tiny", words, ranks)
     planned = [stage.rank_bytes(shape.regime) for stage in shape.stages]
     for outcome in run_ranks(state_weighed, ranks, [str(SCRIPT), *words], init_process_group=False):
-        found = outcome.result
-        one = planned[found["stage"]][found["rank"]]
-        assert (one.compute, one.full, one.gradient) == (found["compute"], found["full"], found["gradient"]), (
+        weighed = outcome.result
+        plan = planned[weighed["stage"]][weighed["rank"]]
+        assert (plan.compute, plan.full, plan.gradient) == (weighed["compute"], weighed["full"], weighed["gradient"]), (
             outcome.rank
         )

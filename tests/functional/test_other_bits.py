@@ -1,4 +1,4 @@
-"""Replays that come to other last bits, as on a GPU without deterministic kernels: reported, and training goes on."""
+"""Replays may reach other last bits, as on a GPU without deterministic kernels; the job reports it and goes on."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ main()
 
 
 def train_as_on_a_gpu(folder: Path, *, repeatable: bool, follow: bool = True, noise: float = 0.0) -> Survived:
-    """Train with two ranks lost, one after the other.
+    """Train as on a GPU while ranks are killed one after the other.
 
     Args:
-        folder: of the test.
-        repeatable: whether a rank says that it comes to the same bits when it repeats a computation.
-        follow: whether a rank says that sums follow the places of ranks.
-        noise: by how much what a stage computes is another value each time, relative to it.
+        folder: folder of the test.
+        repeatable: True if ranks report that a repeated computation has the same bits.
+        follow: True if ranks report that sums follow the places of ranks.
+        noise: relative size of the random change of a stage's output in each computation.
     """
     script = folder / "gpu.py"
     script.write_text(GPU.format(script=str(SCRIPT), repeatable=repeatable, follow=follow, noise=noise))
@@ -64,14 +64,14 @@ def recoveries(survived: Survived) -> list[dict[str, Any]]:
 
 
 def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> None:
-    # Far above the last bit of a loss, for only two iterations may be compared.
+    # The noise is far above the last bit of a loss, as recoveries may compare only two iterations.
     survived = train_as_on_a_gpu(tmp_path, repeatable=False, noise=1e-4)
     done = recoveries(survived)
     assert [recovery["replayed"] > 0 for recovery in done] == [True] * len(KILLS), "and none began again"
     assert all(0 < recovery["largest_difference"] < 1e-2 for recovery in done), done
-    mine, undisturbed = losses(survived.record), losses(failure_free(NPROC, **JOB))
-    assert mine.keys() == undisturbed.keys()
-    assert all(math.isclose(mine[iteration], undisturbed[iteration], rel_tol=0.02) for iteration in mine)
+    disturbed, undisturbed = losses(survived.record), losses(failure_free(NPROC, **JOB))
+    assert disturbed.keys() == undisturbed.keys()
+    assert all(math.isclose(disturbed[iteration], undisturbed[iteration], rel_tol=0.02) for iteration in disturbed)
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Parity guards snapshots as copies do: ranks are killed, and the run ends with the bits of a failure-free one."""
+"""Parity protects snapshots as copies do: jobs survive kills with the bits of a failure-free run."""
 
 from __future__ import annotations
 

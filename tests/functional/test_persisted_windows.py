@@ -1,4 +1,4 @@
-"""A new job goes on from windows on disk with the bits of one that never stopped, whatever happened to some files."""
+"""A new job resumes windows on disk with the bits of a job that never stopped, though files are lost or damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPARSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Persisted:
-    """What a run of nine iterations left on two nodes, and the run of twelve that never stopped."""
+    """Windows that a run of nine iterations left on two nodes, and a run of twelve that never stopped."""
 
     failure_free: RunRecord
     nodes: Path
@@ -46,7 +46,7 @@ def persisted(tmp_path_factory: pytest.TempPathFactory) -> Persisted:
     template = str(folder / "nodes" / "{node}")
     first = train(2, folder / "first", train_iters=9, **JOB, **SPARSE, moevement_persist_dir=template)
     newest = manifests(folder / "nodes" / "0")
-    assert [one.reaches for one in newest] == sorted((one.reaches for one in newest), reverse=True)
+    assert [manifest.reaches for manifest in newest] == sorted((manifest.reaches for manifest in newest), reverse=True)
     assert newest == manifests(folder / "nodes" / "1"), "the same manifests on every node"
     assert first.summary()["checkpointing"]["on_disk"] == newest[0].reaches
     assert len(newest) == 2
@@ -55,9 +55,9 @@ def persisted(tmp_path_factory: pytest.TempPathFactory) -> Persisted:
 
 def newest_files(persisted: Persisted, node: int, rank: int) -> list[str]:
     name = manifests(persisted.nodes / str(node))[0].name
-    found = sorted(path.name for path in (persisted.nodes / str(node) / name).glob(f"rank_{rank:05d}_*"))
-    assert found
-    return [f"{node}/{name}/{one}" for one in found]
+    files = sorted(path.name for path in (persisted.nodes / str(node) / name).glob(f"rank_{rank:05d}_*"))
+    assert files
+    return [f"{node}/{name}/{file}" for file in files]
 
 
 def go_on(folder: Path, template: str, **changes: Any) -> RunRecord:
@@ -80,10 +80,10 @@ def test_the_job_goes_on_though_a_node_is_lost_and_writes_to_the_same_folders(
     shutil.rmtree(tmp_path / "nodes" / "1")
     run = go_on(tmp_path, template, moevement_persist_dir=template)
     check(persisted, run, newest.reaches)
-    mine = manifests(tmp_path / "nodes" / "1")
-    assert mine
-    assert all(one.job != newest.job for one in mine), "windows of the run before are gone"
-    assert run.summary()["checkpointing"]["on_disk"] == mine[0].reaches > newest.reaches
+    written = manifests(tmp_path / "nodes" / "1")
+    assert written
+    assert all(manifest.job != newest.job for manifest in written), "windows of the run before are gone"
+    assert run.summary()["checkpointing"]["on_disk"] == written[0].reaches > newest.reaches
 
 
 @pytest.mark.full
@@ -112,17 +112,19 @@ def test_an_edited_manifest_and_a_pipe_among_the_files_are_said_and_done_without
     newest, older = manifests(tmp_path / "nodes" / "0")
     for node in (0, 1):
         path = tmp_path / "nodes" / str(node) / f"{newest.name}.json"
-        its = json.loads(path.read_text())
-        its["progress"]["consumed_train_samples"] = 0  # it would train on other data
-        path.write_text(json.dumps(its))
+        manifest = json.loads(path.read_text())
+        manifest["progress"]["consumed_train_samples"] = 0  # it would train on other data
+        path.write_text(json.dumps(manifest))
     pipe = next((tmp_path / "nodes" / "0" / older.name).glob("rank_00000_*"))
     pipe.unlink()
     os.mkfifo(pipe)
     ended = outcomes(2, tmp_path / "run", train_iters=12, **JOB, **SPARSE, moevement_load=template)
     check(persisted, RunRecord(tmp_path / "run"), older.reaches)
-    said = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: WARNING")]
-    assert any(f"{newest.name}.json" in line for line in said), said
-    assert any(pipe.name in line for line in said), said
+    warnings = [
+        line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: WARNING")
+    ]
+    assert any(f"{newest.name}.json" in line for line in warnings), warnings
+    assert any(pipe.name in line for line in warnings), warnings
 
 
 @pytest.mark.builds
@@ -139,17 +141,17 @@ def test_the_job_goes_on_with_another_arithmetic_says_so_and_recovers_from_what_
     )
     _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, err + logs(tmp_path / "run")
-    said = (tmp_path / "run" / "logs" / "rank_0.out").read_text()
+    log = (tmp_path / "run" / "logs" / "rank_0.out").read_text()
     loaded, recovered = RunRecord(tmp_path / "run").summary()["checkpointing"]["recoveries"]
     assert loaded["until"] == newest.reaches
     if loaded["verified_until"] != newest.reaches:  # on some processors it may come to the same bits
         wrote, *_ = newest.arithmetic
-        assert re.search(rf"WARNING rank 0: .*\b{newest.name}\b.*{re.escape(wrote)}", said), said
+        assert re.search(rf"WARNING rank 0: .*\b{newest.name}\b.*{re.escape(wrote)}", log), log
     assert recovered["until"] >= recovered["verified_until"] > newest.reaches
 
 
-def told(folder: Path, **changes: Any) -> list[str]:
-    """Lines that name flags, of a job that ends with exit code 2 before it trains."""
+def refusals(folder: Path, **changes: Any) -> list[str]:
+    """Return the lines that name flags, from a job that ends with exit code 2 before it trains."""
     job = {"train_iters": 12, **JOB, **SPARSE, **changes}
     ended = outcomes(2, None, check=False, **job)
     assert {outcome.exit_code for outcome in ended} == {2}
@@ -158,9 +160,9 @@ def told(folder: Path, **changes: Any) -> list[str]:
 
 def test_windows_of_another_job_are_neither_loaded_nor_overwritten(persisted: Persisted, tmp_path: Path) -> None:
     template = persisted.copied_to(tmp_path)
-    (line,) = told(tmp_path, moevement_load=template, weight_decay=0.2)
+    (line,) = refusals(tmp_path, moevement_load=template, weight_decay=0.2)
     assert re.search(r"--moevement-load\b.*--weight-decay 0\.2\b.*\b0\.1\b", line), line
-    (line,) = told(tmp_path, moevement_persist_dir=template)
+    (line,) = refusals(tmp_path, moevement_persist_dir=template)
     newest = manifests(tmp_path / "nodes" / "0")[0].name
     assert re.search(rf"--moevement-persist-dir\b.*\b{newest}\b.*--moevement-load\b", line), line
     assert len(manifests(tmp_path / "nodes" / "0")) == 2
@@ -216,7 +218,7 @@ def test_a_window_of_the_last_iteration_is_the_final_state(persisted: Persisted,
 @pytest.mark.full
 @pytest.mark.parametrize("size", [7, 8, 10])
 def test_a_window_of_more_iterations_than_operators(size: int, tmp_path: Path) -> None:
-    """It is as long as there are operators; what the manifest says that a window reaches is what is reached."""
+    """Check that a window has as many iterations as operators, and that a job resumes the iteration in its manifest."""
     job: dict[str, Any] = {"bf16": True, "num_layers": 1, "num_experts": 2}
     sparse = SPARSE | {"moevement_replicas": 0, "moevement_window": size}
     folder = str(tmp_path / "windows")

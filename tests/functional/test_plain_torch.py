@@ -1,4 +1,4 @@
-"""The second binding: a trainer in plain torch, without Megatron, loses ranks and goes on with the same bits."""
+"""Jobs of a trainer in plain torch, without Megatron, lose ranks and go on with the same bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"
 
 def run(run_dir: Path, nproc: int, *words: str) -> RunRecord:
     options = ["--trainer", "torch", "--nproc", str(nproc), "--spares", "1"]
-    given = ["--moevement-window", "4", "--moevement-verify", "iteration", "--iterations", "26", *words]
-    code, out, err = finished(launch(*options, str(SCRIPT), *given, "--run-dir", str(run_dir)))
+    arguments = ["--moevement-window", "4", "--moevement-verify", "iteration", "--iterations", "26", *words]
+    code, out, err = finished(launch(*options, str(SCRIPT), *arguments, "--run-dir", str(run_dir)))
     assert (code, err) == (0, ""), out
     assert "iteration 26, loss " in out
     return RunRecord(run_dir)
@@ -35,7 +35,7 @@ def is_the_same(a: RunRecord, b: RunRecord) -> bool:
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -> None:
-    """In the middle of an update, of a message to a peer, and on the way back from that; operators were reordered."""
+    """Kill ranks in an update, while they send to a peer, and in the recovery from that, after a reorder."""
     free = run(tmp_path / "failure_free", nproc)
     last = nproc - 1
     faults = [
@@ -50,7 +50,11 @@ def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -
     assert len(failures) >= 3
     assert all(recovery["recomputed"] > 0 for recovery in recoveries), "frozen and active operators were mixed"
     assert free.summary()["checkpointing"]["reorders"] > 0
-    pids = [one["pid"] for one in json.loads((killed.folder / "ranks.json").read_text()) if one["role"] != "starting"]
+    pids = [
+        process["pid"]
+        for process in json.loads((killed.folder / "ranks.json").read_text())
+        if process["role"] != "starting"
+    ]
     assert len(set(pids)) == len(pids)
 
 
@@ -122,7 +126,7 @@ def test_a_job_that_is_asked_to_end_does_so_at_a_boundary(tmp_path: Path) -> Non
 
 
 def test_the_example_knows_no_megatron() -> None:
-    """What it imports anywhere, and what the engine loads for it."""
+    """Check that no import in the example's script is of Megatron."""
     tree = ast.parse(SCRIPT.read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -1,4 +1,4 @@
-"""``moevement profile`` on real ranks, and a simulation of what it has measured."""
+"""``moevement profile`` measures real ranks, and ``moevement simulate`` takes its result."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureF
     words = ["--iterations", "8", "--saving-iterations", "24", "--micro-batch-sizes", "2", "--output", str(output)]
     done = profile(*words, str(SCRIPT), "--config", str(config))
     assert done.returncode == 0, done.stderr
-    made = Profile.load(output)
-    (size,) = made.sizes
+    loaded = Profile.load(output)
+    (size,) = loaded.sizes
     printed = " ".join(done.stdout.split())
     measured_s = re.escape(f"{size.iteration_s:.4g}")
     assert re.search(rf"\b{measured_s} s\b.*\d s\b.*\bsimulation\b", printed), printed
-    assert (made.ranks, made.pipeline, size.micro_batches, size.tokens, made.backend) == (2, 2, 4, 64, "gloo")
-    assert [one.layers for one in size.stages] == [2, 2]
-    for one in size.stages:
-        assert 0 < one.forward_s < size.iteration_s
-        assert 0 < one.backward_s < size.iteration_s
-        assert one.layer_output_bytes == 64 * 64 * 2
-        assert one.layer_activation_bytes > one.layer_output_bytes
-    assert {one.collective for one in made.collectives} == {
+    assert (loaded.ranks, loaded.pipeline, size.micro_batches, size.tokens, loaded.backend) == (2, 2, 4, 64, "gloo")
+    assert [stage.layers for stage in size.stages] == [2, 2]
+    for stage in size.stages:
+        assert 0 < stage.forward_s < size.iteration_s
+        assert 0 < stage.backward_s < size.iteration_s
+        assert stage.layer_output_bytes == 64 * 64 * 2
+        assert stage.layer_activation_bytes > stage.layer_output_bytes
+    assert {timing.collective for timing in loaded.collectives} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
     }  # fmt: skip
-    assert made.contention is not None
-    assert made.contention >= 0
-    assert min(made.d2h_bytes_per_s, made.network_bytes_per_s, made.storage_bytes_per_s) > 0
+    assert loaded.contention is not None
+    assert loaded.contention >= 0
+    assert min(loaded.d2h_bytes_per_s, loaded.network_bytes_per_s, loaded.storage_bytes_per_s) > 0
     job = {
         "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 259, "seq_length": 32,
         "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "global_batch_size": 8,

@@ -1,7 +1,7 @@
-"""All memory of all ranks is overwritten with NaN, and comes back from sparse snapshots with the bits it had.
+"""Memory of all ranks is overwritten with NaN, and restored from sparse snapshots with the same bits.
 
-``--moevement-wipe-at`` wipes, recovers, and compares every byte with what was there; each run is then compared with one
-that never failed, to its end.
+``--moevement-wipe-at`` wipes the state, recovers it, and compares every byte with the state before. The tests then
+compare each run, to its end, with a run that never failed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_a_wiped_job_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     ranks, job, sparse = RUNS[name]
     wanted, recovered = recover(ranks, job, sparse, tmp_path)
     recoveries = check(wanted, recovered, sparse)
-    assert all(one["sources"]["memory"] > 0 for one in recoveries)
+    assert all(recovery["sources"]["memory"] > 0 for recovery in recoveries)
     assert recoveries[-1]["restored_until"] >= recoveries[-1]["first"]
     assert recoveries[-1]["recomputed"] > 0 or sparse["moevement_window"] == 1, "a window of one has nothing to compare"
     if job.get("fp16"):
@@ -111,7 +111,7 @@ def test_a_wiped_job_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 @BOTH
 def test_damaged_snapshots_are_had_from_a_peer(recovery: str, tmp_path: Path) -> None:
-    """With redo the bit is one of a gradient."""
+    """Flip a bit in each snapshot of rank 1 (with redo, a bit of a gradient); a peer has undamaged copies."""
     job = EP2 | DISTRIBUTED | BF16
     sparse = {"moevement_window": 2, "moevement_wipe_at": 7, "moevement_recovery": recovery}
     words = flags(train_iters=10, moevement_sparse_ckpt=True, moevement_ranks_per_node=1, moevement_replicas=1,
@@ -126,7 +126,7 @@ def test_damaged_snapshots_are_had_from_a_peer(recovery: str, tmp_path: Path) ->
 
 
 def random_case(random: Random) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Any layout with any precision, any features, any window, wiped anywhere."""
+    """Return a random layout with random precision, features, window and iterations of wipes."""
     ranks, job = random.choice([
         (1, {}), (2, {}), (2, TP2), (2, PP2), (2, VPP2), (2, EP2), (4, EP2), (4, PP2 | EP2), (4, PP2), (2, TP2 | EP2),
     ])  # fmt: skip
@@ -156,11 +156,11 @@ def random_case(random: Random) -> tuple[int, dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.full) for seed in range(40)])
 def test_any_layout_wiped_at_any_iteration(seed: int, tmp_path: Path) -> None:
     ranks, job, sparse = random_case(Random(seed))
-    told = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
-    print(told)
-    recoveries = check(*recover(ranks, job, sparse, tmp_path), sparse, told)
+    case = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
+    print(case)
+    recoveries = check(*recover(ranks, job, sparse, tmp_path), sparse, case)
     if sparse.get("moevement_verify") == "iteration":
-        for one in recoveries:
-            assert one["restored_until"] == one["until"] - 1, told
-            # What was restored at the last comparison, or is the state that the run began from, was not recomputed.
-            assert (one["recomputed"] > 0) == (one["until"] - 1 > max(one["first"], 0)), told
+        for recovery in recoveries:
+            assert recovery["restored_until"] == recovery["until"] - 1, case
+            # A state of the last comparison, and the state that the run began from, are not recomputed.
+            assert (recovery["recomputed"] > 0) == (recovery["until"] - 1 > max(recovery["first"], 0)), case

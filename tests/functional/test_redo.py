@@ -1,7 +1,7 @@
-"""Ranks are killed, and restored by updates that are made again: the run ends with the bits of a failure-free one.
+"""Killed ranks are restored by redone updates, and the run ends with the bits of a failure-free run.
 
-Where copies of the newest gradients were at peers only the lost rank is restored and no iteration is run again; where
-they were not, its stage goes on from the newest that were.
+If peers have copies of the newest gradients, only the lost rank is restored, and no iteration is re-executed.
+Otherwise its stage goes on from the newest gradients that peers have.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ EVERY_PHASE: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
     "PP2xEP2": (30, EIGHT_PHASES),
 }  # fmt: skip
-"""By layout: iterations, and faults in them. Of two ranks ``test_kills.py`` has the other four phases."""
+"""Iterations and faults by layout; ``test_kills.py`` has the other four phases for two ranks."""
 
 
 def _alone(survived: Survived) -> list[bool]:
-    """Of each recovery, whether only lost ranks were restored, without an iteration."""
-    found = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
-    return [its["redone"] > 0 and its["replayed"] == 0 and len(its["ranks"]) == 1 for its in found]
+    """Return, for each recovery, True if it restored one rank by redone updates and replayed no iteration."""
+    recoveries = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
+    return [
+        recovery["redone"] > 0 and recovery["replayed"] == 0 and len(recovery["ranks"]) == 1 for recovery in recoveries
+    ]
 
 
 @WIDTHS
@@ -54,8 +56,8 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Pat
     assert any(_alone(survived)), "in some of these phases the newest gradients are with peers"
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
     recoveries = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
-    its = recoveries[_alone(survived).index(True)]
-    assert re.search(rf"\b{its['redone']} updates\b.*\brank {its['ranks'][0]}\b", survived.out)
+    recovery = recoveries[_alone(survived).index(True)]
+    assert re.search(rf"\b{recovery['redone']} updates\b.*\brank {recovery['ranks'][0]}\b", survived.out)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Pat
     ],
 )  # fmt: skip
 def test_layouts(name: str, tmp_path: Path) -> None:
-    """FP32, FP16 whose first steps overflow, replicas with and without the distributed optimizer, interleaved."""
+    """Cover FP32, FP16 with overflows, interleaved stages, and replicas with and without distributed optimizer."""
     nproc, layout = LAYOUTS[name]
     flags_ = SPARSE | layout
     wanted = failure_free_digest(nproc, **flags_)
@@ -115,8 +117,8 @@ def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], t
 @WIDTHS
 @pytest.mark.slow("several kills")
 def test_failures_while_updates_are_made_again(layout: str, tmp_path: Path) -> None:
-    nproc, its = LAYOUTS[layout]
-    flags_ = SPARSE | its
+    nproc, overrides = LAYOUTS[layout]
+    flags_ = SPARSE | overrides
     wanted = failure_free_digest(nproc, **flags_)
     faults = (
         "rank=1,iteration=7,phase=forward", "rank=1,phase=redo", "rank=0,phase=recover", "rank=3,phase=recover",
@@ -129,7 +131,7 @@ def test_failures_while_updates_are_made_again(layout: str, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_iterations_that_are_left_out_and_updates_that_are_torn(tmp_path: Path) -> None:
-    """What was never run has no gradients; a rank that raises inside its update goes by the record of others."""
+    """Skip iterations, which have no gradients, and raise inside an update, whose record then comes from others."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "clip_grad": 0.1,
                        "iterations_to_skip": [7, 12]}  # fmt: skip
     wanted = failure_free_digest(2, **flags_)
@@ -159,7 +161,7 @@ def test_a_stage_with_fewer_operators_than_slots(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
-    """Both of its ranks are restored, each from its own gradients, and nobody of the other stage feeds them."""
+    """Kill both ranks of a stage: each is restored from its own gradients, and the other stage feeds neither."""
     nproc, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout | {"moevement_replicas": 2}
     wanted = failure_free_digest(nproc, **flags_)
@@ -171,7 +173,7 @@ def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
-    """Of all ranks at once nothing is left in memory."""
+    """Kill all ranks at once, so that memory holds nothing any more."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 40}
     wanted = failure_free_digest(2, **flags_)
     windows = tmp_path / "windows"
@@ -188,10 +190,10 @@ def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes_per_s", "way"), [("100", "redo"), pytest.param("0.000001", "replay", marks=pytest.mark.full)]
+    ("gigabytes_per_s", "method"), [("100", "redo"), pytest.param("0.000001", "replay", marks=pytest.mark.full)]
 )
-def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path) -> None:
-    """In the middle of the job, after sparse windows; a kill before the change, right after it, and later."""
+def test_what_is_measured_decides(gigabytes_per_s: str, method: str, tmp_path: Path) -> None:
+    """Kill ranks before the job decides by what it measured, right after the decision, and later."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
     wanted = failure_free_digest(2, **flags_)
     faults = (
@@ -205,9 +207,9 @@ def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path
     )  # fmt: skip
     assert survived.digest == wanted
     survived.check_metrics(30)
-    assert len(re.findall(rf"\bby {way}\b", survived.out)) == 1
+    assert len(re.findall(rf"\bby {method}\b", survived.out)) == 1
     last = survived.failures()[-1]["recovery"]
-    assert (last["redone"] > 0) == (way == "redo")
+    assert (last["redone"] > 0) == (method == "redo")
 
 
 @pytest.mark.full
@@ -225,12 +227,12 @@ def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -
 
 
 def _least_memory(tmp_path: Path, **flags_: Any) -> str:
-    """What windows without gradients need, as a refusal says it."""
+    """Return the gigabytes that windows without gradients need, as a refusal names them."""
     code, _, err = finished_job(
         launch("--nproc", "2", str(SCRIPT), *flags(**flags_, moevement_host_memory_gb="0.000001"), "--run-dir",
                str(tmp_path / "refused"))
     )  # fmt: skip
     assert code == 2, logs(tmp_path / "refused")
-    found = re.search(r"\brank \d\b.*?([\d.]+) GB\b", err)
-    assert found is not None, err
-    return found[1]
+    needed = re.search(r"\brank \d\b.*?([\d.]+) GB\b", err)
+    assert needed is not None, err
+    return needed[1]

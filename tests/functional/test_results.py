@@ -1,4 +1,4 @@
-"""Results that are not finite: none is committed, and the process that computes them is replaced."""
+"""Results that are not finite are never committed, and the process that computes them is replaced."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ main()
 
 
 def broken(folder: Path, rank: int, condition: str = "True", iteration: int = 6) -> Path:
-    """Write the training script with a rank whose output is not a number in an iteration; return where."""
+    """Write a training script in which a rank computes NaN in an iteration if a condition holds; return its path."""
     script = folder / "broken.py"
     script.write_text(BROKEN.format(script=str(SCRIPT), rank=rank, condition=condition, iteration=iteration))
     return script
 
 
 def in_first_process(folder: Path) -> str:
-    """Return the condition that holds in the process that asks first: it is its device that is broken."""
+    """Return a condition that holds only in the process that evaluates it first, as if its device were broken."""
     return f"is_first_process({str(folder / 'first_process')!r})"
 
 

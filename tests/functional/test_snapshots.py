@@ -1,4 +1,4 @@
-"""Snapshots hold exactly what was live, on the rank that took them and on every peer, and training never notices."""
+"""Snapshots hold exactly the live state, on their own rank and on its peers, and do not change training."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_snapshots_hold_what_was_live_everywhere_and_training_never_notices(name
 
 
 def _check_run(plain_run: RunRecord, with_snapshots: RunRecord, replicas: int, overflows: bool) -> None:
-    """The same bits, and the cost told."""
+    """Check that the runs have equal bits, and that the record has the cost of snapshots."""
     assert compare(plain_run, with_snapshots).first_difference is None
     metrics = with_snapshots.metrics()
     if overflows:
@@ -109,7 +109,7 @@ def _check_run(plain_run: RunRecord, with_snapshots: RunRecord, replicas: int, o
 
 
 def _check_snapshots(results: list[dict[str, Any]], replicas: int) -> None:
-    """Each rank's snapshots, its own and those on its peers."""
+    """Check the snapshots of each rank: those that it took, and their copies on peers."""
     for rank, result in enumerate(results):
         own = {iteration for source, iteration in result["own"] if source == rank}
         first = min(own)
@@ -129,7 +129,7 @@ def _check_snapshots(results: list[dict[str, Any]], replicas: int) -> None:
 
 
 def _check_contents(result: dict[str, Any], rank: int, iteration: int) -> None:
-    """Against what was live then: exactly the tensors that the schedule names, bit for bit."""
+    """Check that a snapshot has exactly the tensors that the schedule names, with the bits of the live state then."""
     schedule, contents, names = result["schedules"][iteration]
     held = {key: digest for key, digest in result["own"][rank, iteration].items() if key[0]}
     live = result["live"][iteration]
@@ -137,9 +137,9 @@ def _check_contents(result: dict[str, Any], rank: int, iteration: int) -> None:
     saved = dict(zip(names, contents, strict=True))
     for operator in result["held"]:
         keys = {key for key in held if key[0] == operator}
-        everything = {key for key in live if key[0] == operator}
-        weights = {key for key in everything if key[1].endswith(("/weight", "/scale"))}
-        expected = {Saved.NOTHING: set(), Saved.COMPUTE: weights, Saved.FULL: everything - weights}[saved[operator]]
+        live_keys = {key for key in live if key[0] == operator}
+        weights = {key for key in live_keys if key[1].endswith(("/weight", "/scale"))}
+        expected = {Saved.NOTHING: set(), Saved.COMPUTE: weights, Saved.FULL: live_keys - weights}[saved[operator]]
         assert keys == expected, f"{operator} in iteration {iteration} under schedule {schedule}"
 
 
@@ -152,7 +152,7 @@ def test_a_gate_probability_order_and_a_token_order_are_both_taken_at_a_window(t
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "pattern"),
     [
         (
             {"moevement_ranks_per_node": None, "moevement_replicas": 1},
@@ -164,11 +164,11 @@ def test_a_gate_probability_order_and_a_token_order_are_both_taken_at_a_window(t
         ),
     ],
 )
-def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[str, Any], found: str) -> None:
+def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[str, Any], pattern: str) -> None:
     ended = outcomes(2, None, check=False, **EP2, **(SPARSE | {"moevement_window": 2} | change))
     assert {outcome.exit_code for outcome in ended} == {2}
     lines = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: ")]
-    assert len([line for line in lines if re.search(found, line)]) == 1, lines
+    assert len([line for line in lines if re.search(pattern, line)]) == 1, lines
 
 
 @pytest.mark.full
@@ -183,11 +183,11 @@ def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[st
 def test_the_memory_that_a_refusal_names_is_enough(
     layout: dict[str, Any], sparse: dict[str, Any], tmp_path: Path
 ) -> None:
-    """With nothing to spare: snapshots, those of peers, and logs; stages are of different sizes."""
+    """Train with exactly the memory for snapshots, copies of peers, and logs; stages have different sizes."""
     sparse = SPARSE | {"moevement_window": 3, "moevement_replicas": 1} | sparse
     ended = outcomes(2, None, check=False, **layout, **sparse, moevement_host_memory_gb=0.0001)
-    output = (one for outcome in ended for one in outcome.output.splitlines())
-    (line,) = [one for one in output if "--moevement-host-memory-gb" in one]
+    output = (text for outcome in ended for text in outcome.output.splitlines())
+    (line,) = [text for text in output if "--moevement-host-memory-gb" in text]
     named = re.search(r"\brank \d\b.*?(\d+\.\d{3}) GB\b", line)
     assert named is not None
     record = train(2, tmp_path, train_iters=30, **layout, **sparse, moevement_host_memory_gb=float(named[1]))
@@ -200,7 +200,7 @@ def test_the_memory_that_a_refusal_names_is_enough(
 
 @pytest.mark.builds
 def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path) -> None:
-    """Peers that never take a copy: a warning, an event, a line in the summary, and no memory that grows."""
+    """Check for warning, event and summary if peers never acknowledge a copy, and for memory that does not grow."""
     words = flags(train_iters=40, **PP2, **SPARSE, moevement_window=2, moevement_replicas=1, moevement_peer_timeout=0.5)
     ended = run_ranks(
         with_peers_that_keep_nothing, 2, [str(SCRIPT), *words, "--run-dir", str(tmp_path)], init_process_group=False
@@ -221,7 +221,7 @@ def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path
 
 @pytest.mark.full
 def test_stages_that_never_reorder_and_stages_that_do_agree_under_a_memory_cap(tmp_path: Path) -> None:
-    """One stage has no experts, so only the other one wants a new order; an iteration in between is left out."""
+    """Train a stage without experts, which never reorders, and a stage with them; skip an iteration in between."""
     job = PP2 | {"moe_layer_freq": "[0,0,1,1]", "bf16": True, "iterations_to_skip": "5"}
     plain_run = train(2, tmp_path / "plain", train_iters=16, **job)
     sparse = SPARSE | {"moevement_replicas": 1, "moevement_host_memory_gb": 1, "moevement_window": 2}
@@ -258,12 +258,12 @@ def test_a_peer_killed_while_it_sends_leaves_the_persisted_window_whole_on_all_o
     assert ended[1].exit_code == -signal.SIGKILL
     for outcome in (ended[0], ended[2]):
         assert outcome.error == ""
-        told = outcome.result
-        assert told["failed"], "without spares the job ends"
-        assert told["persisted"] >= 4
-        window = {told["persisted"], told["persisted"] + 1}
-        assert window <= set(told["own"])
-        assert window <= set(told["kept"][1]), "what the dead rank had persisted is on its peers"
-        assert 9 not in told["kept"][1], "half a snapshot is none"
+        report = outcome.result
+        assert report["failed"], "without spares the job ends"
+        assert report["persisted"] >= 4
+        window = {report["persisted"], report["persisted"] + 1}
+        assert window <= set(report["own"])
+        assert window <= set(report["kept"][1]), "what the dead rank had persisted is on its peers"
+        assert 9 not in report["kept"][1], "half a snapshot is none"
         warning = r"^moevement: WARNING rank \d: .*\b(peer|rank) 1\b.*\b(copies|snapshots)\b"
         assert re.search(warning, outcome.output, re.MULTILINE), outcome.output

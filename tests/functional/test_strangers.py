@@ -1,4 +1,4 @@
-"""A job with a stranger beside it, who has every socket and not the token; tests/fuzz runs more of them."""
+"""Job beside an unauthenticated peer that reaches every socket but lacks the token; ``tests/fuzz`` runs more."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> Non
     assert len(attacked.stranger.seen) >= 3, "the store and each rank listen"
     assert {host for host, _ in attacked.stranger.seen} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert json.loads((attacked.record.folder / "strangers.json").read_text())["values"] > 0
-    # The token is nowhere that others could read it.
+    # Neither files nor output, which others could read, contain the token.
     texts = [path.read_text(errors="replace") for path in attacked.record.folder.rglob("*") if path.is_file()]
     assert not any("MOEVEMENT_JOB_TOKEN" in text for text in [*texts, attacked.output])

@@ -1,4 +1,4 @@
-"""The systems that MoEvement is compared with, under the same kills: exact ones end with equal bits."""
+"""Systems that MoEvement is compared with survive the same kills; exact ones end with equal bits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.training import train
 
 
 def as_strategy(name: str, tmp_path: Path) -> dict[str, Any]:
-    """Flags of a strategy that saves everything every four iterations."""
+    """Return the flags of a strategy that saves everything, every four iterations if it has an interval."""
     flags_: dict[str, Any] = {"moevement_window": False, "moevement_strategy": name, "moevement_dense_interval": 4}
     if name in ("moc", "moetion"):
-        flags_["moevement_snapshot_experts"] = 4  # of four
+        flags_["moevement_snapshot_experts"] = 4  # all four
     if name == "moetion":
         flags_["moevement_dense_interval"] = False
     if name == "checkfreq":
@@ -35,7 +35,7 @@ def assert_all_roll_back(survived: Survived, nproc: int) -> None:
 
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}
 TWO = {"gemini": LAYOUTS["PP2"][1], "checkfreq": EP2}
-"""Of two ranks, for every run of the tests."""
+"""Layouts of two ranks, by strategy."""
 FOUR = {"PP2xEP2": LAYOUTS["PP2xEP2"][1], "EP2xDP2": EP2XDP2}
 CASES = [
     pytest.param("checkfreq", 2, TWO["checkfreq"], id="checkfreq-2"),
@@ -56,12 +56,12 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     iterations = 22 if nproc == 4 else 15
     flags_ = SPARSE | layout | {"train_iters": iterations}
     wanted = failure_free(nproc, **flags_)
-    its = flags_ | as_strategy(name, tmp_path)
+    job = flags_ | as_strategy(name, tmp_path)
     faults = among(nproc, PHASES if nproc == 4 else PHASES[1:5:2])
-    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **its)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **job)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(iterations)
-    # What is not durable yet when a rank dies is nothing to resume from: then the job begins again.
+    # The job begins again if no checkpoint is durable yet when a rank dies.
     restarts = len(survived.events("restart"))
     assert restarts == 0 or name == "checkfreq"
     assert len(survived.failures()) + restarts == len(faults)
@@ -73,12 +73,12 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
 
 @pytest.mark.full
 def test_what_is_not_durable_yet_is_not_resumed_from(tmp_path: Path) -> None:
-    """A rank that dies before a checkpoint is on disk takes the job back to its beginning."""
+    """Kill a rank before a checkpoint is on disk, which takes the job back to its beginning."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2}
     wanted = failure_free_digest(2, **flags_ | {"moevement_replicas": 1})
-    its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": 7}
+    strategy = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": 7}
     faults = ("rank=1,iteration=1,phase=backward", "rank=0,iteration=18,phase=backward")
-    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | its)
+    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | strategy)
     assert survived.digest == wanted
     survived.check_metrics(20)
     (event,) = survived.events("recovery_from_disk")
@@ -89,9 +89,9 @@ def test_what_is_not_durable_yet_is_not_resumed_from(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
-    its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": False, "moevement_overhead_cap": 0.001}
+    strategy = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": False, "moevement_overhead_cap": 0.001}
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": False, "train_iters": 60}
-    record = train(2, tmp_path / "run", **flags_ | its)
+    record = train(2, tmp_path / "run", **flags_ | strategy)
     windows = [line["window"] for line in record.metrics()]
     assert windows[0] == 10
     assert len(set(windows)) > 1, windows
@@ -99,10 +99,10 @@ def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
 
 def test_gemini_sends_while_training_is_silent(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "train_iters": 36}
-    its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "gemini"}
-    # A stage of which nobody is left knows nothing of what was measured; the other one does.
+    strategy: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "gemini"}
+    # A stage without survivors has lost its measurements; the other stage has them.
     faults = tuple(f"rank=1,iteration={at},phase=backward" for at in (15, 32))
-    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | its)
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | strategy)
     survived.check_metrics(36)
     windows = [line["window"] for line in survived.record.metrics()]
     assert set(windows[:25]) == {10}, "until all is measured"
@@ -116,7 +116,7 @@ def test_gemini_sends_while_training_is_silent(tmp_path: Path) -> None:
 def test_no_strategy_starts_over(tmp_path: Path) -> None:
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
     wanted = failure_free_digest(2, **flags_)
-    its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "none", "moevement_replicas": False}
-    record = train(2, tmp_path / "run", **flags_ | its)
+    strategy: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "none", "moevement_replicas": False}
+    record = train(2, tmp_path / "run", **flags_ | strategy)
     assert record.summary()["state_digest"]["all"] == wanted
     assert not record.summary().get("checkpointing")

@@ -1,4 +1,4 @@
-"""Processes that are stopped, launchers that are killed or asked to end: who ends, and what is saved."""
+"""Stopped processes are replaced, and jobs whose launcher is killed or asked to end leave no process behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS: dict[str, Any] = {
 
 
 class Job:
-    """A job of two ranks and a spare, while it runs."""
+    """Running job of two ranks and a spare."""
 
     def __init__(self, run_dir: Path, **overrides: Any) -> None:
         words = flags(**FLAGS | overrides)
@@ -47,7 +47,9 @@ class Job:
 
     def pids(self, role: str) -> list[int]:
         path = self.record.ranks_path
-        return [one["pid"] for one in json.loads(path.read_text()) if one["role"] == role] if path.exists() else []
+        return (
+            [entry["pid"] for entry in json.loads(path.read_text()) if entry["role"] == role] if path.exists() else []
+        )
 
 
 def _are_gone(pids: list[int]) -> bool:
@@ -64,14 +66,14 @@ def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_
     job.until(lambda: len(job.pids("spare")) == 1 and job.pids("spare") != [stopped])
     assert _are_gone([stopped])
     assert not [event for event in job.record.events() if event["event"] == "failure"], "nobody was interrupted"
-    everyone = [*job.pids("active"), *job.pids("spare")]
-    assert len(everyone) == 3
+    all_pids = [*job.pids("active"), *job.pids("spare")]
+    assert len(all_pids) == 3
     job.process.kill()
     job.process.wait()
     deadline = time.monotonic() + 120
-    while not _are_gone(everyone) and time.monotonic() < deadline:
+    while not _are_gone(all_pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _are_gone(everyone), "ranks must not train on without their launcher"
+    assert _are_gone(all_pids), "ranks must not train on without their launcher"
     job.process.communicate()
 
 
@@ -117,7 +119,7 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(t
 
 @pytest.mark.full
 def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) -> None:
-    """While the other one waits for it to make process groups, then while it replays."""
+    """Stop a rank while the other rank waits for it to form process groups, then while it replays."""
     wanted = failure_free(2, **FLAGS, train_iters=14)
     survived = survive(
         2, 1, tmp_path / "run",
@@ -132,7 +134,7 @@ def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) ->
 
 
 def test_a_replacement_that_is_killed_while_communicators_are_made_holds_up_nobody(tmp_path: Path) -> None:
-    """The other rank waits for it in a collective of a group that is used for the first time."""
+    """Kill the replacement while the other rank waits for it in the first collective of a group."""
     survived = survive(
         2, 1, tmp_path / "run", inject=("rank=1,iteration=8,phase=forward", "rank=1,phase=communicators"),
         **FLAGS, train_iters=14,
@@ -162,10 +164,10 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: 
 def test_a_rank_that_no_abort_frees_says_where_it_is_before_it_is_given_up(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK.format(script=str(SCRIPT), stuck=str(tmp_path / "stuck"), raised=str(tmp_path / "raised")))
-    its = FLAGS | {"train_iters": 10, "num_layers": 2, "moevement_lease_seconds": 1}
-    survived = survive(2, 1, tmp_path / "run", script=script, **its)
+    flags_ = FLAGS | {"train_iters": 10, "num_layers": 2, "moevement_lease_seconds": 1}
+    survived = survive(2, 1, tmp_path / "run", script=script, **flags_)
     survived.check_metrics(10)
-    assert survived.digest == digest_of(failure_free(2, **its))
+    assert survived.digest == digest_of(failure_free(2, **flags_))
     text = (tmp_path / "run" / "logs" / "rank_1.err").read_text()
     assert re.search(r"File .*\bstuck\.py\b.*\bstay\b", text), text
 
@@ -212,7 +214,7 @@ main()
 
 
 def test_a_rank_ignores_what_its_launcher_answers(tmp_path: Path) -> None:
-    """A rank that died of a signal to the whole job could not come to the boundary at which the job saves and ends."""
+    """Send a rank each signal that asks a job to end; it must live to reach the boundary at which the job saves."""
     ready = tmp_path / "ready"
     child = Child("child", Program(_sleep, (str(ready),)), {}, None)
     try:
@@ -237,8 +239,8 @@ def _sleep(ready: str) -> None:
 def test_other_warnings_end_a_job_in_order_too(number: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path / "run", train_iters=100000)
     job.until_iteration(4)
-    everyone = [*job.pids("active"), *job.pids("spare")]
+    all_pids = [*job.pids("active"), *job.pids("spare")]
     os.kill(job.process.pid, number)
     code, _, err = finished(job.process)
     assert (code, err) == (0, "")
-    assert _are_gone(everyone)
+    assert _are_gone(all_pids)

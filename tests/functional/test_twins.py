@@ -1,4 +1,4 @@
-"""Where a data-parallel replica has all of a lost rank's state, the rank takes it from there: nothing is run again."""
+"""Lost ranks take their state from a live data-parallel replica that has all of it; no iteration is re-executed."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout:
     survived.check_metrics(20)
     recoveries = [failure["recovery"] for failure in survived.failures()]
     assert len(recoveries) == len(faults)
-    for one in recoveries:
-        assert (one["replayed"], one["redone"]) == (0, 0)
-        assert one["sources"]["replica"] == len(one["ranks"]) == 1
-        assert one["restored"] > 0, "it is compared with digests that the replica made"
+    for recovery in recoveries:
+        assert (recovery["replayed"], recovery["redone"]) == (0, 0)
+        assert recovery["sources"]["replica"] == len(recovery["ranks"]) == 1
+        assert recovery["restored"] > 0, "it is compared with digests that the replica made"
 
 
 @pytest.mark.full
 def test_what_is_due_between_two_iterations_is_not_undone_on_the_rank_that_was_lost(tmp_path: Path) -> None:
-    """An evaluation consumes samples: whoever goes on after it knows of them."""
+    """Kill ranks after an evaluation: each replacement counts the samples that the evaluation consumed."""
     nproc, words, _ = LAYOUTS["DP2"]
     words = words | {"eval_interval": 5, "eval_iters": 2}
     wanted = failure_free_digest(nproc, **SPARSE | words)

@@ -1,4 +1,4 @@
-"""Jobs whose memory is wiped on purpose (``--moevement-wipe-at``), and what their records must show."""
+"""Jobs whose memory is wiped on purpose (``--moevement-wipe-at``), and checks of their records."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ ITERATIONS = 12
 
 
 def recover(ranks: int, job: dict[str, Any], sparse: dict[str, Any], folder: Path) -> tuple[RunRecord, RunRecord]:
-    """A run that is failure-free and one that is wiped, whose recoveries are told in its summary."""
-    ours: dict[str, Any] = {
+    """Train a job without failures and with wiped memory; return the records of both runs."""
+    defaults: dict[str, Any] = {
         "moevement_sparse_ckpt": True,
         "moevement_ranks_per_node": 1,
         "moevement_replicas": min(1, ranks - 1),
     }
     wanted = failure_free(ranks, train_iters=ITERATIONS, **job)
-    recovered = train(ranks, folder / "recovered", train_iters=ITERATIONS, **job, **ours, **sparse)
+    recovered = train(ranks, folder / "recovered", train_iters=ITERATIONS, **job, **defaults, **sparse)
     return wanted, recovered
 
 
-def check(wanted: RunRecord, recovered: RunRecord, sparse: dict[str, Any], told: str = "") -> list[dict[str, Any]]:
+def check(wanted: RunRecord, recovered: RunRecord, sparse: dict[str, Any], case: str = "") -> list[dict[str, Any]]:
     difference = compare(wanted, recovered).first_difference
-    assert difference is None, f"{difference} {told}"
+    assert difference is None, f"{difference} {case}"
     recoveries = recovered.summary()["checkpointing"]["recoveries"]
     wiped = sparse["moevement_wipe_at"]
-    assert [one["until"] for one in recoveries] == (wiped if isinstance(wiped, list) else [wiped]), told
-    assert all(one["replayed"] > 0 for one in recoveries), told
-    for one in recoveries:
-        assert one["restored_until"] <= one["until"], told
-        # Nothing is verified where nothing was recomputed; else all that was compared is.
-        assert one["verified_until"] == (one["restored_until"] if one["recomputed"] else None), told
+    assert [recovery["until"] for recovery in recoveries] == (wiped if isinstance(wiped, list) else [wiped]), case
+    assert all(recovery["replayed"] > 0 for recovery in recoveries), case
+    for recovery in recoveries:
+        assert recovery["restored_until"] <= recovery["until"], case
+        # A recovery that recomputed nothing has verified nothing; any other has verified all that it restored.
+        assert recovery["verified_until"] == (recovery["restored_until"] if recovery["recomputed"] else None), case
     return list(recoveries)

@@ -1,1 +1,1 @@
-"""A stranger without the job's token, who reaches every socket of a job that runs."""
+"""Attacks on a running job by an unauthenticated peer, which reaches all sockets of the job but has no token."""

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --seed N --seconds S``: jobs with a stranger beside them, until the time is over."""
+"""Attack jobs as an unauthenticated peer until the time is over: ``python -m tests.fuzz --seed N --seconds S``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.fuzz.job import attack, undisturbed
 
 
 def main() -> int:
-    """Returns the exit code: 1 where a job came to another end than undisturbed."""
+    """Run the command; return 1 if a job did not end as the undisturbed one, or if the attacker failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first job; each has the next")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="no job is begun after them")
     arguments = parser.parse_args()
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch reports at length each connection that the stranger breaks
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch reports at length each connection that the attacker breaks
     with tempfile.TemporaryDirectory() as folder:
         wanted = undisturbed(Path(folder) / "undisturbed").summary()["state_digest"]["all"]
         began, seed, failed = time.monotonic(), arguments.seed, 0

@@ -1,4 +1,4 @@
-"""A small job with deaths in it, alone and with a stranger beside it; they have to come to the same."""
+"""Small job that runs twice, undisturbed, and with kills and an attacker; both runs must end in the same state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.training import ROOT
 SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"
 ITERATIONS = 60
 KILLS = ((9, 1), (30, 0))
-"""After which iteration which rank is killed."""
+"""Pairs of an iteration and the rank that is killed after it."""
 TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What came of it."""
+    """Result of a job that was attacked."""
 
     code: int
     output: str
@@ -33,7 +33,7 @@ class Attacked:
 
 
 def attack(run_dir: Path, seed: int) -> Attacked:
-    """Run the job with a stranger beside it."""
+    """Run the job with kills and an attacker; return its result."""
     with (
         (run_dir.parent / f"{run_dir.name}.out").open("w+") as out,
         subprocess.Popen(_command(run_dir), stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, text=True) as process,
@@ -51,7 +51,7 @@ def attack(run_dir: Path, seed: int) -> Attacked:
 
 
 def undisturbed(run_dir: Path) -> RunRecord:
-    """Run the same job alone, without deaths."""
+    """Run the same job without kills and without an attacker; return its record."""
     done = subprocess.run(
         _command(run_dir), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True,
         timeout=TIMEOUT_S, check=False,
@@ -67,7 +67,7 @@ def _kill_ranks(process: subprocess.Popen[str], record: RunRecord) -> None:
             newest = record.newest_metric()
             if newest is not None and newest["iteration"] >= iteration:
                 ranks = json.loads(record.ranks_path.read_text())
-                os.kill(next(one["pid"] for one in ranks if one["rank"] == rank), signal.SIGKILL)
+                os.kill(next(entry["pid"] for entry in ranks if entry["rank"] == rank), signal.SIGKILL)
                 break
             time.sleep(0.01)
 

@@ -1,7 +1,7 @@
-"""What somebody can do to a job who reaches its sockets and does not have its token; seeded.
+"""Unauthenticated peer that attacks a job: it reaches the job's sockets without a token. A seed draws its attacks.
 
-By agreement it leaves the keys of torch's own process groups alone: nobody can sign what torch writes there
-(docs/security.md).
+By agreement the peer leaves the keys of torch's own process groups alone, because nobody can sign what torch writes
+there (docs/security.md).
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import psutil
 import torch.distributed as dist
 
 GROUPS = "/groups/"
-"""In the keys of torch's process groups."""
+"""Part of all keys of torch's process groups."""
 PAUSE_S = 0.003
 HALF_OPEN = 40
-"""Connections that are held without a word."""
+"""Number of connections that the peer holds open without a whole message."""
 
 
 def listeners(root: int) -> dict[int, set[tuple[str, int]]]:
-    """By process, where a process and all that it has started listen."""
-    found: dict[int, set[tuple[str, int]]] = {}
+    """Return the addresses at which a process and its descendants listen, by process id."""
+    addresses: dict[int, set[tuple[str, int]]] = {}
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(root)
-        for one in (process, *process.children(recursive=True)):
+        for candidate in (process, *process.children(recursive=True)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                its = {(c.laddr.ip, c.laddr.port) for c in one.net_connections("inet") if c.status == "LISTEN"}
-                found[one.pid] = its
-    return found
+                bound = {(c.laddr.ip, c.laddr.port) for c in candidate.net_connections("inet") if c.status == "LISTEN"}
+                addresses[candidate.pid] = bound
+    return addresses
 
 
 class Stranger:
-    """Attacks a job on this host until it is told to stop.
+    """Peer without a token that attacks a job on this host during a ``with`` block.
 
     Args:
-        root: the launcher's process.
-        seed: of all that it does.
+        root: process id of the launcher.
+        seed: seed of all attacks.
     """
 
     def __init__(self, root: int, seed: int) -> None:
@@ -52,11 +52,11 @@ class Stranger:
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stranger", daemon=True)
         self.done: Counter[str] = Counter()
-        """What it did, and how often."""
+        """Number of attacks of each kind."""
         self.seen: set[tuple[str, int]] = set()
-        """Every address at which the job has listened."""
+        """Addresses at which the job has listened so far."""
         self.failure = ""
-        """Of this class itself."""
+        """Error of this class itself; empty if there was none."""
         self._recorded: list[tuple[str, bytes]] = []
         self._held: list[socket.socket] = []
 
@@ -67,8 +67,8 @@ class Stranger:
     def __exit__(self, *error: object) -> None:
         self._has_ended.set()
         self._thread.join(30)
-        for one in self._held:
-            one.close()
+        for connection in self._held:
+            connection.close()
 
     def _run(self) -> None:
         try:
@@ -77,11 +77,13 @@ class Stranger:
             while not self._has_ended.wait(PAUSE_S):
                 if time.monotonic() - looked_at > 0.5:
                     looked_at, by_process = time.monotonic(), listeners(self._root)
-                    self.seen |= {address for its in by_process.values() for address in its}
+                    self.seen |= {address for bound in by_process.values() for address in bound}
                     # The launcher starts the process that serves the store before all others.
-                    server = min((pid for pid, its in by_process.items() if its), default=self._root)
-                    ports = sorted(its[1] for its in by_process.get(server, ()))
-                    others = sorted(its[1] for pid, all_ in by_process.items() if pid != server for its in all_)
+                    server = min((pid for pid, bound in by_process.items() if bound), default=self._root)
+                    ports = sorted(address[1] for address in by_process.get(server, ()))
+                    others = sorted(
+                        address[1] for pid, bound in by_process.items() if pid != server for address in bound
+                    )
                 if store is None and ports:
                     store = _client(ports[0])
                 if store is None:
@@ -89,7 +91,7 @@ class Stranger:
                 try:
                     self._at_store(store)
                 except (dist.DistError, RuntimeError, ValueError):
-                    store = None  # its own connection broke, or the job has ended
+                    store = None  # this connection broke, or the job has ended
                 for port in ports + others:
                     if self._random.random() < 0.05:
                         self._at_socket(port)
@@ -104,7 +106,7 @@ class Stranger:
         if not keys:
             return
         key = draw.choice(keys)
-        value = bytes(store.compare_set(key, "?", "?"))  # does not wait
+        value = bytes(store.compare_set(key, "?", "?"))  # does not block
         self._recorded.append((key, value))
         del self._recorded[:-500]
         prefix = "/".join(key.split("/")[:2])

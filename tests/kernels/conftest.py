@@ -1,4 +1,4 @@
-"""Bodies of kernels on the CPU, under Triton's interpreter, which has to be chosen before Triton is imported.
+"""Tests of the kernels' code on the CPU under Triton's interpreter, which must be chosen before Triton is imported.
 
 ``tests/unit/test_kernels.py`` runs this folder in a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Small odd problems for the grouped expert MLP, and which of many cases every run of the tests has."""
+"""Small odd problems for the grouped expert MLP, and the choice of the cases that every test run executes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moevement_kernels.tiles import Tiles
 from moevement_kernels.weights import Weights
 
 SMALL = Tiles(rows=16, columns=16, inner=16, warps=4, stages=2)
-"""So that odd sizes need several tiles."""
+"""Tiles so small that odd sizes need several of them."""
 WIDE = Tiles(rows=16, columns=64, inner=64, warps=4, stages=2)
-"""For many experts: the interpreter takes its time for each program."""
+"""Wider tiles for many experts; the interpreter is slow, and they need fewer programs."""
 COUNTS = {
     "ragged": [5, 0, 33, 1, 17],
     "one token": [0, 1, 0],
@@ -29,7 +29,7 @@ COUNTS = {
 
 @dataclass
 class Problem:
-    """Tokens ``[T, 40]``, experts of 24 inside."""
+    """Random tokens ``[T, 40]`` and the weights of experts with 24 inner features."""
 
     kind: Activation
     counts: list[int]
@@ -61,9 +61,9 @@ def some_of(quick: Collection[tuple[Any, ...]], *values: Collection[Any]) -> lis
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.full) for case in product(*values)]
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """To rounding: of FP32 sums in another order, or of one result in BF16 that was between two values."""
-    error = 2**-7 if found.dtype == torch.bfloat16 else 1e-5
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check equality up to rounding, of FP32 sums in another order or of BF16 results between two values."""
+    error = 2**-7 if actual.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(
-        found, wanted, rtol=error, atol=error * float(wanted.abs().max() if wanted.numel() else 0)
+        actual, expected, rtol=error, atol=error * float(expected.abs().max() if expected.numel() else 0)
     )

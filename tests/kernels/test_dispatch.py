@@ -14,6 +14,6 @@ def test_slots_of_tokens(tokens: int) -> None:
     table = SlotTable.of([[0, 1, 1], [2, 0, 3], [1, 3, 0]], 4)
     routing = torch.rand(3, tokens, 4) < torch.tensor([0.9, 0.5, 0.1, 0.3])
     for rank in range(3):
-        its: Shares = shares(routing.sum(1), table, rank)
-        expected = to_slots_reference(routing[rank], table, its)
-        assert torch.equal(to_slots_kernel(routing[rank], table.expert, its.begin, its.end), expected)
+        rank_shares: Shares = shares(routing.sum(1), table, rank)
+        expected = to_slots_reference(routing[rank], table, rank_shares)
+        assert torch.equal(to_slots_kernel(routing[rank], table.expert, rank_shares.begin, rank_shares.end), expected)

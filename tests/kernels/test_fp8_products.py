@@ -1,4 +1,4 @@
-"""The backward pass of frozen experts with FP8 products: kernels against the reference, that against dense products."""
+"""Frozen experts' backward pass with FP8 products: kernels match the reference, and it matches dense products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES = ("delayed", "current", "by block")
 
 
 def problem(mode: str, kind: Activation, counts: list[int], dtype: torch.dtype, seed: int = 3) -> tuple[Any, ...]:
-    """Arguments of ``input_gradient``: H of 144 and F of 128 by block, 48 and 80 else."""
+    """Return arguments of ``input_gradient``: H 144 and F 128 if quantised by block, else H 48 and F 80."""
     draw = torch.Generator().manual_seed(seed)
     hidden, inner = (144, 128) if mode == "by block" else (48, 80)
     tokens, rows = sum(counts), inner * (2 if kind.is_gated else 1)
@@ -38,24 +38,24 @@ def problem(mode: str, kind: Activation, counts: list[int], dtype: torch.dtype, 
     dy = normal(tokens, hidden)
     w1, w2 = ([normal(*shape) / 4 for _ in counts] for shape in ((hidden, rows), (inner, hidden)))
     if mode == "by block":
-        quantised = [[formats.by_squares(one, E4M3).row for one in weights] for weights in (w1, w2)]
+        quantised = [[formats.by_squares(weight, E4M3).row for weight in weights] for weights in (w1, w2)]
         return by_rows(dy, dtype), h, p, counts, *map(weights_of, quantised), kind, Quantiser(dtype, is_by_block=True)
     scales = scale_of(fp8_reference.amaxes(dy, counts), dtype)
-    given = Quantiser(dtype, scales).of(dy, counts)
+    quantised_dy = Quantiser(dtype, scales).of(dy, counts)
     of_dh = torch.linspace(0.5, 2.0, len(counts)) * 16 if mode == "delayed" else None
-    quantised = [[formats.by_tensor(one, E4M3).row for one in weights] for weights in (w1, w2)]
-    return given, h, p, counts, *map(weights_of, quantised), kind, Quantiser(dtype, of_dh)
+    quantised = [[formats.by_tensor(weight, E4M3).row for weight in weights] for weights in (w1, w2)]
+    return quantised_dy, h, p, counts, *map(weights_of, quantised), kind, Quantiser(dtype, of_dh)
 
 
-def launched(given: Any, mode: str) -> fp8_reference.FP8InputGradient:
-    """By the kernels."""
-    dy, h, p, counts, w1, w2, kind, quantiser = given
+def launched(args: Any, mode: str) -> fp8_reference.FP8InputGradient:
+    """Return the input gradient that the kernels compute."""
+    dy, h, p, counts, w1, w2, kind, quantiser = args
     tiles = BLOCKS if mode == "by block" else SMALL
     return fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser, tiles)
 
 
 def weights_of(forms: list[formats.Form]) -> Weights:
-    return Weights([one.codes.view(torch.uint8) for one in forms], [one.scale_inv.contiguous() for one in forms])
+    return Weights([form.codes.view(torch.uint8) for form in forms], [form.scale_inv.contiguous() for form in forms])
 
 
 CASES: dict[str, tuple[Activation, torch.dtype]] = {
@@ -63,30 +63,30 @@ CASES: dict[str, tuple[Activation, torch.dtype]] = {
     "first and last empty": (Activation.GELU, E4M3),
     "one token": (Activation.SQUARED_RELU, E5M2),
 }
-"""By distribution of tokens."""
+"""Activation and FP8 type of each case, by its distribution of tokens."""
 
 
 @pytest.mark.parametrize(("mode", "shape"), some_of(list(zip(MODES, CASES, strict=True)), MODES, CASES))
 def test_kernels_compute_what_the_reference_does(mode: str, shape: str) -> None:
     kind, dtype = CASES[shape]
-    given: Any = problem(mode, kind, COUNTS[shape], dtype)
-    wanted = fp8_reference.input_gradient(*given)
-    found = launched(given, mode)
-    close(found.dp, wanted.dp)
-    torch.testing.assert_close(found.amax, wanted.amax, rtol=2**-7, atol=0.0)  # BF16 between two values
-    torch.testing.assert_close(found.dh.inverse_scales, wanted.dh.inverse_scales, rtol=2**-7, atol=0.0)
-    of_counts = COUNTS[shape]
-    dense, of_reference = found.dh.dense(of_counts), wanted.dh.dense(of_counts)
-    step = 2**-1 if dtype is E5M2 else 2**-2  # codes next to each other, where dh is between them
-    torch.testing.assert_close(dense, of_reference, rtol=step, atol=1e-3 * float(of_reference.abs().max()))
-    assert (dense != of_reference).float().mean() < 0.02
-    error = (found.dx.float() - wanted.dx.float()).norm() / wanted.dx.float().norm()
+    args: Any = problem(mode, kind, COUNTS[shape], dtype)
+    expected = fp8_reference.input_gradient(*args)
+    actual = launched(args, mode)
+    close(actual.dp, expected.dp)
+    torch.testing.assert_close(actual.amax, expected.amax, rtol=2**-7, atol=0.0)  # BF16 rounds to either neighbour
+    torch.testing.assert_close(actual.dh.inverse_scales, expected.dh.inverse_scales, rtol=2**-7, atol=0.0)
+    counts = COUNTS[shape]
+    dense, dense_expected = actual.dh.dense(counts), expected.dh.dense(counts)
+    step = 2**-1 if dtype is E5M2 else 2**-2  # a dh between two codes is rounded to either
+    torch.testing.assert_close(dense, dense_expected, rtol=step, atol=1e-3 * float(dense_expected.abs().max()))
+    assert (dense != dense_expected).float().mean() < 0.02
+    error = (actual.dx.float() - expected.dx.float()).norm() / expected.dx.float().norm()
     assert error < 2**-6
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_where_sums_are_exact_so_are_the_bits(mode: str) -> None:
-    """Small whole numbers: FP32 holds every sum, in whatever order."""
+    """Use small whole numbers, whose sums FP32 holds exactly in any order."""
     draw = torch.Generator().manual_seed(9)
     counts, width = [5, 0, 19], 128
 
@@ -100,42 +100,42 @@ def test_where_sums_are_exact_so_are_the_bits(mode: str) -> None:
     ]
     dy = Codes(whole(24, width).to(E5M2), torch.ones(24, 1) if by_block else torch.ones(3))
     quantiser = Quantiser(E5M2, torch.full((3,), 0.25) if mode == "delayed" else None, by_block)
-    given: Any = (dy, whole(24, width).to(torch.bfloat16), torch.ones(24), counts, *weights, Activation.RELU, quantiser)
-    wanted = fp8_reference.input_gradient(*given)
-    found = launched(given, mode)
-    assert torch.equal(found.dh.data.float(), wanted.dh.data.float())  # the interpreter's rounding loses signs of zeros
-    assert torch.equal(found.dh.inverse_scales, wanted.dh.inverse_scales)
-    if mode == "current":  # whose scale is no power of two
-        close(found.dx, wanted.dx)
+    args: Any = (dy, whole(24, width).to(torch.bfloat16), torch.ones(24), counts, *weights, Activation.RELU, quantiser)
+    expected = fp8_reference.input_gradient(*args)
+    actual = launched(args, mode)
+    assert torch.equal(actual.dh.data.float(), expected.dh.data.float())  # the interpreter loses signs of zeros
+    assert torch.equal(actual.dh.inverse_scales, expected.dh.inverse_scales)
+    if mode == "current":  # its scale is no power of two
+        close(actual.dx, expected.dx)
     else:
-        assert torch.equal(found.dx, wanted.dx)
-    assert torch.equal(found.dp, wanted.dp)
-    assert torch.equal(found.amax, wanted.amax)
+        assert torch.equal(actual.dx, expected.dx)
+    assert torch.equal(actual.dp, expected.dp)
+    assert torch.equal(actual.amax, expected.amax)
 
 
 @pytest.mark.parametrize(
     ("mode", "wrong"), some_of([("delayed", "nan"), ("current", "inf"), ("by block", "inf")], MODES, ("nan", "inf"))
 )
 def test_what_is_no_number_stays_none(mode: str, wrong: str) -> None:
-    """A step that overflowed has to be seen; an infinite block is not scaled."""
-    given: Any = problem(mode, Activation.RELU, COUNTS["one expert"], E5M2)
-    given[2][3] = float(wrong)
-    found, wanted = launched(given, mode), fp8_reference.input_gradient(*given)
-    assert found.amax.isinf().all()
-    assert wanted.amax.isinf().all()
-    assert torch.equal(found.dh.data.float().isnan(), wanted.dh.data.float().isnan())
-    assert torch.equal(found.dh.inverse_scales, wanted.dh.inverse_scales)
-    close(found.dx[:3], wanted.dx[:3])  # the interpreter makes numbers of FP8's NaN where they are multiplied
+    """Check that an overflow stays visible in the results, and that an infinite block is not scaled."""
+    args: Any = problem(mode, Activation.RELU, COUNTS["one expert"], E5M2)
+    args[2][3] = float(wrong)
+    actual, expected = launched(args, mode), fp8_reference.input_gradient(*args)
+    assert actual.amax.isinf().all()
+    assert expected.amax.isinf().all()
+    assert torch.equal(actual.dh.data.float().isnan(), expected.dh.data.float().isnan())
+    assert torch.equal(actual.dh.inverse_scales, expected.dh.inverse_scales)
+    close(actual.dx[:3], expected.dx[:3])  # the interpreter multiplies FP8's NaN as if they were numbers
 
 
 def test_frozen_experts_do_not_depend_on_each_other() -> None:
-    """As in a replay, where the routing of others may be another one: each expert alone gives the same bits."""
+    """Check that an expert alone gives the same bits, because a replay may route other experts' tokens differently."""
     counts = COUNTS["ragged"]
     dy, h, p, _, w1, w2, kind, quantiser = problem("current", Activation.SWIGLU, counts, E5M2)
     together = fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser, SMALL)
     start = counts[0] + counts[1]
     rows = slice(start, start + counts[2])
-    own1, own2 = (Weights(one.data[2:3], one.inverse_scales[2:3]) for one in (w1, w2))
+    own1, own2 = (Weights(weights.data[2:3], weights.inverse_scales[2:3]) for weights in (w1, w2))
     own_dy = Codes(dy.data[rows], dy.inverse_scales[2:3])
     alone = fp8_launch.input_gradient(own_dy, h[rows], p[rows], [counts[2]], own1, own2, kind, quantiser, SMALL)
     assert torch.equal(alone.dx, together.dx[rows])
@@ -144,15 +144,15 @@ def test_frozen_experts_do_not_depend_on_each_other() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_reference_is_the_dense_one_on_what_codes_stand_for(mode: str) -> None:
-    """Of ``reference.py``, but for the rounding of dh to FP8."""
-    given: Any = problem(mode, Activation.SWIGLU, COUNTS["ragged"], E4M3)
-    dy, h, p, counts, w1, w2, kind, _ = given
-    plain1, plain2 = (Weights([one.dense(e).T.contiguous() for e in range(len(counts))]) for one in (w1, w2))
-    wanted = reference.input_gradient(dy.dense(counts), h, p, counts, plain1, plain2, kind)
-    found = fp8_reference.input_gradient(*given)
-    close(found.dp, wanted.dp)
-    assert (found.dh.dense(counts) - wanted.dh.float()).abs().max() <= 2**-4 * wanted.dh.abs().max()
-    assert (found.dx.float() - wanted.dx.float()).norm() <= 2**-4 * wanted.dx.float().norm()
+    """Compare with ``reference.py`` on dequantised values, up to the rounding of dh to FP8."""
+    args: Any = problem(mode, Activation.SWIGLU, COUNTS["ragged"], E4M3)
+    dy, h, p, counts, w1, w2, kind, _ = args
+    plain1, plain2 = (Weights([weights.dense(e).T.contiguous() for e in range(len(counts))]) for weights in (w1, w2))
+    expected = reference.input_gradient(dy.dense(counts), h, p, counts, plain1, plain2, kind)
+    actual = fp8_reference.input_gradient(*args)
+    close(actual.dp, expected.dp)
+    assert (actual.dh.dense(counts) - expected.dh.float()).abs().max() <= 2**-4 * expected.dh.abs().max()
+    assert (actual.dx.float() - expected.dx.float()).norm() <= 2**-4 * expected.dx.float().norm()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -160,13 +160,13 @@ def test_quantising_is_that_of_training_in_fp8(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(1)
     matrix = torch.randn(9, 300, generator=draw) * torch.logspace(-12, 4, 9)[:, None]
     matrix[3, :BLOCK] = 0.0
-    ours, trained = by_rows(matrix, dtype), formats.by_rows_and_columns(matrix, dtype).row
-    assert torch.equal(ours.data.view(torch.uint8), trained.codes.view(torch.uint8))
-    assert torch.equal(ours.inverse_scales, trained.scale_inv)
-    one = Quantiser(dtype).of(matrix, [9])
+    row_codes, trained = by_rows(matrix, dtype), formats.by_rows_and_columns(matrix, dtype).row
+    assert torch.equal(row_codes.data.view(torch.uint8), trained.codes.view(torch.uint8))
+    assert torch.equal(row_codes.inverse_scales, trained.scale_inv)
+    codes = Quantiser(dtype).of(matrix, [9])
     of_tensor = formats.by_tensor(matrix, dtype).row
-    assert torch.equal(one.data.view(torch.uint8), of_tensor.codes.view(torch.uint8))
-    assert torch.equal(one.inverse_scales, of_tensor.scale_inv.view(1))
+    assert torch.equal(codes.data.view(torch.uint8), of_tensor.codes.view(torch.uint8))
+    assert torch.equal(codes.inverse_scales, of_tensor.scale_inv.view(1))
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _cast_all(values, codes, LARGEST: tl.constexpr, DTYPE: tl.constexpr, SIZE: t
 
 @pytest.mark.parametrize(("dtype", "named"), [(E4M3, tl.float8e4nv), (E5M2, tl.float8e5)])
 def test_kernels_round_to_fp8_as_torch_does(dtype: torch.dtype, named: Any) -> None:
-    """All codes, the middles between them and their neighbours, of both signs, and what is too large."""
+    """Cast every code, the midpoints between codes, their neighbours, and values that are too large, of both signs."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
     codes = codes[codes.isfinite()].sort().values
     middles = (codes[1:] + codes[:-1]) / 2
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_said(change: dict[str, Any], named: str) -> None:
     if "dtype" in change:
         h = h.float()
     if "transposed" in change:
-        w1, w2 = (Weights([one.data[0].T.contiguous()], one.inverse_scales) for one in (w1, w2))
+        w1, w2 = (Weights([weights.data[0].T.contiguous()], weights.inverse_scales) for weights in (w1, w2))
     with pytest.raises(ValueError, match=named):
         fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser)
 

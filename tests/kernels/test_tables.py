@@ -1,4 +1,4 @@
-"""Tables that kernels read are copied to the device once: addresses for a training, rows for a micro-batch."""
+"""Tables that kernels read are copied to the device once: addresses per training, rows per micro-batch."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ class Layer:
 
 
 def train(layer: Layer, batches: list[list[int]]) -> None:
-    """All forward passes, then all backward passes, of the tokens of each expert in each micro-batch."""
+    """Run all forward passes, then all backward passes; each micro-batch is a list of tokens per expert."""
     for output in [layer.forward(counts) for counts in batches]:
         output.sum().backward()
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Every table that is copied, from now on."""
-    found: list[list[int]] = []
+    """Return a list to which every table that is copied from now on is added."""
+    tables: list[list[int]] = []
     original = tiles.to_device
 
     def counted(table: NDArray[Any], device: torch.device) -> torch.Tensor:
-        found.append(table.tolist())
+        tables.append(table.tolist())
         return original(table, device)
 
     monkeypatch.setattr(tiles, "to_device", counted)
     for cached in (tiles._row_tiles, tiles._numbers):
         cached.cache_clear()
-    return found
+    return tables
 
 
-# No two alike, and none without tokens of the expert that is frozen.
+# All micro-batches differ, and each has tokens for the expert that is frozen.
 FIRST = [[3, 1, 4], [5, 5, 0]]
 SECOND = [[2, 2, 2], [9, 1, 0]]
 
 
 @pytest.mark.parametrize(
-    ("active", "of_rows"), [([True] * 3, 2), ([True, False, True], 3)], ids=["all active", "mixed"]
+    ("active", "row_tables"), [([True] * 3, 2), ([True, False, True], 3)], ids=["all active", "mixed"]
 )
-def test_copies_to_the_device(copied: list[list[int]], active: list[bool], of_rows: int) -> None:
-    """With frozen experts the rows of active ones are a table more; ten for each micro-batch were copied."""
+def test_copies_to_the_device(copied: list[list[int]], active: list[bool], row_tables: int) -> None:
+    """Count copies, once ten per micro-batch. With frozen experts, the rows of active ones need one more table."""
     layer = Layer(active)
     train(layer, FIRST)
-    of_addresses = 4  # both weights and both gradients
-    assert len(copied) == of_addresses + len(FIRST) * of_rows
+    address_tables = 4  # both weights and both gradients
+    assert len(copied) == address_tables + len(FIRST) * row_tables
     copied.clear()
     train(layer, SECOND)
-    assert len(copied) == len(SECOND) * of_rows
+    assert len(copied) == len(SECOND) * row_tables
     copied.clear()
     train(layer, SECOND)
     assert copied == []

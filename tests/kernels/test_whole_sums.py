@@ -1,4 +1,4 @@
-"""Digests of whole operators: Triton's sums have the bits of torch's."""
+"""Triton's sums for the digests of whole operators have the bits of torch's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ QUICK = [(torch.uint8, 0, 1), (torch.int16, 1, 1), (torch.int32, 1000, 1), (torc
 @pytest.mark.parametrize(("dtype", "size", "place"), some_of(QUICK, DTYPES, (0, 1, 1000, LARGE), (1, 2**33 + 5)))
 def test_sums_are_those_of_torch(dtype: torch.dtype, size: int, place: int) -> None:
     draw = torch.Generator().manual_seed(size)
-    of_bytes = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=draw)
-    words = of_bytes.view(dtype)
-    wanted, found = torch.tensor([3, -4]), torch.tensor([3, -4])
-    whole._add(words, place, whole._MULTIPLIERS, wanted)
-    triton_sums.add(words, place, whole._MULTIPLIERS, found)
-    assert found.tolist() == wanted.tolist()
+    data = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=draw)
+    words = data.view(dtype)
+    expected, actual = torch.tensor([3, -4]), torch.tensor([3, -4])
+    whole._add(words, place, whole._MULTIPLIERS, expected)
+    triton_sums.add(words, place, whole._MULTIPLIERS, actual)
+    assert actual.tolist() == expected.tolist()

@@ -1,4 +1,4 @@
-"""What a user does first with an installed package."""
+"""First steps of a user with an installed package, which tests try in several environments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.training import flags
 
 
 def help_names_all_commands(environment: Environment) -> None:
-    """The console script is there and lists what it can do."""
+    """Check that the console script is installed and lists all commands."""
     printed = environment.run("moevement", "--help")
     listed = {line.split()[0] for line in printed.splitlines() if line.startswith("    ") and line[4:5].strip()}
     assert listed == set(COMMANDS), printed
 
 
 def plan_knows_its_presets(environment: Environment) -> None:
-    """`moevement plan` finds the example configurations."""
+    """Check that `moevement plan` finds the example configurations."""
     printed = environment.run(
         "moevement", "plan", "deepseek_moe", "--ranks", "96", "--iteration-time", "2.75", "--cluster",
         "moevement-a100", "--json",
@@ -26,7 +26,7 @@ def plan_knows_its_presets(environment: Environment) -> None:
 
 
 def two_ranks_train(environment: Environment) -> None:
-    """The example script trains on two ranks with sparse checkpoints; each rank is an optimizer instance of its own."""
+    """Check that the example trains on two ranks with sparse checkpoints. Each rank is an optimizer instance."""
     script = environment.run(
         "python", "-c", "from moevement_cli.examples import EXAMPLES as e; print(e / 'pretrain_moe/pretrain_gpt.py')"
     ).strip()

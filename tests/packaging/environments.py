@@ -1,4 +1,4 @@
-"""What packages are tried in: the source as git has it, and an environment that borrows packages of another one."""
+"""Source copies and environments in which tests try packages; environments borrow packages of another one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from packaging.requirements import Requirement
 from tests.training import ROOT
 
 SITE = Path(sysconfig.get_path("purelib"))
-"""Where the packages of the environment that tests run in are."""
+"""Folder of the packages of the environment that tests run in."""
 
 
 def source_copy(folder: Path) -> Path:
-    """What git would give: setuptools leaves its traces beside what it builds."""
+    """Copy the files that git knows or would add, as setuptools would write beside the originals; return the folder."""
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True,
         text=True,
@@ -33,7 +33,7 @@ def source_copy(folder: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment beside every checkout."""
+    """Virtual environment outside of every checkout."""
 
     def __init__(self, folder: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -41,13 +41,13 @@ class Environment:
         (self.site,) = folder.glob("lib/python*/site-packages")
 
     def variables(self) -> dict[str, str]:
-        """The environment variables of a user who has activated it."""
+        """Return the environment variables of a user who has activated the environment."""
         dropped = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return {**kept, "PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONWARNINGS": "ignore"}
 
     def run(self, *words: str, timeout_s: float = 200) -> str:
-        """What a command of this environment prints, from a folder that is no checkout."""
+        """Run a command of this environment outside of every checkout; return what it prints."""
         ended = subprocess.run(
             [str(self.bin / words[0]), *words[1:]], cwd=self.folder, env=self.variables(),
             capture_output=True, text=True, timeout=timeout_s,
@@ -56,14 +56,14 @@ class Environment:
         return ended.stdout
 
     def borrow(self, distribution: str) -> None:
-        """Have a distribution of the environment that tests run in, with all that it requires."""
+        """Link a distribution, and all that it requires, from the environment that tests run in."""
         for name in sorted(_closure(distribution)):
             for top in {file.parts[0] for file in importlib.metadata.files(name) or () if file.parts[0] != ".."}:
                 if not (self.site / top).exists():
                     (self.site / top).symlink_to(SITE / top)
 
     def call(self, distribution: str, version: str) -> None:
-        """Let a borrowed distribution say that it is of another version."""
+        """Make a borrowed distribution report another version."""
         (borrowed,) = self.site.glob(f"{distribution}-*.dist-info")
         renamed = self.site / f"{distribution}-{version}.dist-info"
         shutil.copytree(borrowed, renamed)
@@ -75,8 +75,8 @@ class Environment:
 
 
 def _closure(name: str) -> set[str]:
-    """A distribution and all that it requires here, by the names of their metadata."""
-    found: set[str] = set()
+    """Return a distribution and all that it requires here, by the names in their metadata."""
+    names: set[str] = set()
     pending = [(name, frozenset[str]())]
     seen: set[tuple[str, frozenset[str]]] = set()
     while pending:
@@ -85,9 +85,9 @@ def _closure(name: str) -> set[str]:
             continue
         seen.add(current)
         name, extras = current
-        found.add(name)
+        names.add(name)
         pending += _required(name, extras)
-    return found
+    return names
 
 
 def _required(name: str, extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:

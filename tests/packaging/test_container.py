@@ -1,4 +1,4 @@
-"""The Dockerfile's steps without Docker, in an environment that plays NVIDIA's container: torch is there already."""
+"""Steps of the Dockerfile without Docker. As in NVIDIA's container, torch is installed before them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.training import ROOT
 pytestmark = pytest.mark.builds
 
 IN_THE_CONTAINER = ("pip", "torch", "numpy", "psutil", "pyyaml", "tensorboard", "matplotlib")
-"""What NVIDIA's container has of what is needed, and pip."""
+"""Distributions that NVIDIA's container has and the package needs, and pip."""
 FOR_SPEED = ("transformers", "sentencepiece")
-"""What it does not have, and takes half a minute to install."""
+"""Distributions that the container does not have. They are borrowed, as their installation takes half a minute."""
 TORCH = "2.13.0a0+5c9fa1b.nv26.6"
-"""A version as NVIDIA's builds have: before the release, and on no index."""
+"""Version like those of NVIDIA's builds: before the release, and on no index."""
 
 
 def run_commands() -> list[str]:
-    """The RUN instructions of the Dockerfile."""
+    """Return the RUN instructions of the Dockerfile."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     return re.findall(r"^RUN (.*)$", text, flags=re.MULTILINE)
 
@@ -37,7 +37,7 @@ def played(folder: Path) -> Environment:
 
 
 def run(environment: Environment, source: Path, command: str) -> subprocess.CompletedProcess[str]:
-    """As Docker does; bytecode is made of what is imported, and not of everything."""
+    """Run a command as Docker does, but compile only modules that are imported."""
     return subprocess.run(
         ["/bin/sh", "-c", command], cwd=source, env={**environment.variables(), "PIP_NO_COMPILE": "1"},
         capture_output=True, text=True, timeout=280,
@@ -67,7 +67,7 @@ def test_torch_of_the_container_stays(container: Environment) -> None:
 
 
 def test_nothing_comes_that_nobody_asked_for(container: Environment) -> None:
-    """Neither a second torch by another name, nor the services of nvidia-resiliency-ext, nor what only tests need."""
+    """Check that no other torch library, no service of nvidia-resiliency-ext and no test tool is installed."""
     listed = container.run("python", "-m", "pip", "list", "--format=freeze").lower()
     for name in ("apex", "transformer-engine", "fastapi", "grpcio-tools", "pytest", "mkdocs"):
         assert f"\n{name}==" not in listed
@@ -83,7 +83,7 @@ def test_two_ranks_train(container: Environment) -> None:
 
 @pytest.mark.full
 def test_a_package_of_the_container_is_not_replaced(source: Path, tmp_path: Path) -> None:
-    """One that is too old ends the installation; it is neither upgraded nor ignored."""
+    """Check that a package that is too old ends the installation, and is neither upgraded nor ignored."""
     environment = played(tmp_path / "environment")
     environment.borrow("xxhash")
     environment.call("xxhash", "3.0.0")

@@ -18,11 +18,11 @@ from tests.training import ROOT
 PACKAGES = ("megatron/moevement", "moevement_core", "moevement_cli", "kernels/moevement_kernels")
 OWN = {"megatron.moevement", "moevement_core", "moevement_cli", "moevement_kernels"}
 IN_THE_CONTAINER = {"transformer_engine", "transformer_engine_torch", "apex"}
-"""Found at run time, and never installed by us."""
+"""Modules that the product finds at run time, and never installs."""
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Modules of others that a file imports, at its top or later."""
+    """Yield the modules of other packages that a file imports, at its top or later."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""What stops another version of Megatron is known by name, from its wheel."""
+"""Check that the page on Megatron's versions names every difference that the wheel of a version has."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ IN_DEFAULT = ("0.18.2",)
 
 @pytest.mark.parametrize(
     "version",
-    [pytest.param(one, marks=[] if one in IN_DEFAULT else [pytest.mark.full]) for one in VERSIONS],
+    [pytest.param(release, marks=[] if release in IN_DEFAULT else [pytest.mark.full]) for release in VERSIONS],
 )
 def test_the_page_says_how_a_version_differs(version: str) -> None:
     text = OUTPUT.read_text(encoding="utf-8")
     (count,) = re.findall(rf"^\| {re.escape(version)} \| (\w+) \|$", text, flags=re.MULTILINE)
     section = re.search(rf"^## {re.escape(version)}\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL)
-    found = differences_of(version)
-    assert count == (str(len(found)) if found else "nothing")
-    assert (section is not None) == bool(found)
-    for name, what in found.items():
+    differences = differences_of(version)
+    assert count == (str(len(differences)) if differences else "nothing")
+    assert (section is not None) == bool(differences)
+    for name, difference in differences.items():
         assert section is not None
-        assert f"- `{name}` {what}\n" in section[1]
+        assert f"- `{name}` {difference}\n" in section[1]

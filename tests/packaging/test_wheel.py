@@ -1,4 +1,4 @@
-"""A wheel, installed where there is no checkout, has all that its commands read."""
+"""Check that a wheel, installed where there is no checkout, has all that its commands read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("moevement_core", "moevement_cli", "megatron.moevement", "moevement_
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment that has the wheel and, from the one that tests run in, its dependencies."""
+    """Return an environment with the wheel, which uses dependencies of the environment that tests run in."""
     folder = tmp_path_factory.mktemp("wheel")
     source = source_copy(folder / "source")
     build = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     environment = Environment(folder / "environment")
     install = ("-m", "pip", "--python", str(environment.bin / "python"), "install", "--quiet", "--no-deps")
     subprocess.run([sys.executable, *install, str(wheel)], check=True)
-    # Dependencies after the wheel; .pth files of another environment are not read, so its checkout stays out.
+    # Dependencies come after the wheel. Python ignores .pth files of the other environment, so its checkout stays out.
     (environment.site / "dependencies.pth").write_text(str(SITE))
     return environment
 
@@ -41,7 +41,7 @@ def test_it_is_the_wheel_that_runs(installed: Environment) -> None:
 
 
 def test_kernels_are_shipped_as_source(installed: Environment) -> None:
-    """Triton and CUDA kernels are compiled where they run, so the wheel is the same on every machine."""
+    """Check that kernels are compiled where they run, so that every machine can use the same wheel."""
     shipped = {path.name for path in (installed.site / "moevement_kernels").rglob("*.c*")}
     sources = {path.name for path in (Path(__file__).parents[2] / "kernels").rglob("*.cu*")}
     assert sources

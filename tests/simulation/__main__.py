@@ -1,4 +1,7 @@
-"""``python -m tests.simulation --seeds 1000``: so many jobs, each drawn from its seed; exit code 1 if one is wrong."""
+"""Command that simulates many jobs, each drawn from its seed; it exits with 1 if a job violates an invariant.
+
+``python -m tests.simulation --seeds 1000`` runs the seeds 0 to 999.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ CHUNK = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many (default: 1000)")
     parser.add_argument("--first-seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
@@ -49,8 +52,8 @@ def _many(seeds: range, jobs: int) -> int:
     ends: Counter[str] = Counter()
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with multiprocessing.get_context("fork").Pool(jobs, _collect_rarely) as pool:
-        for outcomes, its_cpu_s in pool.imap_unordered(_chunk, chunks):
-            cpu_s += its_cpu_s
+        for outcomes, chunk_cpu_s in pool.imap_unordered(_chunk, chunks):
+            cpu_s += chunk_cpu_s
             for outcome in outcomes:
                 events += outcome.events
                 ends[_end_of(outcome)] += 1
@@ -69,7 +72,7 @@ def _many(seeds: range, jobs: int) -> int:
 
 
 def _collect_rarely() -> None:
-    """Most objects are of modules and stay: looking at them again and again takes a tenth of the time."""
+    """Collect garbage rarely. Most objects belong to modules and stay; scanning them takes a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

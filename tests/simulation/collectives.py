@@ -1,4 +1,4 @@
-"""Collectives of ranks: all of them have to come, each learns of it at its own time, and a death may be between."""
+"""Simulated collectives: all ranks must join, each learns the result at its own time, and a rank may die meanwhile."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 
 LATE, LATE_S = 0.03, 0.6
-"""How often a rank learns of it later than the others, and by how much at most."""
+"""Share of results that reach a rank later than the others, and the longest such delay in seconds."""
 
 
 class Exchange:
-    """One of them."""
+    """Collective operation among some ranks, with the values that they contributed."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
-        self.given: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         self.processes: dict[int, Process] = {}
         self.waiting: dict[int, Waiting] = {rank: Waiting() for rank in ranks}
         self.learned: set[int] = set()
@@ -29,34 +29,34 @@ class Exchange:
 
 
 class Handle:
-    """Of a rank's part in one."""
+    """Handle of one rank on an exchange."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank
 
     def wait(self) -> list[Any]:
-        """What all gave, by their order.
+        """Block until the exchange ends; return the values of all ranks, in the order of its ranks.
 
         Raises:
-            RuntimeError: somebody is gone.
+            RuntimeError: a rank of the exchange is gone.
         """
-        its, rank = self._exchange, self._rank
-        its.waiting[rank].until(lambda: rank in its.learned or rank in its.failed)
-        if rank not in its.learned:
+        exchange, rank = self._exchange, self._rank
+        exchange.waiting[rank].until(lambda: rank in exchange.learned or rank in exchange.failed)
+        if rank not in exchange.learned:
             raise RuntimeError("Connection closed by peer")
-        return [its.given[one] for one in its.ranks]
+        return [exchange.values[peer] for peer in exchange.ranks]
 
 
 class Exchanges:
-    """All of one simulation."""
+    """Exchanges of one simulation that are still open."""
 
-    def __init__(self, its: World) -> None:
-        self.world = its
+    def __init__(self, simulation: World) -> None:
+        self.world = simulation
         self._open: dict[Any, Exchange] = {}
         self._gone: dict[int, set[int]] = {}
 
     def start(self, kind: Any, ranks: Sequence[int], value: Any) -> Handle:
-        """Take part; called by every one of ``ranks``."""
+        """Join an exchange that every one of ``ranks`` joins; return a handle to wait for its result."""
         process = self.world.current().process
         assert process.generation is not None
         generation, rank = process.generation.roster.generation, process.rank
@@ -66,21 +66,21 @@ class Exchanges:
         exchange = self._open.get((key, count))
         if exchange is None:
             exchange = self._open[key, count] = Exchange(ranks)
-        exchange.given[rank], exchange.processes[rank] = value, process
+        exchange.values[rank], exchange.processes[rank] = value, process
         if self._is_broken(exchange, generation):
             self._fail_soon(exchange)
-        elif len(exchange.given) == len(exchange.ranks):
+        elif len(exchange.values) == len(exchange.ranks):
             del self._open[key, count]
-            for one in exchange.ranks:
-                self._finish_soon(exchange, one, generation)
+            for peer in exchange.ranks:
+                self._finish_soon(exchange, peer, generation)
         return Handle(exchange, rank)
 
     def gather(self, kind: Any, ranks: Sequence[int], value: Any) -> list[Any]:
-        """The same, and wait."""
+        """Join an exchange, wait for it, and return the values of all ranks."""
         return self.start(kind, ranks, value).wait()
 
     def leave(self, generation: int, rank: int) -> None:
-        """The connections of a rank are broken, and those who wait for it will see it."""
+        """Break the connections of a rank, so that exchanges with it soon fail on the ranks that wait."""
         self._gone.setdefault(generation, set()).add(rank)
         for (key, _), exchange in list(self._open.items()):
             if key[0] == generation and rank in exchange.ranks:
@@ -90,7 +90,7 @@ class Exchanges:
         return bool(self._gone.get(generation, set()) & set(exchange.ranks))
 
     def _fail_soon(self, exchange: Exchange) -> None:
-        for rank in exchange.given:
+        for rank in exchange.values:
             self.world.after(self.world.rng.uniform(0.0, 0.1), partial(self._fail, exchange, rank))
 
     def _fail(self, exchange: Exchange, rank: int) -> None:
@@ -101,7 +101,7 @@ class Exchanges:
     def _finish_soon(self, exchange: Exchange, rank: int, generation: int) -> None:
         network = self.world.network
         node = exchange.processes[rank].node
-        slowest = max((network.delay_s(one.node, node) for one in exchange.processes.values()), default=0.0)
+        slowest = max((network.delay_s(process.node, node) for process in exchange.processes.values()), default=0.0)
         if self.world.rng.random() < LATE:
             slowest += self.world.rng.uniform(0.0, LATE_S)
         self.world.after(slowest, partial(self._finish, exchange, rank, generation))
@@ -109,13 +109,13 @@ class Exchanges:
     def _finish(self, exchange: Exchange, rank: int, generation: int) -> None:
         network = self.world.network
         node = exchange.processes[rank].node
-        lost = [one for one in exchange.processes.values() if not one.is_alive]
+        lost = [process for process in exchange.processes.values() if not process.is_alive]
         if (lost or self._is_broken(exchange, generation)) and self.world.rng.random() < 0.5:
             if self._is_broken(exchange, generation):
                 self._fail(exchange, rank)
             return
-        if not all(network.reaches(one.node, node) for one in exchange.processes.values()):
-            self.world.after(0.3, partial(self._finish, exchange, rank, generation))  # sent again and again
+        if not all(network.reaches(process.node, node) for process in exchange.processes.values()):
+            self.world.after(0.3, partial(self._finish, exchange, rank, generation))  # sent again until it arrives
             return
         exchange.learned.add(rank)
         exchange.waiting[rank].wake_all()
@@ -130,40 +130,40 @@ class Work:
 
 
 class Group:
-    """Some ranks."""
+    """Process group of some ranks."""
 
     def __init__(self, number: int, ranks: Sequence[int]) -> None:
         self.number, self.ranks = number, tuple(ranks)
 
 
 def distributed(exchanges: Exchanges) -> list[tuple[Any, str, Any]]:
-    """What takes the place of functions of ``torch.distributed``."""
+    """Return the replacements for functions of ``torch.distributed``: module, name and stand-in."""
 
-    def me() -> Any:
+    def current() -> Any:
         return world().current().process
 
-    def everyone() -> range:
-        return range(me().world_size)
+    def all_ranks() -> range:
+        return range(current().world_size)
 
     def get_rank(group: Any = None) -> int:
-        return int(me().rank)
+        return int(current().rank)
 
     def get_world_size(group: Any = None) -> int:
-        return int(me().world_size)
+        return int(current().world_size)
 
     def init_process_group(*_: Any, **__: Any) -> None:
-        me().groups_made = 0
-        exchanges.gather("init", everyone(), None)
+        current().groups_made = 0
+        exchanges.gather("init", all_ranks(), None)
 
     def new_group(ranks: Sequence[int] | None = None, **_: Any) -> Group:
-        me().groups_made += 1
-        return Group(me().groups_made, everyone() if ranks is None else ranks)
+        current().groups_made += 1
+        return Group(current().groups_made, all_ranks() if ranks is None else ranks)
 
     def ranks_of(group: Group | None) -> tuple[Any, Sequence[int]]:
-        return ("group", group.number if group else 0), group.ranks if group else everyone()
+        return ("group", group.number if group else 0), group.ranks if group else all_ranks()
 
-    def all_gather_into_tensor(out: torch.Tensor, mine: torch.Tensor, group: Group | None = None) -> None:
-        out.copy_(torch.cat(exchanges.gather(*ranks_of(group), mine.clone())))
+    def all_gather_into_tensor(out: torch.Tensor, data: torch.Tensor, group: Group | None = None) -> None:
+        out.copy_(torch.cat(exchanges.gather(*ranks_of(group), data.clone())))
 
     def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
         kind, ranks = ranks_of(group)
@@ -188,8 +188,8 @@ def distributed(exchanges: Exchanges) -> list[tuple[Any, str, Any]]:
         return work if async_op else work.wait()
 
     return [
-        (dist, one.__name__, one)
-        for one in (
+        (dist, function.__name__, function)
+        for function in (
             get_rank, get_world_size, init_process_group, new_group, all_gather_into_tensor, broadcast, barrier,
             all_reduce,
         )

@@ -1,4 +1,4 @@
-"""Nodes with their supervisors and processes, and the host of the coordinator."""
+"""Simulated nodes with their supervisors and processes, and the host of the coordinator."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.simulation.world import Process, World
 
 PORT = 1
 RESTART_S = 2.0
-"""After how long a supervisor is started again."""
+"""Seconds from the end of a supervisor to the start of the next one."""
 
 TOKEN = Token("of a job that is simulated" * 2)
 
 
 class Child:
-    """A process as its supervisor has it."""
+    """Process of a rank, as its supervisor handles it."""
 
     logs = None
 
@@ -66,30 +66,30 @@ class Child:
 
 
 def end_all(children: list[Child]) -> None:
-    """What a supervisor ends what is left with."""
+    """End the processes that a supervisor has left, in place of the product's function of this name."""
     for child in children:
         child.process.end()
 
 
 class NoOrphans:
-    """Where processes are not real, none has left another one behind."""
+    """Stand-in for the product's search for orphans, which simulated processes never leave."""
 
     is_due = False
 
     def expect(self) -> None:
-        """A process has ended."""
+        """Ignore that a process has ended."""
 
-    def release_device(self, member: int, ours: object) -> bool:
-        """It had none."""
+    def release_device(self, member: int, started_pids: object) -> bool:
+        """Return True, as a simulated process holds no device."""
         return True
 
 
 class Host:
-    """A node of the job.
+    """Simulated node with its supervisor and ranks.
 
     Args:
-        job: what it is of.
-        number: which of the nodes.
+        job: job that the node belongs to.
+        number: index of the node.
     """
 
     def __init__(self, job: Job, number: int) -> None:
@@ -101,7 +101,7 @@ class Host:
         self.start()
 
     def start(self) -> None:
-        """A supervisor, and with it processes."""
+        """Start a supervisor, which starts its processes; do nothing if one lives, or the node is down."""
         if not self.is_up or self.job.is_over or (self.supervisor is not None and self.supervisor.is_alive):
             return
         self._starts += 1
@@ -110,10 +110,10 @@ class Host:
         self.job.world.start(process, lambda: self._supervise(process), process.name)
 
     def _supervise(self, process: Process) -> None:
-        job, its = self.job, self.job.scenario
-        client = SignedStore(StoreClient(job.values, job.world.network, process, its.slow_store_s), TOKEN)
-        task = claim(client, SupervisorTask(self.number, its.nodes, its.processes))
-        lease = LeaseClient(task.name, (COORDINATOR, PORT), its.lease_s, TOKEN)
+        job, scenario = self.job, self.job.scenario
+        client = SignedStore(StoreClient(job.values, job.world.network, process, scenario.slow_store_s), TOKEN)
+        task = claim(client, SupervisorTask(self.number, scenario.nodes, scenario.processes))
+        lease = LeaseClient(task.name, (COORDINATOR, PORT), scenario.lease_s, TOKEN)
         running = _Task(task, lease, partial(self._start_rank, process))
         try:
             running.run(SimpleNamespace(check=lambda: None, asked_by=None))  # type: ignore[arg-type]
@@ -131,11 +131,11 @@ class Host:
         self.ranks.append(process)
         job.members[member] = process
         child = Child(process)
-        its = job.scenario
-        client = SignedStore(StoreClient(job.values, job.world.network, process, its.slow_store_s), TOKEN)
+        scenario = job.scenario
+        client = SignedStore(StoreClient(job.values, job.world.network, process, scenario.slow_store_s), TOKEN)
 
         def main() -> None:
-            job.world.sleep(job.world.rng.uniform(0.05, its.start_s))
+            job.world.sleep(job.world.rng.uniform(0.05, scenario.start_s))
             process.code = process.main(client)  # type: ignore[attr-defined]
             process.end()
 
@@ -149,7 +149,7 @@ class Host:
         self.job.world.after(RESTART_S, self.start)
 
     def lose(self, *, is_heard: bool, for_s: float) -> None:
-        """Everything here is gone, and comes again later."""
+        """End all processes of the node, and boot it again after ``for_s`` seconds."""
         self.is_up = False
         if self.supervisor is not None:
             self.supervisor.end(is_heard=is_heard)
@@ -161,11 +161,11 @@ class Host:
 
 
 class Job:
-    """All of it.
+    """Simulated job: its coordinator, its store and its nodes.
 
     Args:
-        world: of it.
-        scenario: what it is.
+        world: simulation that runs the job.
+        scenario: shape of the job, and its faults.
     """
 
     def __init__(self, world: World, scenario: Scenario) -> None:
@@ -179,7 +179,7 @@ class Job:
             interrupt=self.interrupt, lease_s=scenario.lease_s, clock=lambda: world.now,
         )  # fmt: skip
         self.started = -1
-        """The newest generation whose ranks have entered training."""
+        """Newest generation whose ranks have entered training."""
         self.reason: str | None = None
         self.requests: list[str] = []
         listener: Any = Listener(world.network, self.process, PORT)
@@ -189,16 +189,16 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether the coordinator has ended the job."""
+        """True if the coordinator has ended the job."""
         return self.coordinator.state in (State.DONE, State.STOPPED)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether everything has ended, too."""
+        """True if the job is over and all supervisors have ended."""
         return self.is_over and not any(host.supervisor is not None and host.supervisor.is_alive for host in self.hosts)
 
     def interrupt(self, generation: int, rank: int) -> None:
-        """All ranks of a generation are to leave it."""
+        """Interrupt all ranks of a generation; each notices it at its own time."""
         for process in list(self.members.values()):
             self.world.after(self.world.rng.uniform(0.01, NOTICED_S), partial(process.notice, generation))
 
@@ -208,7 +208,7 @@ class Job:
             self.coordinator.stop(why)
 
     def _coordinate(self) -> None:
-        """As ``moevement coordinate``."""
+        """Run the loop of the coordinator, as ``moevement coordinate`` does."""
         deaths, coordinator = 0, self.coordinator
         while not self.is_over:
             self.server.poll(self.world.rng.uniform(0.05, 0.15), self._answer())

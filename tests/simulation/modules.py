@@ -1,4 +1,4 @@
-"""What product code takes for ``time``, ``threading`` and ``queue``: the same names, on the simulated clock."""
+"""Stand-ins for ``time``, ``threading`` and ``queue``, with the same names, on the simulated clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _worlds: list[World] = []
 
 
 def world() -> World:
-    """The simulation that runs."""
+    """Return the simulation that runs."""
     return _worlds[-1]
 
 
@@ -41,7 +41,7 @@ COARSE_S = 0.1
 
 
 def _coarse(seconds: float) -> None:
-    """A loop that looks often looks less often here, and not at even times: a busy host is like that, and cheaper."""
+    """Sleep for about ``COARSE_S`` or longer: a polling loop then polls rarely and unevenly, as on a busy host."""
     world().sleep(max(seconds, COARSE_S * world().rng.uniform(0.5, 1.5)))
 
 
@@ -49,13 +49,13 @@ COARSE_TIME = SimpleNamespace(**{**vars(SIMULATED_TIME), "sleep": _coarse})
 
 
 class Waiting:
-    """Tasks that wait for something."""
+    """Tasks that wait until another task wakes them."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until :meth:`wake_all`; whether that came in time."""
+        """Block until :meth:`wake_all`; return False if the timeout came first."""
         task = world().current()
         self._tasks.append(task)
         try:
@@ -65,7 +65,7 @@ class Waiting:
                 self._tasks.remove(task)
 
     def until(self, holds: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """Block until that holds; whether it does."""
+        """Block until ``holds()`` is true; return False if the timeout came first."""
         deadline = None if timeout_s is None else world().now + timeout_s
         while not holds():
             left = None if deadline is None else deadline - world().now
@@ -75,7 +75,7 @@ class Waiting:
         return True
 
     def wake_all(self) -> None:
-        """Whoever waits looks again."""
+        """Wake every waiting task, which then checks its condition again."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.wake()
@@ -104,7 +104,7 @@ class SimulatedThread:
         self._task: Task | None = None
 
     def run(self) -> None:
-        """Overridden where there is no target."""
+        """Run the thread of a subclass, which overrides this method instead of passing a target."""
 
     def start(self) -> None:
         task = self._task = world().start(world().current().process, self._target, self.name)
@@ -169,7 +169,7 @@ class SimulatedSemaphore:
 
 
 class SimulatedLock:
-    """Never contended but by mistake: no task gives way while it holds one."""
+    """Lock that is never contended, as no task blocks while it holds one; entering a held lock fails."""
 
     def __init__(self) -> None:
         self._held = False
@@ -223,7 +223,7 @@ REPLACED: dict[Any, Any] = {time: SIMULATED_TIME, threading: SIMULATED_THREADING
 
 
 def _places() -> Iterator[tuple[ModuleType, str, Any]]:
-    """Everything of product modules that is replaced in them."""
+    """Yield every attribute of product modules that is replaced, with its stand-in."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("moevement_core."):
             continue
@@ -237,10 +237,10 @@ def _places() -> Iterator[tuple[ModuleType, str, Any]]:
 
 @contextmanager
 def simulated_modules(*more: tuple[Any, str, Any]) -> Iterator[None]:
-    """Product code runs on the simulated clock in here.
+    """Run product code on the simulated clock inside the ``with`` block.
 
     Args:
-        more: what else is replaced: of what, the name, by what.
+        more: further replacements: the object, the name of its attribute, and the stand-in.
     """
     with ExitStack() as stack:
         for place, name, stand_in in (*_places(), *more):
@@ -249,11 +249,11 @@ def simulated_modules(*more: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def running(its: World) -> Iterator[None]:
-    """``its`` is the simulation that runs."""
-    _worlds.append(its)
+def running(simulation: World) -> Iterator[None]:
+    """Make ``simulation`` the one that :func:`world` returns, and end it after the ``with`` block."""
+    _worlds.append(simulation)
     try:
         yield
     finally:
-        its.end()
+        simulation.end()
         _worlds.pop()

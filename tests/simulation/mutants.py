@@ -1,4 +1,4 @@
-"""Known bugs, planted in product code: the simulation has to find each of them, or it would find no others."""
+"""Known bugs that are planted in product code, one at a time. The simulation has to find each of them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Mutant = Callable[[], list[Patch]]
 
 
 def freed_too_early() -> list[Patch]:
-    """The first snapshot of the run to fall back to is freed with what is older."""
+    """Free the first snapshot of the restore point together with older ones."""
     learn = Lifetime.learn
 
     def wrong(self: Lifetime, agreed: Any, held: Iterable[int]) -> Unneeded:
         here = list(held)
-        found = learn(self, agreed, here)
-        return replace(found, old=[*found.old, *(one for one in here if one == self.persisted)])
+        unneeded = learn(self, agreed, here)
+        return replace(unneeded, old=[*unneeded.old, *(iteration for iteration in here if iteration == self.persisted)])
 
     free_before = ReplicaStore.free_before
     return [
@@ -48,27 +48,27 @@ def freed_too_early() -> list[Patch]:
 
 
 def copy_freed_too_early() -> list[Patch]:
-    """Peers free one snapshot too many."""
+    """Free one snapshot too many on each peer."""
     free_before = ReplicaStore.free_before
     return [(ReplicaStore, "free_before", lambda self, iteration: free_before(self, iteration + 1))]
 
 
 def never_freed() -> list[Patch]:
-    """Peers free nothing while they have memory."""
+    """Free no snapshot on peers while they have memory."""
     return [(ReplicaStore, "free_before", lambda self, iteration: None)]
 
 
 def acknowledged_by_one() -> list[Patch]:
-    """What one peer has counts as if all had it."""
+    """Count a snapshot that one peer has as if all peers had it."""
 
     def acked_by(self: OwnSnapshots, peers: Any) -> Mapping[int, Any]:
-        return {at: one.contents for at, one in self._held.items() if one.snapshot}
+        return {at: held.contents for at, held in self._held.items() if held.snapshot}
 
     return [(OwnSnapshots, "acked_by", acked_by)]
 
 
 def agrees_on_the_most() -> list[Patch]:
-    """The job is as far as its farthest rank."""
+    """Agree on the progress of the farthest rank, not of the slowest."""
     names = {**vars(dist), "ReduceOp": SimpleNamespace(MIN=dist.ReduceOp.MAX)}
 
     class Wrong:
@@ -79,7 +79,7 @@ def agrees_on_the_most() -> list[Patch]:
 
 
 def lease_never_ends_here() -> list[Patch]:
-    """A process acts, and is let, whatever became of its lease."""
+    """Let processes continue after their lease has ended, and let supervisors tolerate it."""
     return [
         (StatusPage, "is_held", property(lambda self: True)), (Supervisor, "_fence", lambda self: None),
         (Supervisor, "_look_for_stopped", lambda self: None),
@@ -87,7 +87,7 @@ def lease_never_ends_here() -> list[Patch]:
 
 
 def lease_never_ends_there() -> list[Patch]:
-    """The coordinator waits for ever for who is silent."""
+    """Let the coordinator wait for ever for silent nodes."""
 
     def lost(self: Membership) -> Iterator[Any]:
         self._stepped_at = self._clock()
@@ -97,23 +97,23 @@ def lease_never_ends_there() -> list[Patch]:
 
 
 def one_rank_for_two() -> list[Patch]:
-    """A spare takes itself for the last rank while it is in no roster."""
+    """Let a spare that is in no roster take itself for the last rank."""
 
     def rank_of(self: Roster, member: int) -> int | None:
-        its = {holder: rank for rank, holder in self.ranks.items()}
-        return its.get(member, max(self.ranks) if self.generation > 0 else None)
+        rank_of_member = {holder: rank for rank, holder in self.ranks.items()}
+        return rank_of_member.get(member, max(self.ranks) if self.generation > 0 else None)
 
     return [(Roster, "rank_of", rank_of)]
 
 
 def two_ranks_for_one() -> list[Patch]:
-    """The same spare is given to every rank that is lost."""
+    """Assign the same spare to every lost rank."""
     waiting = Coordinator.waiting
-    return [(Coordinator, "waiting", lambda self: [one for one in waiting(self)[:1] for _ in range(4)])]
+    return [(Coordinator, "waiting", lambda self: [spare for spare in waiting(self)[:1] for _ in range(4)])]
 
 
 def enters_without_the_others() -> list[Patch]:
-    """A member goes on by a roster that not all have acknowledged."""
+    """Let a member use a roster that not all members have acknowledged."""
     wait_for = Member._wait_for
 
     def wrong(self: Member, key: str) -> bytes:
@@ -123,23 +123,25 @@ def enters_without_the_others() -> list[Patch]:
 
 
 def goes_on_from_the_oldest() -> list[Patch]:
-    """Where ranks have committed different iterations, the older one is the one to resume."""
+    """Resume the oldest of the iterations that ranks have committed, not the newest."""
 
     def wrong(statuses: Any) -> Any:
-        known = [one.committed for one in statuses if one.committed is not None]
+        known = [status.committed for status in statuses if status.committed is not None]
         least = min(known, default=None)
-        return decide([replace(one, committed=least if one.committed is not None else None) for one in statuses])
+        return decide(
+            [replace(status, committed=least if status.committed is not None else None) for status in statuses]
+        )
 
     return [(rejoin, "decide", wrong)]
 
 
 def does_not_follow() -> list[Patch]:
-    """Ranks one update behind stay there."""
+    """Leave ranks that are one update behind as they are."""
     return [(rejoin, "decide", lambda statuses: replace(decide(statuses), followers=frozenset()))]
 
 
 def follows_without_an_update() -> list[Patch]:
-    """They take the number of the iteration, and leave its update out."""
+    """Let ranks that are one update behind count the iteration without applying its update."""
 
     def follow(self: UpdateCommit, iteration: int, outcome: Any, common: Any) -> None:
         self._trainer.iteration = iteration
@@ -150,7 +152,7 @@ def follows_without_an_update() -> list[Patch]:
 
 
 def copies_at_home() -> list[Patch]:
-    """Copies are on the next rank, whatever node that is on."""
+    """Place copies on the next ranks, whatever their nodes are."""
 
     def place(nodes: Any, replicas: int, *_: Any, **__: Any) -> Any:
         return [tuple((rank + step + 1) % len(nodes) for step in range(replicas)) for rank in range(len(nodes))]
@@ -159,7 +161,7 @@ def copies_at_home() -> list[Patch]:
 
 
 def pages_are_lost() -> list[Patch]:
-    """Memory of a snapshot that is read while it is freed is never given back."""
+    """Never return the memory of a snapshot that is freed while it is read."""
 
     def end_use(self: OwnSnapshots, held: Any) -> None:
         held.users -= 1
@@ -169,7 +171,7 @@ def pages_are_lost() -> list[Patch]:
 
 
 def commits_without_all() -> list[Patch]:
-    """An interruption may come between the update of the state and its mark."""
+    """Allow an interruption between the update of the state and its mark."""
 
     def update(self: UpdateCommit, iteration: int, outcome: Any) -> None:
         self._trainer.update(outcome)
@@ -187,7 +189,7 @@ def commits_without_all() -> list[Patch]:
 
 
 def spares_by_arrival() -> list[Patch]:
-    """Spares take over in the order in which they came, wherever they are."""
+    """Let spares take over in the order of their arrival, whatever their nodes are."""
 
     def wrong(self: Coordinator, missing: Any, survivors: Any, spares: Any) -> dict[int, int]:
         return dict(zip(missing, spares, strict=False))
@@ -196,7 +198,7 @@ def spares_by_arrival() -> list[Patch]:
 
 
 def waits_for_no_start() -> list[Patch]:
-    """A spare of another node is taken though a process starts on the node of the one that ended."""
+    """Take a spare of another node although a process starts on the node of the failed rank."""
     return [(Coordinator, "_wait_for_respawn", lambda self, missing, ranks: None)]
 
 
@@ -210,12 +212,12 @@ MUTANTS: list[Mutant] = [
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Product code has that bug in here."""
-    patches = [patch.object(*one) for one in mutant()]
-    for one in patches:
-        one.start()
+    """Plant the bug in product code inside the ``with`` block."""
+    patches = [patch.object(*replacement) for replacement in mutant()]
+    for patcher in patches:
+        patcher.start()
     try:
         yield
     finally:
-        for one in reversed(patches):
-            one.stop()
+        for patcher in reversed(patches):
+            patcher.stop()

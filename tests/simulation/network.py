@@ -1,4 +1,4 @@
-"""What processes send each other: links with delays, partitions that heal, connections that break or fall silent."""
+"""Simulated network: links with delays, partitions that heal, connections that break or fall silent."""
 
 from __future__ import annotations
 
@@ -16,85 +16,88 @@ from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 
 COORDINATOR = "coordinator"
-"""The host of the coordinator and of the store."""
+"""Host of the coordinator and of the store."""
 SLOW_S = 1.0
 
 
 class Network:
-    """Between the hosts of one simulation.
+    """Network between the hosts of one simulation.
 
     Args:
-        slowest_s: what a message takes at most while nothing is wrong.
-        beside_s: what is sent beside training takes so much longer, at most.
-        drop: the share of messages that are lost and sent again, as TCP does, after a while.
+        simulation: simulation whose clock and random numbers the network uses.
+        slowest_s: longest delay of a message while nothing is wrong, in seconds.
+        drop: share of messages that are lost; each is sent again after a while, as TCP does.
+        beside_s: longest additional delay of a message beside training, in seconds.
     """
 
-    def __init__(self, its: World, slowest_s: float, drop: float, beside_s: float) -> None:
+    def __init__(self, simulation: World, slowest_s: float, drop: float, beside_s: float) -> None:
         self.beside_s = beside_s
-        self.world, self.slowest_s, self.drop = its, slowest_s, drop
+        self.world, self.slowest_s, self.drop = simulation, slowest_s, drop
         self.cut: set[str] = set()
-        """Hosts that nobody reaches and that reach nobody."""
+        """Hosts that are cut off from all others."""
         self.slow: set[str] = set()
-        """Hosts to and from which what is sent beside training takes long."""
+        """Hosts that send and receive messages beside training slowly."""
         self.healed = Waiting()
         self._last: dict[Any, float] = {}
         self._held: list[tuple[str, str, Callable[[], None], Any]] = []
         self.listeners: dict[int, Listener] = {}
         self.connections: list[Connections] = []
-        """By port."""
+        """Connections of ranks; the index is the port."""
 
-    def reaches(self, one: str, other: str) -> bool:
-        """Whether messages get from one host to the other."""
-        return one == other or not ({one, other} & self.cut)
+    def reaches(self, host: str, other: str) -> bool:
+        """Return True if messages travel between the two hosts."""
+        return host == other or not ({host, other} & self.cut)
 
-    def delay_s(self, one: str, other: str) -> float:
-        """Of the next message."""
+    def delay_s(self, host: str, other: str) -> float:
+        """Return the seconds that the next message takes between the two hosts."""
         rng = self.world.rng
-        seconds = rng.uniform(0.0002, self.slowest_s if one != other else 0.0005)
+        seconds = rng.uniform(0.0002, self.slowest_s if host != other else 0.0005)
         while rng.random() < self.drop:
             seconds += 0.2
         return seconds
 
-    def deliver(self, one: str, other: str, what: Callable[[], None], order: Any, *, is_beside: bool = False) -> None:
-        """Have ``what`` happen at the other host; in the order of calls for everything of one ``order``.
+    def deliver(
+        self, source: str, target: str, action: Callable[[], None], order: Any, *, is_beside: bool = False
+    ) -> None:
+        """Call ``action`` when a message arrives at ``target``; messages with the same ``order`` arrive in order.
 
         Args:
-            one: from where.
-            other: to where.
-            what: happens then.
-            order: what it is in order with.
-            is_beside: whether it is sent beside training.
+            source: host that sends.
+            target: host that receives.
+            action: function that is called on arrival.
+            order: key of the messages that arrive in the order in which they were sent.
+            is_beside: True if the message is sent beside training.
         """
-        if not self.reaches(one, other):
-            self._held.append((one, other, what, order))
+        if not self.reaches(source, target):
+            self._held.append((source, target, action, order))
             return
         late_s = 0.0
         if is_beside:
-            late_s = self.world.rng.uniform(0.0, SLOW_S if {one, other} & self.slow else self.beside_s)
-        at = max(self._last.get(order, 0.0), self.world.now + self.delay_s(one, other) + late_s)
+            late_s = self.world.rng.uniform(0.0, SLOW_S if {source, target} & self.slow else self.beside_s)
+        at = max(self._last.get(order, 0.0), self.world.now + self.delay_s(source, target) + late_s)
         self._last[order] = at
-        self.world.after(at - self.world.now, lambda: self._arrive(one, other, what, order))
+        self.world.after(at - self.world.now, lambda: self._arrive(source, target, action, order))
 
-    def _arrive(self, one: str, other: str, what: Callable[[], None], order: Any) -> None:
-        if self.reaches(one, other):
-            what()
+    def _arrive(self, source: str, target: str, action: Callable[[], None], order: Any) -> None:
+        if self.reaches(source, target):
+            action()
         else:
-            self._held.append((one, other, what, order))
+            self._held.append((source, target, action, order))
 
     def isolate(self, host: str) -> None:
-        """Cut it off."""
+        """Cut a host off from all others."""
         self.cut.add(host)
 
     def heal(self, host: str) -> None:
-        """Let what has waited go."""
+        """Reconnect a host, and deliver the messages that were held back."""
         self.cut.discard(host)
         held, self._held = self._held, []
-        for one, other, what, order in held:
-            self.deliver(one, other, what, order)
+        for source, target, action, order in held:
+            self.deliver(source, target, action, order)
         self.healed.wake_all()
 
     def round_trip(self, process: Process, other: str) -> None:
-        """Wait as long as a question takes; for ever while the other host is not reached."""
+        """Block for the delay of a request, and until the other host is reachable."""
         self.world.sleep(self.delay_s(process.node, other))
         self.healed.until(lambda: self.reaches(process.node, other))
 
@@ -103,7 +106,7 @@ class Network:
 
 
 class Socket:
-    """One end of a connection."""
+    """End of a connection between two simulated processes."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self.network, self.process = network, process
@@ -165,7 +168,7 @@ class Socket:
 
 
 class Listener:
-    """A socket that listens."""
+    """Listening socket of a simulated process."""
 
     def __init__(self, network: Network, process: Process, port: int) -> None:
         self.network, self.process, self.port = network, process, port
@@ -189,7 +192,7 @@ class Listener:
 
 
 def sockets(network: Network) -> SimpleNamespace:
-    """What the lease client takes for ``socket``."""
+    """Return a stand-in for the module ``socket``, for the lease client."""
 
     def create_connection(address: tuple[str, int], timeout: float | None = None) -> Socket:
         task = world().current()
@@ -209,7 +212,7 @@ def sockets(network: Network) -> SimpleNamespace:
 
 
 class Selector:
-    """What the lease server takes for a selector."""
+    """Stand-in for the selector of the lease server."""
 
     def __init__(self) -> None:
         self._registered: dict[Any, Any] = {}
@@ -240,7 +243,7 @@ SELECTORS = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=selectors.EVENT
 
 
 class Connections:
-    """What a rank takes for its connections to others, in one generation."""
+    """Stand-in for a rank's connections to other ranks in one generation."""
 
     def __init__(self, host: str) -> None:
         self.process = world().current().process
@@ -252,12 +255,12 @@ class Connections:
         self.inboxes: dict[tuple[str, int, int], deque[torch.Tensor]] = {}
         self.waiting = Waiting()
         self.broken: set[int] = set()
-        """Ranks whose connections to this one are."""
+        """Ranks whose connections to this rank are broken."""
         self.process.connections.append(self)
         self.process.on_end.append(self._process_ended)
 
     def open(self, rank: int, addresses: list[Address]) -> None:
-        self.rank, self.others = rank, [self.network.connections[one.port] for one in addresses]
+        self.rank, self.others = rank, [self.network.connections[address.port] for address in addresses]
 
     def channel(self, name: str, *, is_background: bool = False) -> Channel:
         return Channel(self, name)
@@ -268,7 +271,7 @@ class Connections:
             self._say_goodbye()
 
     def shut_down(self) -> None:
-        """As an abort does: whatever waits ends with an error, here and, in a while, at the others."""
+        """Abort all connections: calls that wait fail here at once, and at the other ranks a little later."""
         if not self.is_refused:
             self.is_refused = True
             self.waiting.wake_all()
@@ -295,7 +298,7 @@ class Connections:
 
 
 class Channel:
-    """A transport between ranks."""
+    """Transport between ranks over simulated connections."""
 
     parallel_bytes = 0
 
@@ -303,25 +306,25 @@ class Channel:
         self._connections, self._name = connections, name
 
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        ours, theirs = self._connections, self._connections.others[peer]
+        local, remote = self._connections, self._connections.others[peer]
         self._raise_if_broken(peer)
-        key, copy = (self._name, ours.rank, tag), data.clone()
+        key, copy = (self._name, local.rank, tag), data.clone()
 
         def arrive() -> None:
-            theirs.inboxes.setdefault(key, deque()).append(copy)
-            theirs.waiting.wake_all()
+            remote.inboxes.setdefault(key, deque()).append(copy)
+            remote.waiting.wake_all()
 
-        ours.network.deliver(
-            ours.process.node, theirs.process.node, arrive, (ours, peer, self._name, tag), is_beside=True
+        local.network.deliver(
+            local.process.node, remote.process.node, arrive, (local, peer, self._name, tag), is_beside=True
         )
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        ours, key, at = self._connections, (self._name, peer, tag), 0
+        local, key, at = self._connections, (self._name, peer, tag), 0
         while at < data.numel():
-            inbox = ours.inboxes.setdefault(key, deque())
+            inbox = local.inboxes.setdefault(key, deque())
             if not inbox:
                 self._raise_if_broken(peer)
-                ours.waiting.wait()
+                local.waiting.wait()
                 continue
             piece = inbox.popleft()
             if not at and piece.numel() == data.numel():

@@ -1,7 +1,7 @@
-"""What a process of the job does, from its start to its end: as ``restart/in_process.py``, without its own process.
+"""Process of a simulated job, from its start to its end; stands in for ``restart/in_process.py``.
 
-The session's own loop, rejoin and recovery run in here. Simulated are the guard around a generation (nvidia's
-monitoring thread and its asynchronous exception) and what starts a process.
+The session's own loop, rejoin and recovery run here. Simulated are the guard around a generation (nvidia's monitoring
+thread and its asynchronous exception) and the start of a process.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tests.simulation.trainer import Trainer
 from tests.simulation.world import Process, World
 
 NOTICED_S = 0.5
-"""How long a rank takes at most to see that its generation is interrupted."""
+"""Longest time until a rank notices that its generation is interrupted, in seconds."""
 ABORT_S = 0.3
 
 
 class Interrupted(BaseException):
-    """As the exception that nvidia's monitoring thread raises in the main thread."""
+    """Exception that interrupts a rank, as nvidia's monitoring thread raises one in the main thread."""
 
 
 class Guard:
-    """Of a generation, on one rank."""
+    """Guard of one rank in one generation. It delays interruptions, and looks for no hangs."""
 
     def __init__(self, process: RankProcess) -> None:
         self._process = process
 
     @contextmanager
     def atomic(self) -> Iterator[None]:
-        """See the real one."""
+        """Delay interruptions to the end of the ``with`` block or to the next wait, as the product's guard does."""
         task = world().current()
         task.raise_pending()
         world().checks.enters_atomic(self._process)
@@ -50,27 +50,24 @@ class Guard:
             yield
         finally:
             task.atomic -= 1
-        if world().rng.random() < 0.5:  # or it comes a little later
+        if world().rng.random() < 0.5:  # otherwise at the next wait
             task.raise_pending()
 
     def waiting_for_others(self) -> AbstractContextManager[None]:
-        """Hangs are not looked for here."""
         return nullcontext()
 
     def working(self) -> AbstractContextManager[None]:
-        """Likewise."""
         return nullcontext()
 
     def connecting(self) -> AbstractContextManager[None]:
-        """Likewise."""
         return nullcontext()
 
     def expect_progress(self) -> None:
-        """Likewise."""
+        """Do nothing, as this guard looks for no hangs."""
 
 
 class Training(_Loop):
-    """The session's own loop, which says where it goes on."""
+    """Loop of a session that tells the checks where it resumes or starts over."""
 
     def _take_up(self) -> bool:
         is_taken_up, process = super()._take_up(), world().current().process
@@ -88,16 +85,16 @@ class Training(_Loop):
 
 
 class RankProcess(Process):
-    """A rank or a spare."""
+    """Simulated process of a rank or a spare."""
 
-    def __init__(self, its: World, node: str, member: int, scenario: Scenario, interrupt: Any) -> None:
-        super().__init__(its, node, f"member {member}")
+    def __init__(self, simulation: World, node: str, member: int, scenario: Scenario, interrupt: Any) -> None:
+        super().__init__(simulation, node, f"member {member}")
         self.member, self.scenario, self.interrupt_all = member, scenario, interrupt
         self.training: Any = None
         self.committed = 0
-        """The newest iteration that it has made."""
+        """Newest iteration that the rank has committed."""
         self.inside: int | None = None
-        """The generation that it trains in, until it is interrupted."""
+        """Generation in which the rank trains; None after an interruption."""
         self.on_end.append(lambda is_heard: self._leave_exchanges(is_heard))
 
     def _leave_exchanges(self, is_heard: bool) -> None:
@@ -105,22 +102,24 @@ class RankProcess(Process):
             self.world.exchanges.leave(self.inside, self.rank)
 
     def main(self, client: SignedStore) -> int:
-        """The process; returns its exit code."""
+        """Run the process to its end; return its exit code."""
         info = MemberInfo(self.member, 1000 + self.member, self.node, self.node)
         member = Member(client, info)
-        its = self.scenario
+        scenario = self.scenario
 
         def loop(session: Session) -> None:
             world().checks.placed(self)
-            for iteration in iterations(session, until=its.iterations):
+            for iteration in iterations(session, until=scenario.iterations):
                 trainer: Any = session.binding
                 trainer.forward_backward(iteration)
                 session.step()
                 world().checks.memory(self)
 
-        self.training = Training(lambda: Trainer(its.shape, its.pace), its.config, loop, "gloo", None, {})
-        if its.shape.replicas > 1:
-            client.set(BLOCKS, str(its.shape.replicas))
+        self.training = Training(
+            lambda: Trainer(scenario.shape, scenario.pace), scenario.config, loop, "gloo", None, {}
+        )
+        if scenario.shape.replicas > 1:
+            client.set(BLOCKS, str(scenario.shape.replicas))
         member.join()
         while True:
             try:
@@ -151,7 +150,7 @@ class RankProcess(Process):
         self.world.checks.enters(self)
 
     def _generation(self, member: Member) -> str | None:
-        """Why it was left, in words, empty if that was somewhere else; None: the job is over."""
+        """Run one generation. Return why the rank left it, "" if another rank failed, None if the job is over."""
         reason = ""
         assert self.generation is not None
         try:
@@ -178,7 +177,7 @@ class RankProcess(Process):
             self.generation.guard = None
 
     def notice(self, generation: int) -> None:
-        """Its monitoring thread looks for an interruption of ``generation``, which there is."""
+        """Interrupt the rank if it is in ``generation``, as its monitoring thread would."""
         if not self.is_alive or self.inside != generation:
             return
         if self.is_stopped or not self.world.network.reaches(self.node, "coordinator"):

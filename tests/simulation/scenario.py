@@ -1,4 +1,4 @@
-"""What is drawn from a seed: the job, what it stands on, and what goes wrong."""
+"""Scenarios drawn from a seed: the job, its nodes and network, and its faults."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from tests.simulation.trainer import Pace, Shape
 
 
 class Kind(StrEnum):
-    """What may happen."""
+    """Kind of fault that may happen in a simulation."""
 
     KILL = "kill"
-    """A process is gone at once; its supervisor and its peers notice."""
+    """End of a process at once; its supervisor and its peers notice."""
     NODE = "node"
-    """All processes of a node are gone; others see their connections break."""
+    """Loss of all processes of a node; other nodes see their connections break."""
     POWER = "power"
-    """The same, and nobody hears of it."""
+    """Loss of all processes of a node, whose connections fall silent instead of breaking."""
     HANG = "hang"
-    """A process does nothing for a while."""
+    """Hang of a process for a while."""
     CUT = "cut"
-    """A node reaches nobody for a while."""
+    """Partition: a node reaches no other host for a while."""
     SUPERVISOR = "supervisor"
-    """A supervisor is gone, and its processes with it; another one starts."""
+    """End of a supervisor with its processes; another supervisor starts later."""
     PAUSE = "pause"
-    """The coordinator does nothing for a while."""
+    """Pause of the coordinator for a while."""
     SLOW = "slow"
-    """What a node sends or is sent beside training takes long for a while."""
+    """Delay of all messages beside training that a node sends or receives, for a while."""
     CLOCK = "clock"
-    """The wall clock jumps; the monotonic one does not."""
+    """Jump of the wall clock; the monotonic clock does not jump."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One of them."""
+    """Fault of one kind, with its time, target and duration."""
 
     kind: Kind
     at_iteration: int | None
-    """It comes when somebody has committed that; None: after the one before it."""
+    """Iteration whose first commit triggers the fault; None if the fault before it does."""
     after_s: float
-    """Then."""
+    """Seconds from this trigger to the fault."""
     target: int
-    """A rank, or the node that is on."""
+    """Rank that fails, or whose node fails."""
     for_s: float
-    """How long it lasts, where it ends by itself; a node that is lost is there again then."""
+    """Seconds until the fault ends by itself, or until a lost node boots; for CLOCK, the seconds of the jump."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job and what happens to it."""
+    """Job, cluster and faults of one simulation."""
 
     shape: Shape
     iterations: int
     nodes: int
     processes: int
-    """On each node, spares among them."""
+    """Processes on each node, spares among them."""
     lease_s: float
     spare_timeout_s: float
     flags: tuple[str, ...]
@@ -66,10 +66,10 @@ class Scenario:
     slowest_s: float
     drop: float
     beside_s: float
-    """What is sent beside training takes so much longer, at most, everywhere and always."""
+    """Longest additional delay of a message beside training, in seconds; it holds for all nodes at all times."""
     slow_store_s: float
     start_s: float
-    """How long a process takes to start, at most."""
+    """Longest time that a process takes to start, in seconds."""
     faults: tuple[Fault, ...]
 
     @property
@@ -82,10 +82,10 @@ class Scenario:
 
     def __str__(self) -> str:
         faults = "; ".join(
-            f"{one.kind} of {one.target} "
-            + (f"at iteration {one.at_iteration}" if one.at_iteration is not None else "then")
-            + f" +{one.after_s:.2f} s for {one.for_s:.1f} s"
-            for one in self.faults
+            f"{fault.kind} of {fault.target} "
+            + (f"at iteration {fault.at_iteration}" if fault.at_iteration is not None else "then")
+            + f" +{fault.after_s:.2f} s for {fault.for_s:.1f} s"
+            for fault in self.faults
         )
         return (
             f"{self.shape.stages} stages x {self.shape.replicas} replicas, {self.iterations} iterations, "
@@ -103,12 +103,12 @@ def _parser() -> argparse.ArgumentParser:
 
 @cache
 def config_of(flags: tuple[str, ...]) -> SessionConfig:
-    """The configuration of a session, from its flags."""
+    """Return the configuration of a session with these flags."""
     return SessionConfig.from_args(_parser().parse_args(flags), has_experts=True)
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of a seed."""
+    """Return the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     nodes, processes = rng.choice([(2, 1), (2, 2), (3, 1), (3, 1), (3, 2), (4, 1)])
     total = nodes * processes

@@ -1,4 +1,4 @@
-"""Run the job of one seed."""
+"""Simulated run of the job of one seed, with stand-ins for all that product code needs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.simulation.store import Prefixed
 from tests.simulation.world import Stuck, World
 
 MOST_S = 600.0
-"""Within that time every job has ended, or has been stopped with a reason."""
+"""Simulated seconds within which every job ends, or is stopped with a reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one seed."""
+    """Result of the job of one seed."""
 
     seed: int
     scenario: Scenario
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class _Environment:
-    """Variables of the process that runs."""
+    """Environment variables of the simulated process that runs."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return world().current().process.environment.get(name, default)
@@ -66,7 +66,7 @@ class _Environment:
 
 
 class _Digests:
-    """Of the boundary log, at once."""
+    """Digests of the boundary log, which are computed at once."""
 
     def __init__(self, device: Any) -> None:
         pass
@@ -85,7 +85,7 @@ def _log(level: str) -> Any:
 
 
 def _current(name: str) -> Any:
-    """What a function of ``torch.distributed`` is answered by in the simulation that runs."""
+    """Return a stand-in for a function of ``torch.distributed``, which calls that of the simulation that runs."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return world().distributed[name](*args, **kwargs)  # type: ignore[attr-defined]
@@ -97,9 +97,9 @@ _product_acknowledged = Peers._acknowledged
 
 
 def _acknowledged(self: Peers, snapshot: Snapshot, peer: int) -> None:
-    """The product's own, after which it is known here, too."""
+    """Call the product's method, then report the acknowledgement to the checks."""
     _product_acknowledged(self, snapshot, peer)
-    world().checks.acknowledged(snapshot.header.rank, snapshot, peer, {one.peer for one in self.senders})
+    world().checks.acknowledged(snapshot.header.rank, snapshot, peer, {connection.peer for connection in self.senders})
 
 
 class _Socket:
@@ -109,9 +109,9 @@ class _Socket:
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Product code stands on what is simulated in here."""
+    """Run product code on the simulated modules inside the ``with`` block."""
     torch.set_num_threads(1)
-    its_os = SimpleNamespace(environ=_Environment(), getpid=lambda: 1)
+    simulated_os = SimpleNamespace(environ=_Environment(), getpid=lambda: 1)
     replaced: list[tuple[Any, str, Any]] = [
         (lease_client, "socket", _Socket()),
         (signed_store, "dist", SimpleNamespace(PrefixStore=Prefixed, DistStoreError=dist.DistStoreError)),
@@ -119,8 +119,8 @@ def stand_ins() -> Iterator[None]:
         (lease_server, "selectors", SELECTORS),
         (supervisor, "end_all", end_all),
         (supervisor, "Orphans", NoOrphans),
-        (replication_config, "os", its_os),
-        (loop, "os", its_os),
+        (replication_config, "os", simulated_os),
+        (loop, "os", simulated_os),
         (loop, "state_digest", lambda parts: {}),
         (topology, "connections_of", lambda copies: Connections("simulated")),
         (Peers, "_acknowledged", _acknowledged),
@@ -136,50 +136,51 @@ def stand_ins() -> Iterator[None]:
 
 
 def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None = None) -> Outcome:
-    """Run the job of ``seed`` to its end; in :func:`stand_ins`."""
+    """Run the job of ``seed`` to its end, inside of :func:`stand_ins`; return the outcome."""
     scenario = scenario or draw(seed)
-    its: Any = World(seed, full_trace=full_trace)
-    its.network = Network(its, scenario.slowest_s, scenario.drop, scenario.beside_s)
-    its.exchanges = Exchanges(its)
-    its.sockets = sockets(its.network)
-    its.distributed = {name: function for _, name, function in distributed(its.exchanges)}
+    simulation: Any = World(seed, full_trace=full_trace)
+    simulation.network = Network(simulation, scenario.slowest_s, scenario.drop, scenario.beside_s)
+    simulation.exchanges = Exchanges(simulation)
+    simulation.sockets = sockets(simulation.network)
+    simulation.distributed = {name: function for _, name, function in distributed(simulation.exchanges)}
     violation, job = None, None
     with ExitStack() as stack:
-        stack.enter_context(running(its))
-        its.say(f"seed {seed}: {scenario}")
-        job = Job(its, scenario)
-        checks = its.checks = Checks(job)
-        its.watch = checks.every_event
-        faults = Faults(job, its)
+        stack.enter_context(running(simulation))
+        simulation.say(f"seed {seed}: {scenario}")
+        job = Job(simulation, scenario)
+        checks = simulation.checks = Checks(job)
+        simulation.watch = checks.every_event
+        faults = Faults(job, simulation)
         try:
-            its.run(lambda: job.is_quiet, MOST_S)
+            simulation.run(lambda: job.is_quiet, MOST_S)
             checks.at_end()
         except Stuck as stuck:
             violation = f"somebody waits for ever: {stuck}"
-            its.trace += its.who_waits()
+            simulation.trace += simulation.who_waits()
         except Violation as error:
             violation = str(error)
-        except Exception as error:  # of a task: where a real process would have ended with a traceback
+        except Exception as error:  # raised in a task; a real process would have ended with a traceback
             violation = f"{type(error).__name__}: {error}"
-            its.trace += traceback.format_exc().splitlines()
+            simulation.trace += traceback.format_exc().splitlines()
         assert faults is not None
         if violation is not None:
-            its.say(f"VIOLATION: {violation}")
+            simulation.say(f"VIOLATION: {violation}")
     return Outcome(
-        seed, scenario, violation, its.trace, its.events, its.now, job.started + 1, job.reason or ""
+        seed, scenario, violation, simulation.trace, simulation.events, simulation.now, job.started + 1,
+        job.reason or "",
     )  # fmt: skip
 
 
 class Faults:
-    """Lets the faults of a scenario happen when their time has come."""
+    """Injector that triggers the faults of a scenario when their times have come."""
 
-    def __init__(self, job: Job, its: World) -> None:
-        self.job, self.world = job, its
+    def __init__(self, job: Job, simulation: World) -> None:
+        self.job, self.world = job, simulation
         self._left = list(job.scenario.faults)
         self._arm_first()
 
     def _arm_first(self) -> None:
-        """The next fault, or those that come at once."""
+        """Schedule the next fault now, or when the ranks commit its iteration."""
         if not self._left:
             self.world.checks.on_commit = lambda: None
             return
@@ -194,11 +195,11 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         if self.job.is_over:
             return
-        its, job = self.world, self.job
-        its.say(f"FAULT {fault.kind} of {fault.target} for {fault.for_s:.2f} s")
+        simulation, job = self.world, self.job
+        simulation.say(f"FAULT {fault.kind} of {fault.target} for {fault.for_s:.2f} s")
         member = job.coordinator.roster.ranks.get(fault.target)
         process = job.members.get(member) if member is not None else None
-        host = next((one for one in job.hosts if process is not None and one.name == process.node), job.hosts[0])
+        host = next((node for node in job.hosts if process is not None and node.name == process.node), job.hosts[0])
         match fault.kind:
             case Kind.KILL if process is not None:
                 process.end()
@@ -206,18 +207,18 @@ class Faults:
                 host.lose(is_heard=fault.kind is Kind.NODE, for_s=fault.for_s + 3 * job.scenario.lease_s)
             case Kind.HANG if process is not None:
                 process.stop()
-                its.after(fault.for_s, process.go_on)
+                simulation.after(fault.for_s, process.go_on)
             case Kind.CUT:
-                its.network.isolate(host.name)
-                its.after(fault.for_s, partial(its.network.heal, host.name))
+                simulation.network.isolate(host.name)
+                simulation.after(fault.for_s, partial(simulation.network.heal, host.name))
             case Kind.SUPERVISOR if host.supervisor is not None:
                 host.supervisor.end()
             case Kind.PAUSE:
                 job.process.stop()
-                its.after(fault.for_s, job.process.go_on)
+                simulation.after(fault.for_s, job.process.go_on)
             case Kind.SLOW:
-                its.network.slow.add(host.name)
-                its.after(fault.for_s, partial(its.network.slow.discard, host.name))
+                simulation.network.slow.add(host.name)
+                simulation.after(fault.for_s, partial(simulation.network.slow.discard, host.name))
             case Kind.CLOCK:
-                its.wall_offset_s += fault.for_s
+                simulation.wall_offset_s += fault.for_s
         self._arm_first()

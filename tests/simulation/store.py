@@ -1,4 +1,4 @@
-"""The job's store, and a process's client of it: every question travels, and nothing of a client is atomic but one."""
+"""Simulated store of the job and its clients. Each request takes a round trip; only single requests are atomic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.world import Process
 
 
 class Store:
-    """As the process sees it that holds it."""
+    """Store of the job, as the process that holds it uses it, without delays."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -30,7 +30,10 @@ class Store:
         return all(key in self.values for key in keys)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
-        """As torch's: of a key that is not there it gives what was expected, and sets it where that was nothing."""
+        """Set a key if it has the expected value; return its value.
+
+        As in torch, an absent key is set if ``expected`` is empty; otherwise the answer is ``expected``.
+        """
         now, wanted = self.values.get(key), expected.encode() if isinstance(expected, str) else expected
         if now is None and wanted:
             return wanted
@@ -45,10 +48,10 @@ class Store:
 
 
 class Prefixed:
-    """As torch's ``PrefixStore``.
+    """Store with a prefix before every key, as torch's ``PrefixStore``.
 
     Args:
-        prefix: of all keys.
+        prefix: prefix of all keys.
         base: the store, or a client of it.
     """
 
@@ -70,13 +73,13 @@ class Prefixed:
 
 
 class StoreClient:
-    """As a process sees it.
+    """Client of the store, through which a process reaches it over the network.
 
     Args:
-        store: the job's.
-        network: between here and there.
-        process: whose it is.
-        slow_s: what a question takes at most beside its way.
+        store: store of the job.
+        network: network between the process and the store.
+        process: process that uses the client.
+        slow_s: longest time that the store takes for a request, in seconds, beside the network.
     """
 
     def __init__(self, store: Store, network: Network, process: Process, slow_s: float) -> None:

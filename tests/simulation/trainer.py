@@ -1,7 +1,7 @@
-"""A trainer whose weights are one integer for each operator: every update mixes in all that it depends on.
+"""Trainer whose weights are one integer per operator. Each update mixes in all values that it depends on.
 
-So two states are equal only if their histories are: a gradient from a stale weight, an update that is made twice or
-left out, a record of another iteration, each gives other integers from there on, for ever.
+So two states are equal only if their histories are equal. A gradient from a stale weight, a missing or repeated
+update, or the record of another iteration changes all later integers.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from tests.simulation.modules import world
 
 
 def mix(*values: int) -> int:
-    """One number that stands for all of them in their order."""
+    """Return a number that depends on all values and on their order."""
     return hash(values)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a job: ranks count through data-parallel replicas first, then through stages."""
+    """Shape of a job. Ranks count through data-parallel replicas first, then through stages."""
 
     stages: int
     replicas: int
     operators: int
-    """Of each stage."""
+    """Number of operators of each stage."""
 
     @property
     def ranks(self) -> int:
         return self.stages * self.replicas
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Stage and replica."""
+        """Return the stage and the replica of a rank."""
         return rank // self.replicas, rank % self.replicas
 
     def rank(self, stage: int, replica: int) -> int:
         return stage * self.replicas + replica
 
     def stage(self, stage: int) -> list[int]:
-        return [self.rank(stage, one) for one in range(self.replicas)]
+        return [self.rank(stage, replica) for replica in range(self.replicas)]
 
     def names(self) -> list[str]:
         return [ft.expert_name(0, number) for number in range(self.operators)]
@@ -64,25 +64,25 @@ def batch(iteration: int, replica: int) -> int:
     return mix(iteration, replica, 3)
 
 
-# A step, in pure functions of integers: what the failure-free job, training and replays share
+# Pure functions of a step, which the failure-free job, training and replays share
 
 
 def local_of(iteration: int, computes: Sequence[Sequence[int]]) -> int:
-    """Of a stage's compute weights, on all of its ranks."""
-    return mix(iteration, *(one for of_rank in computes for one in of_rank))
+    """Return the mix of a stage's compute weights over all of its ranks."""
+    return mix(iteration, *(weight for of_rank in computes for weight in of_rank))
 
 
-def forward(iteration: int, came: int, local: int) -> int:
-    return mix(iteration, came, local, 7)
+def forward(iteration: int, activation: int, local: int) -> int:
+    return mix(iteration, activation, local, 7)
 
 
-def backward(iteration: int, came: int, local: int, activation: int) -> int:
-    return mix(iteration, came, local, activation, 11)
+def backward(iteration: int, gradient: int, local: int, activation: int) -> int:
+    return mix(iteration, gradient, local, activation, 11)
 
 
-def share_of(activation: int, came: int) -> int:
-    """A replica's part of the gradient, before it is summed."""
-    return mix(activation, came)
+def share_of(activation: int, gradient: int) -> int:
+    """Return a replica's part of the gradient, before the sum over replicas."""
+    return mix(activation, gradient)
 
 
 def gradient_of(rank: int, operator: int, local: int, shares: Sequence[int]) -> int:
@@ -99,48 +99,48 @@ def updated(master: int, gradient: int, norm: int) -> int:
 
 @lru_cache(maxsize=64)
 def failure_free(shape: Shape, iterations: int) -> list[list[tuple[int, ...]]]:
-    """Masters of every rank after every iteration, without any failure."""
-    masters = [[first_master(rank, one) for one in range(shape.operators)] for rank in range(shape.ranks)]
-    history = [[tuple(one) for one in masters]]
+    """Return the masters of every rank after every iteration of a job without failures."""
+    masters = [[first_master(rank, operator) for operator in range(shape.operators)] for rank in range(shape.ranks)]
+    history = [[tuple(row) for row in masters]]
     for iteration in range(1, iterations + 1):
-        computes = [[compute_of(one) for one in of_rank] for of_rank in masters]
+        computes = [[compute_of(master) for master in of_rank] for of_rank in masters]
         local = [local_of(iteration, [computes[r] for r in shape.stage(s)]) for s in range(shape.stages)]
         shares = [[0] * shape.replicas for _ in range(shape.stages)]
         for replica in range(shape.replicas):
-            inputs, came = [], batch(iteration, replica)
+            inputs, value = [], batch(iteration, replica)
             for stage in range(shape.stages):
-                inputs.append(came)
-                came = forward(iteration, came, local[stage])
+                inputs.append(value)
+                value = forward(iteration, value, local[stage])
             for stage in reversed(range(shape.stages)):
-                shares[stage][replica] = share_of(inputs[stage], came)
-                came = backward(iteration, came, local[stage], inputs[stage])
+                shares[stage][replica] = share_of(inputs[stage], value)
+                value = backward(iteration, value, local[stage], inputs[stage])
         gradients = [
-            [gradient_of(rank, one, local[shape.place(rank)[0]], shares[shape.place(rank)[0]])
-             for one in range(shape.operators)]
+            [gradient_of(rank, operator, local[shape.place(rank)[0]], shares[shape.place(rank)[0]])
+             for operator in range(shape.operators)]
             for rank in range(shape.ranks)
         ]  # fmt: skip
         norm = norm_of(gradients)
         masters = [
             [updated(m, g, norm) for m, g in zip(*both, strict=True)] for both in zip(masters, gradients, strict=True)
         ]
-        history.append([tuple(one) for one in masters])
+        history.append([tuple(row) for row in masters])
     return history
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the parts of an iteration take, seconds."""
+    """Durations of the parts of an iteration, in seconds."""
 
     compute_s: float = 0.1
     update_s: float = 0.01
 
 
 class Trainer(ft.Binding):
-    """Of one rank.
+    """Binding of one simulated rank.
 
     Args:
-        shape: of the job.
-        pace: of an iteration.
+        shape: shape of the job.
+        pace: durations of the parts of an iteration.
     """
 
     def __init__(self, shape: Shape, pace: Pace) -> None:
@@ -149,33 +149,33 @@ class Trainer(ft.Binding):
         self.rank = self.process.rank
         self.stage, self.replica = shape.place(self.rank)
         count = shape.operators
-        self.masters = torch.tensor([first_master(self.rank, one) for one in range(count)])
-        self.compute = torch.tensor([compute_of(one) for one in self.masters.tolist()])
+        self.masters = torch.tensor([first_master(self.rank, operator) for operator in range(count)])
+        self.compute = torch.tensor([compute_of(master) for master in self.masters.tolist()])
         self.gradients = torch.zeros(count, dtype=torch.int64)
         self.live: list[int | None] = [None] * count
-        """Gradients of the iteration that runs; None where there are none."""
+        """Gradients of the current iteration, by operator; None for operators that have none."""
         self.frozen: frozenset[int] = frozenset()
         self.is_replaying = False
 
     # A step
 
     def forward_backward(self, iteration: int, feeds: Feeds | None = None) -> None:
-        """Gradients of ``iteration``, exchanged with the other stages, or with what they are fed instead of them."""
-        its = self.shape
-        computes = self._gather("compute", its.stage(self.stage), self.compute.tolist())
+        """Compute the gradients of ``iteration``. Neighbouring stages or, in a replay, ``feeds`` provide the inputs."""
+        shape = self.shape
+        computes = self._gather("compute", shape.stage(self.stage), self.compute.tolist())
         local = local_of(iteration, computes)
         world().sleep(self.pace.compute_s * world().rng.uniform(0.5, 1.5))
-        came = batch(iteration, self.replica) if self.stage == 0 else self._from(-1, iteration, feeds)
-        if self.stage + 1 < its.stages:
-            self._to(+1, iteration, forward(iteration, came, local), feeds)
-            back = self._from(+1, iteration, feeds)
+        activation = batch(iteration, self.replica) if self.stage == 0 else self._from(-1, iteration, feeds)
+        if self.stage + 1 < shape.stages:
+            self._to(+1, iteration, forward(iteration, activation, local), feeds)
+            gradient = self._from(+1, iteration, feeds)
         else:
-            back = forward(iteration, came, local)
+            gradient = forward(iteration, activation, local)
         if self.stage > 0:
-            self._to(-1, iteration, backward(iteration, back, local, came), feeds)
-        shares = self._gather("share", its.stage(self.stage), share_of(came, back))
-        for one in range(its.operators):
-            self.live[one] = None if one in self.frozen else gradient_of(self.rank, one, local, shares)
+            self._to(-1, iteration, backward(iteration, gradient, local, activation), feeds)
+        shares = self._gather("share", shape.stage(self.stage), share_of(activation, gradient))
+        for operator in range(shape.operators):
+            self.live[operator] = None if operator in self.frozen else gradient_of(self.rank, operator, local, shares)
 
     def _gather(self, kind: Any, ranks: Sequence[int], value: Any) -> list[Any]:
         return world().exchanges.gather(kind, ranks, value)
@@ -197,14 +197,14 @@ class Trainer(ft.Binding):
         return int(self._gather(("pipeline", -step), pair, None)[pair.index(self.rank) ^ 1])
 
     def reduce(self) -> dict[str, Any]:
-        mine = [one for one in self.live if one is not None]
-        return {"norm": norm_of(self._gather("norm", range(self.shape.ranks), mine))}
+        gradients = [gradient for gradient in self.live if gradient is not None]
+        return {"norm": norm_of(self._gather("norm", range(self.shape.ranks), gradients))}
 
     def update(self, outcome: Mapping[str, Any]) -> None:
         world().sleep(self.pace.update_s)
-        for one, gradient in enumerate(self.live):
+        for operator, gradient in enumerate(self.live):
             if gradient is not None:
-                self._apply(one, gradient, outcome["norm"])
+                self._apply(operator, gradient, outcome["norm"])
         self.live = [None] * self.shape.operators
         world().checks.updated(self)
 
@@ -213,14 +213,14 @@ class Trainer(ft.Binding):
         self.masters[operator], self.gradients[operator] = master, gradient
         self.compute[operator] = compute_of(master)
 
-    # What there is of this rank
+    # Description of this rank
 
     def place(self) -> ft.Place:
-        its = self.shape
-        pipeline = tuple(its.rank(stage, self.replica) for stage in range(its.stages)) if its.stages > 1 else ()
+        shape = self.shape
+        pipeline = tuple(shape.rank(stage, self.replica) for stage in range(shape.stages)) if shape.stages > 1 else ()
         return ft.Place(
-            stage=self.stage, replica=its.rank(0, self.replica), same_state=its.rank(self.stage, 0), pipeline=pipeline,
-            step_spans_job=True,
+            stage=self.stage, replica=shape.rank(0, self.replica), same_state=shape.rank(self.stage, 0),
+            pipeline=pipeline, step_spans_job=True,
         )  # fmt: skip
 
     def operators(self) -> list[ft.Operator]:
@@ -228,15 +228,15 @@ class Trainer(ft.Binding):
         return [ft.Operator(name, ft.OperatorKind.EXPERT, weights) for name in self.shape.names()]
 
     def states(self) -> dict[str, ft.OperatorState]:
-        def tensor(name: str, saved: ft.Saved, values: torch.Tensor, one: int) -> tuple[ft.StateTensor, ...]:
-            return (ft.StateTensor(name, saved, "value", values[one : one + 1]),)
+        def tensor(name: str, saved: ft.Saved, values: torch.Tensor, index: int) -> tuple[ft.StateTensor, ...]:
+            return (ft.StateTensor(name, saved, "value", values[index : index + 1]),)
 
         return {
             name: ft.OperatorState(
-                tensor(name, ft.Saved.COMPUTE, self.compute, one), tensor(name, ft.Saved.FULL, self.masters, one),
-                tensor(name, ft.Saved.GRADIENT, self.gradients, one),
+                tensor(name, ft.Saved.COMPUTE, self.compute, index), tensor(name, ft.Saved.FULL, self.masters, index),
+                tensor(name, ft.Saved.GRADIENT, self.gradients, index),
             )
-            for one, name in enumerate(self.shape.names())
+            for index, name in enumerate(self.shape.names())
         }  # fmt: skip
 
     def boundary(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Trainer(ft.Binding):
     # After a failure
 
     def regroup(self) -> None:
-        """Nothing here refers to a group."""
+        """Do nothing, as no state here refers to a process group."""
 
     def build(self, shared: Any) -> bool:
         return True
@@ -267,10 +267,10 @@ class Trainer(ft.Binding):
         self.live = [None] * self.shape.operators
 
     def gradients_left(self) -> list[str]:
-        return [str(one) for one, gradient in enumerate(self.live) if gradient is not None]
+        return [str(operator) for operator, gradient in enumerate(self.live) if gradient is not None]
 
     def complete(self) -> None:
-        """Every rank has saved all of what it has."""
+        """Do nothing, as every rank saves all of its state."""
 
     @contextmanager
     def replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[ft.Trainer]:
@@ -283,7 +283,7 @@ class Trainer(ft.Binding):
 
 
 class Replay(ft.Trainer):
-    """Iterations are run again."""
+    """Replay of iterations on a simulated rank."""
 
     def __init__(self, trainer: Trainer, feeds: Feeds | None) -> None:
         self.trainer, self.feeds = trainer, feeds
@@ -291,18 +291,18 @@ class Replay(ft.Trainer):
         self.step_outcome: Any = None
 
     def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
-        its = self.trainer
+        trainer = self.trainer
         for entry, tensor in snapshot.tensors_of(loads):
             place = self.places[entry.operator]
             if entry.saved is ft.Saved.FULL:
-                its.masters[place] = int(tensor)
-                its.compute[place] = compute_of(int(tensor))
+                trainer.masters[place] = int(tensor)
+                trainer.compute[place] = compute_of(int(tensor))
             else:
-                its.compute[place] = int(tensor)
+                trainer.compute[place] = int(tensor)
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        for name, its in gradients.items():
-            for _, gradient in its:
+        for name, tensors in gradients.items():
+            for _, gradient in tensors:
                 self.trainer._apply(self.places[name], int(gradient), outcome["step"]["norm"])
 
     def complete(self) -> None:
@@ -315,17 +315,17 @@ class Replay(ft.Trainer):
         self.trainer.frozen = frozenset(self.places[name] for name in frozen)
 
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        its = self.trainer
+        trainer = self.trainer
         if self.feeds is not None:
             self.feeds.begin(iteration)
-        if its.boundary_log is not None:
-            its.boundary_log.begin(iteration)
-        its.forward_backward(iteration, self.feeds)
-        if its.boundary_log is not None:
-            its.boundary_log.end()
-        self.step_outcome = outcome["step"] if outcome is not None else its.reduce()
-        its.update(self.step_outcome)
-        its.iteration = iteration
+        if trainer.boundary_log is not None:
+            trainer.boundary_log.begin(iteration)
+        trainer.forward_backward(iteration, self.feeds)
+        if trainer.boundary_log is not None:
+            trainer.boundary_log.end()
+        self.step_outcome = outcome["step"] if outcome is not None else trainer.reduce()
+        trainer.update(self.step_outcome)
+        trainer.iteration = iteration
         return {}
 
     def record(self) -> Mapping[str, Any]:

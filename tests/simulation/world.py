@@ -1,7 +1,7 @@
-"""The clock, the tasks that share it, and the processes that they belong to: everything that may be next, in order.
+"""Simulated clock, the tasks that share it, and the processes that own the tasks.
 
-A task is a thread of a simulated process, in a greenlet of its own: product code that blocks gives way to whoever is
-next on the clock. Nothing here depends on real time, so the same seed gives the same order.
+A task stands for a thread of a process, and is a greenlet. When product code blocks, its task yields to the task that
+is next on the clock. Nothing here depends on real time, so the same seed gives the same order of events.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from moevement_core.rendezvous import status_page
 from moevement_core.restart import generation
 
 EPOCH_S = 1.7e9
-"""What the wall clock says when a simulation begins."""
+"""Time of the wall clock when a simulation begins, in seconds since the epoch."""
 
 
 class Stuck(Exception):
-    """Nothing will ever happen any more, or not within the time that a job may take."""
+    """Error that no event is left, or that a job exceeds the time it may take."""
 
 
 class World:
-    """One simulation.
+    """Clock, event queue and tasks of one simulation.
 
     Args:
-        seed: of everything that is drawn.
-        full_trace: keep every event, and not only the last ones.
+        seed: seed of all random draws.
+        full_trace: True to keep all lines of the trace instead of the newest ones.
     """
 
     def __init__(self, seed: int, *, full_trace: bool = False) -> None:
@@ -47,47 +47,47 @@ class World:
         self.hub = greenlet.getcurrent()
         self._tasks: list[Task] = []
         self.watch: Callable[[], None] = lambda: None
-        """Called after every event."""
+        """Callback after every event."""
         self.network: Any = None
         self.exchanges: Any = None
         self.checks: Any = None
 
     def say(self, text: str) -> None:
-        """A line of the trace."""
+        """Add a line to the trace."""
         self.trace.append(f"{self.now:10.4f} {text}")
         if not self._full_trace and len(self.trace) > 400:
             del self.trace[:200]
 
-    def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Have ``what`` called later."""
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call ``action`` after ``seconds`` of simulated time."""
         self._number += 1
-        heapq.heappush(self._heap, (self.now + seconds, self._number, what))
+        heapq.heappush(self._heap, (self.now + seconds, self._number, action))
 
     def run(self, until: Callable[[], bool], most_s: float) -> None:
-        """Let everything happen until that holds.
+        """Execute events in the order of their times until ``until()`` is true.
 
         Raises:
-            Stuck: it does not come to hold.
+            Stuck: no event is left, or the next one is later than ``most_s`` seconds.
         """
         while not until():
             if not self._heap:
                 raise Stuck("nothing is left that could happen")
-            at, _, what = heapq.heappop(self._heap)
+            at, _, action = heapq.heappop(self._heap)
             if at > most_s:
                 raise Stuck(f"not over after {most_s:g} s")
             self.now = max(self.now, at)
             self.events += 1
-            what()
+            action()
             self.watch()
 
     def end(self) -> None:
-        """Free what the tasks hold."""
+        """Unwind all tasks, which frees what they hold."""
         self.is_over = True
         for task in self._tasks:
             task.kill()
 
     def who_waits(self) -> list[str]:
-        """Where every task of a process that lives is, one line each."""
+        """Return one line for each task of a living process, with the functions in which it waits."""
         lines = []
         for task in self._tasks:
             frame, names = task.greenlet.gr_frame, list[str]()
@@ -102,7 +102,7 @@ class World:
     # Tasks
 
     def start(self, process: Process, body: Callable[[], Any], name: str) -> Task:
-        """Begin a thread of ``process``."""
+        """Start a thread of ``process``."""
         task = Task(self, process, body, name)
         process.tasks.append(task)
         self._tasks.append(task)
@@ -110,16 +110,16 @@ class World:
         return task
 
     def current(self) -> Task:
-        """The one that runs; what asks must be in one."""
+        """Return the task that runs; only code of a task may call this."""
         assert self.task is not None, "product code blocks outside of a task"
         return self.task
 
     def sleep(self, seconds: float) -> None:
-        """Give way for so long."""
+        """Block the current task for ``seconds`` of simulated time."""
         self.current().park(seconds)
 
     def resume(self, task: Task) -> None:
-        """Let ``task`` run until it blocks."""
+        """Let ``task`` run until it blocks; a task of a stopped process is deferred."""
         process = task.process
         if task.is_done or not process.is_alive:
             return
@@ -136,12 +136,12 @@ class World:
             raise task.error
 
     def give_way(self) -> None:
-        """Back to the clock; returns when the task is resumed."""
+        """Switch to the clock; return when the task is resumed."""
         self.hub.switch()
 
 
 class Process:
-    """A process on a node."""
+    """Simulated process on a node."""
 
     def __init__(self, world: World, node: str, name: str) -> None:
         self.world, self.node, self.name = world, node, name
@@ -149,28 +149,28 @@ class Process:
         self.tasks: list[Task] = []
         self.deferred: list[Task] = []
         self.on_end: list[Callable[[bool], None]] = []
-        """Called when it is gone, with whether anybody can hear of it: not where its node lost its power."""
+        """Callbacks for the end of the process; they get False if no peer can notice it, as the node lost its power."""
         self.generation: generation.Generation | None = None
         self.page: status_page.StatusPage | None = None
         self.environment: dict[str, str] = {}
         self.rank, self.world_size = -1, 0
         self.exchanged: dict[Any, int] = {}
-        """How many exchanges of a kind it has taken part in."""
+        """Number of exchanges of each kind that the process has joined."""
         self.groups_made = 0
         self.connections: list[Any] = []
-        """Of the generation that it is in."""
+        """Connections of the current generation."""
 
     def switch_to(self) -> None:
-        """Module state that there is one of in a process is this one's from now on."""
+        """Install this process's values of module variables of which a real process has its own."""
         generation._generation = self.generation
         status_page._page = self.page
 
     def stop(self) -> None:
-        """As SIGSTOP."""
+        """Suspend the process, as SIGSTOP does."""
         self.is_stopped = self.is_alive
 
     def go_on(self) -> None:
-        """As SIGCONT."""
+        """Resume the process and its deferred tasks, as SIGCONT does."""
         if self.is_stopped:
             self.is_stopped = False
             deferred, self.deferred = self.deferred, []
@@ -178,7 +178,7 @@ class Process:
                 self.world.after(0.0, lambda task=task: self.world.resume(task))  # type: ignore[misc]
 
     def end(self, *, is_heard: bool = True) -> None:
-        """As SIGKILL, or as its own end."""
+        """End the process, as SIGKILL or the return of its main function does."""
         if self.is_alive:
             self.is_alive = self.is_stopped = False
             for call in self.on_end:
@@ -186,7 +186,7 @@ class Process:
 
 
 class Task:
-    """A thread of a process."""
+    """Thread of a simulated process."""
 
     def __init__(self, world: World, process: Process, body: Callable[[], Any], name: str) -> None:
         self.world, self.process, self.name = world, process, name
@@ -194,7 +194,7 @@ class Task:
         self.is_done = False
         self.ended: list[Callable[[], None]] = []
         self.pending: BaseException | None = None
-        """Raised in it as soon as it may be."""
+        """Error that is raised in the task as soon as it is in no atomic section."""
         self.atomic = 0
         self.greenlet = greenlet.greenlet(self._run, world.hub)
         self._body = body
@@ -213,13 +213,13 @@ class Task:
             call()
 
     def wake(self) -> None:
-        """Resume it now, if it is parked."""
+        """Resume the task at once if it is parked."""
         self._token += 1
         token = self._token
         self.world.after(0.0, lambda: self._resume(token, timed_out=False))
 
     def park(self, timeout_s: float | None = None) -> bool:
-        """Block until woken; whether that came before the timeout."""
+        """Block until :meth:`wake`; return False if the timeout came first."""
         if self.world.is_over:
             raise greenlet.GreenletExit
         self.raise_pending()
@@ -234,13 +234,13 @@ class Task:
         return not self._timed_out
 
     def raise_pending(self) -> None:
-        """Raise what came from outside, unless that has to wait."""
+        """Raise the pending error, unless the task is in an atomic section."""
         if self.pending is not None and not self.atomic:
             error, self.pending = self.pending, None
             raise error
 
     def interrupt(self, error: BaseException) -> None:
-        """Raise ``error`` in it, wherever it is."""
+        """Raise ``error`` in the task where it waits; an atomic section delays the error."""
         self.pending = error
         if not self.atomic:
             self.wake()
@@ -251,6 +251,6 @@ class Task:
             self.world.resume(self)
 
     def kill(self) -> None:
-        """Unwind it."""
+        """Unwind the stack of the task."""
         if self.greenlet and not self.greenlet.dead:
             self.greenlet.throw(greenlet.GreenletExit)

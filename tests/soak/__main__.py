@@ -1,8 +1,8 @@
 """Kill random ranks of the laptop model at random moments, from outside, hundreds of times, and compare every run.
 
-``python -m tests.soak --kills 200 --folder runs/soak``: job after job until so many kills are done, each job compared
-with a failure-free one; all layouts in turn. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from
-there.
+``python -m tests.soak --kills 200 --folder runs/soak`` runs job after job, all layouts in turn, until 200 ranks were
+killed. Each job is compared with a failure-free one. ``FOLDER/jobs.jsonl`` has the jobs that are over, and a later call
+goes on from there.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ GUARDS: dict[str, list[str]] = {
     "parity-2": ["--moevement-protection", "parity:2+2"],
     "peers-alone": ["--moevement-keep-own", "never"],
 }
-"""Of snapshots; where own ones are dropped, there are no windows on disk, which are written from them."""
+"""Flags of each protection of snapshots. With own snapshots dropped there are no windows on disk, as these are written
+from own snapshots."""
 QUICK = ["--hidden-size", "64", "--ffn-hidden-size", "64", "--moe-ffn-hidden-size", "64", "--seq-length", "64",
          "--max-position-embeddings", "64"]  # fmt: skip
 
 
 def run(words: list[str], options: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start a job; its console goes to a file beside its folder."""
+    """Start a job; its output goes to a file beside its folder."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with run_dir.with_suffix(".console").open("wb") as console:
         return subprocess.Popen(
@@ -57,25 +58,25 @@ def run(words: list[str], options: list[str], run_dir: Path) -> subprocess.Popen
 
 
 def digest(run_dir: Path) -> str | None:
-    """Of the final state; nothing if the run did not come to its end."""
+    """Return the digest of the final state; None if the run did not come to its end."""
     record = RunRecord(run_dir)
     return record.summary()["state_digest"]["all"] if record.summary_path.exists() else None
 
 
 def failure_free(name: str, words: list[str], iterations: int, folder: Path) -> str:
-    """The digest of a failure-free run, made once."""
+    """Return the digest of a failure-free run, which runs once."""
     run_dir = folder / f"failure_free_{name}_{iterations}"
     if digest(run_dir) is None:
         run(words, [], run_dir).wait()
-    found = digest(run_dir)
-    assert found is not None, f"the run without kills failed: {run_dir}.console"
-    return found
+    result = digest(run_dir)
+    assert result is not None, f"the run without kills failed: {run_dir}.console"
+    return result
 
 
 def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
-    """One job in which ranks are killed; how it went."""
+    """Run a job and kill its ranks; return its results as fields of a line."""
     if "--moevement-keep-own" not in words:
-        # Who kills all four ranks before one is back leaves nothing in memory; the windows on disk are for that.
+        # If all four ranks die before one is back, memory has no state left; the windows on disk are for that case.
         windows = str(run_dir.with_suffix(".windows"))
         words = [*words, "--moevement-persist-dir", windows, "--moevement-load", windows]
     process, kills = run(words, ["--spares", "2"], run_dir), 0
@@ -89,13 +90,13 @@ def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, m
             continue
         if kills >= most or time.monotonic() < next_at:
             continue
-        ranks = [one for one in json.loads(record.ranks_path.read_text()) if one["role"] == "active"]
+        ranks = [rank for rank in json.loads(record.ranks_path.read_text()) if rank["role"] == "active"]
         chosen = draw.sample(ranks, min(len(ranks), 2 if draw.random() < 0.15 else 1))
-        for one in chosen:
+        for rank in chosen:
             try:
-                os.kill(one["pid"], signal.SIGKILL)
+                os.kill(rank["pid"], signal.SIGKILL)
                 kills += 1
-                moments.append(f"{one['rank']}")
+                moments.append(f"{rank['rank']}")
             except ProcessLookupError:
                 pass  # killed a moment ago, and not yet replaced
         next_at = time.monotonic() + draw.expovariate(1 / mean_s)
@@ -110,21 +111,21 @@ def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, m
 
 
 def kind(event: dict[str, Any]) -> str:
-    """Of a recovery, in words."""
-    found = event["recovery"]
-    if found is None:
+    """Return the kind of a recovery, in words."""
+    recovery = event["recovery"]
+    if recovery is None:
         return "no state lost"
-    if found["redone"] and not found["replayed"]:
+    if recovery["redone"] and not recovery["replayed"]:
         return "lost ranks alone, no iteration repeated"
-    replayed = [stage for stage, count in found["replayed_by_stage"].items() if count]
-    stages = len(found["replayed_by_stage"])
+    replayed = [stage for stage, count in recovery["replayed_by_stage"].items() if count]
+    stages = len(recovery["replayed_by_stage"])
     if len(replayed) == stages:
         return "all stages"
     return f"{len(replayed)} of {stages} stages"
 
 
 def main() -> int:
-    """Kill, compare, count."""
+    """Run jobs under kills until enough ranks were killed; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
@@ -135,27 +136,27 @@ def main() -> int:
     parser.add_argument("--recovery", default="replay", help="as --moevement-recovery (default: replay)")
     parser.add_argument("--guard", choices=GUARDS, default="copies", help="of snapshots (default: copies)")
     parser.add_argument("--quick", action="store_true", help="of a model a quarter the size")
-    given = parser.parse_args()
-    folder = given.folder.absolute()
+    arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "jobs.jsonl"
     jobs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    while (done := sum(job["kills"] for job in jobs)) < given.kills:
+    while (done := sum(job["kills"] for job in jobs)) < arguments.kills:
         number = len(jobs)
-        draw = random.Random(f"{given.seed}/{number}")
+        draw = random.Random(f"{arguments.seed}/{number}")
         name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
-        words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
-        words += QUICK if given.quick else []
-        wanted = failure_free(name, words, given.iterations, folder)
-        most = min(given.kills_per_job, given.kills - done)
-        way = ["--moevement-recovery", given.recovery, *GUARDS[given.guard]]
-        found = recovered([*words, *way], folder / f"job_{number}", draw, most, given.mean_s)
+        words = [*layout, "--train-iters", str(arguments.iterations), "--lr-decay-iters", "1000"]
+        words += QUICK if arguments.quick else []
+        wanted = failure_free(name, words, arguments.iterations, folder)
+        most = min(arguments.kills_per_job, arguments.kills - done)
+        guard = ["--moevement-recovery", arguments.recovery, *GUARDS[arguments.guard]]
+        result = recovered([*words, *guard], folder / f"job_{number}", draw, most, arguments.mean_s)
         job = {
             "job": number,
             "layout": name,
-            "seed": f"{given.seed}/{number}",
-            **found,
-            "equal": found["digest"] == wanted,
+            "seed": f"{arguments.seed}/{number}",
+            **result,
+            "equal": result["digest"] == wanted,
         }
         jobs.append(job)
         with log.open("a") as file:
@@ -169,7 +170,7 @@ def main() -> int:
 
 
 def summary(jobs: list[dict[str, Any]]) -> str:
-    """The counts, as a table."""
+    """Return the counts over all jobs, as a table."""
     kinds = sum((Counter(job["by_kind"]) for job in jobs), Counter())
     times = sorted(seconds for job in jobs for seconds in job["total_s"])
     rows: list[tuple[str, Any]] = [
@@ -186,8 +187,10 @@ def summary(jobs: list[dict[str, Any]]) -> str:
         rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))
         rows.append(("... largest", f"{times[-1]:.2f}"))
         parts = [parts for job in jobs for parts in job["parts"]]
-        names = dict.fromkeys(name for one in parts for name in one)  # some have interrupted recoveries before them
-        rows += [(f"... {name}, median", f"{median(one.get(name, 0.0) for one in parts):.2f}") for name in names]
+        names = dict.fromkeys(name for failure in parts for name in failure)  # interrupted recoveries add names
+        rows += [
+            (f"... {name}, median", f"{median(failure.get(name, 0.0) for failure in parts):.2f}") for name in names
+        ]
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     return "\n".join(lines)
 

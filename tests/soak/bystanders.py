@@ -1,13 +1,13 @@
-"""A job that runs for long while a script does to it what bystanders do, drawn by a seed.
+"""Long job that a script disturbs as users and programs around it do; a seed draws the disturbances.
 
     python -m tests.soak.bystanders                         # thirty minutes
     python -m tests.soak.bystanders --minutes 5 --seed 7 --folder runs/bystanders
 
 Two ranks and a spare train the example in plain torch. At random moments the script kills ranks and spares, sends them
 signals, removes and fills the launcher's temporary folder, edits script and configuration, and sends signals to the
-process group of the job. A job that was asked to end has to end with 0 and its whole record, and is started again from
-its windows. At the end the record has every iteration once, with the bits of a run to which nothing happened. Then the
-exit code is 0.
+process group of the job. A job that was asked to end must end with 0 and a whole record; the script then starts it
+again from its windows. At the end the record must have every iteration once, with the bits of an undisturbed run. Then
+the exit code is 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PATIENCE_S = 240.0
 
 
 class Job:
-    """The job, from one start to the next, and what is done to it."""
+    """Job over all of its starts, and the disturbances that it meets."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.record = RunRecord(folder / "run")
@@ -76,35 +76,35 @@ class Job:
 
     @property
     def iteration(self) -> int:
-        """The newest that was committed; 0 before the first."""
+        """Newest iteration that was committed; 0 before the first."""
         newest = self.record.newest_metric() if self.record.metrics_path.exists() else None
         return int(newest["iteration"]) if newest else 0
 
     def pids(self, role: str) -> list[int]:
-        """Return the living processes that have ranks (``active``), or wait for one (``spare``)."""
+        """Return the ids of living processes that have ranks (``active``) or wait for one (``spare``)."""
         try:
             listed = json.loads(self.record.ranks_path.read_text())
         except (OSError, ValueError):
             return []
         return [process["pid"] for process in listed if process["role"] == role and _lives(process["pid"])]
 
-    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait until that holds while the job runs.
+    def wait_for(self, holds: Callable[[], bool], goal: str) -> None:
+        """Wait until ``holds()`` is true while the job runs.
 
         Raises:
-            SystemExit: it did not in time, or the job has ended.
+            SystemExit: the time is over, or the job has ended.
         """
         assert self._launcher is not None
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
             if (code := self._launcher.poll()) is not None:
-                raise SystemExit(f"the job ended with {code} before {what}; see {self._log}")
+                raise SystemExit(f"the job ended with {code} before {goal}; see {self._log}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"not within {PATIENCE_S:g} s: {what}; see {self._log}")
+                raise SystemExit(f"not within {PATIENCE_S:g} s: {goal}; see {self._log}")
             time.sleep(0.05)
 
     def goes_on(self) -> None:
-        """Wait until training has gone on, with two ranks and a spare."""
+        """Wait until training has continued for some iterations, with two ranks and a spare."""
         least = self.iteration + 5
         self.wait_for(
             lambda: self.iteration >= least and [len(self.pids(role)) for role in ("active", "spare")] == [2, 1],
@@ -112,10 +112,10 @@ class Job:
         )
 
     def end(self, number: signal.Signals, *, to_group: bool) -> None:
-        """Ask the job to end, and wait for it.
+        """Send a signal that asks the job to end, and wait until it has ended.
 
         Raises:
-            SystemExit: it did not end in order.
+            SystemExit: the exit code is not that of the signal, or iterations are lost.
         """
         assert self._launcher is not None
         least = self.iteration
@@ -126,40 +126,38 @@ class Job:
             raise SystemExit(f"{number.name}: code {code} at iteration {self.iteration}, and {least} before")
 
     def _kill(self, role: str) -> None:
-        """Kill a process of this role, when there is one."""
+        """Kill a process of this role, as soon as there is one."""
         self.wait_for(lambda: bool(self.pids(role)), f"there is a process: {role}")
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             os.kill(self._draw.choice(self.pids(role)), signal.SIGKILL)
 
-    # What bystanders do
+    # Disturbances
 
     def kill_a_rank(self) -> None:
-        """SIGKILL."""
         self._kill("active")
 
     def kill_the_spare(self) -> None:
-        """SIGKILL."""
         self._kill("spare")
 
     def kill_a_rank_and_the_spare(self) -> None:
-        """Together: nobody is there to take over at once."""
+        """Kill both at once, so that no process can take over immediately."""
         self.kill_the_spare()
         self.kill_a_rank()
 
     def signal_ranks(self) -> None:
-        """Signals that ask to end, to a rank and to the spare, and not to their launcher."""
+        """Send signals that ask to end to a rank and to the spare, but not to their launcher."""
         for pid in (self._draw.choice(self.pids("active")), *self.pids("spare")):
             with suppress(ProcessLookupError):
                 os.kill(pid, self._draw.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT]))
 
     def remove_temporary_folders(self) -> None:
-        """As a cleaner of temporary folders does; then a spare and a rank are lost."""
+        """Remove temporary files as a cleaner does, then kill a spare and a rank."""
         for path in self.temporary.iterdir():
             shutil.rmtree(path, ignore_errors=True)
         self.kill_a_rank_and_the_spare()
 
     def fill_the_temporary_folder(self) -> None:
-        """To the last byte; then a rank is lost. It is emptied again when training has gone on."""
+        """Fill the temporary folder to the last byte, kill a rank, and free the space after the recovery."""
         filler = self.temporary / "filler"
         if self._is_mounted:
             with open(filler, "wb", buffering=0) as file, suppress(OSError):
@@ -170,23 +168,23 @@ class Job:
         filler.unlink(missing_ok=True)
 
     def edit_for_the_next_experiment(self) -> None:
-        """Script and configuration; then a rank is lost."""
+        """Edit script and configuration while the job runs, then kill a rank."""
         self.config.write_text(self._draw.choice(["seed: 8\n", "moevement-window: [4\n", ""]))
         self.script.write_text(self._draw.choice(["raise RuntimeError\n", SCRIPT.read_text().replace("1e-3", "1e-2")]))
         self.kill_a_rank()
 
     def ask_the_group_to_end(self) -> None:
-        """Then start again."""
+        """Ask the process group to end in order, then start the job again."""
         self.end(self._draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), to_group=True)
         self.start()
 
     def end_the_group_at_once(self) -> None:
-        """Then start again, from the newest window."""
+        """Interrupt the process group, then start the job again from its newest window."""
         self.end(self._draw.choice([signal.SIGINT, signal.SIGHUP]), to_group=True)
         self.start()
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the launcher if it still runs, and unmount the temporary folder."""
         if self._launcher is not None and self._launcher.poll() is None:
             self._launcher.kill()
             self._launcher.wait()
@@ -195,7 +193,7 @@ class Job:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether a process runs: the record may list one that was killed a moment ago."""
+    """Return True if a process runs; the record may list a process that was killed a moment ago."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -203,7 +201,7 @@ def _lives(pid: int) -> bool:
 
 
 def run(folder: Path, minutes: float, seed: int) -> int:
-    """Run a job for so long and compare it; returns the exit code."""
+    """Disturb a job for ``minutes`` and compare its record; return the exit code."""
     draw = random.Random(seed)
     job = Job(folder, draw)
     actions: list[Callable[[], None]] = [
@@ -228,7 +226,7 @@ def run(folder: Path, minutes: float, seed: int) -> int:
 
 
 def compare(job: Job, folder: Path) -> int:
-    """Compare the record with that of a run to which nothing happened; returns the exit code."""
+    """Compare the record with that of an undisturbed run; return the exit code."""
     iterations = [line["iteration"] for line in job.record.metrics()]
     if iterations != list(range(1, len(iterations) + 1)):
         print("the record does not have every iteration once")
@@ -249,7 +247,7 @@ def compare(job: Job, folder: Path) -> int:
 
 
 def main() -> int:
-    """Parse the command line and run."""
+    """Parse the command line, run the job, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, metavar="M")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
@@ -257,7 +255,7 @@ def main() -> int:
         "--folder", type=Path, default=ROOT / "runs" / "bystanders", metavar="DIR", help="must not exist"
     )
     arguments = parser.parse_args()
-    # Whoever is started in the background ignores these, and so does a job that it starts: it would not end by them.
+    # A process in the background ignores these signals, and a job that it starts would inherit that and not end.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     arguments.folder.mkdir(parents=True)

@@ -1,12 +1,12 @@
-"""Jobs of any layout, recovery, recipe and protection, whose ranks and nodes are killed at random moments, until 10,000
-ranks and 1,000 nodes were.
+"""Campaign of jobs with random settings. It kills their ranks and nodes at random moments.
 
     python -m tests.soak.campaign --out runs/campaign               # goes on from where it stopped, however it stopped
     python -m tests.soak.campaign --out runs/campaign --report      # writes its table into benchmarks/soak.md
 
-Every job has to come to its end, with the bits of a failure-free one; the first that does not ends the campaign with 1,
-and its run directory stays. ``OUT/jobs.jsonl`` has a line for each job that is over. A report puts it into
-``benchmarks/soak.jsonl``, too, from which a campaign in a new folder goes on.
+The campaign ends after 10,000 killed ranks and 1,000 lost nodes. Every job must end with the bits of a failure-free
+one. The first job that does not ends the campaign with exit code 1, and its run directory stays. ``OUT/jobs.jsonl`` has
+a line for each job that is over. A report also copies this file to ``benchmarks/soak.jsonl``, from which a campaign in
+a new folder goes on.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ RECORD = REPORT.with_suffix(".jsonl")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a job of the campaign is run."""
+    """Limits of a job of the campaign: iterations, kills and time."""
 
     iterations: int
     kills: int
-    """Of ranks, at most."""
+    """Largest number of killed ranks."""
     mean_s: float
-    """Between kills."""
+    """Mean time between kills, in seconds."""
     timeout_s: float
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of ``path``; one that was being written when the campaign was killed is cut off."""
+    """Return the whole lines of ``path``; cut off a line that was incomplete when the campaign was killed."""
     if not path.exists():
         return []
     whole, _, torn = path.read_bytes().rpartition(b"\n")
@@ -62,7 +62,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, fields: dict[str, Any]) -> None:
-    """A line, at once and durable."""
+    """Append a line, and return when it is durable."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(fields) + "\n")
         file.flush()
@@ -70,7 +70,7 @@ def append(path: Path, fields: dict[str, Any]) -> None:
 
 
 def commit() -> str:
-    """Of the code that runs, ``+`` if it was changed since."""
+    """Return the commit of the code, followed by ``+`` if the code has changed since."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,18 +79,18 @@ def commit() -> str:
 
 
 def failure_free(cell: Cell, plan: Plan, out: Path, code: str) -> str:
-    """The digest of a failure-free run of a cell's trainer, made once for each commit."""
+    """Return the digest of a failure-free run of a cell's trainer, which runs once for each commit."""
     known, name = out / "failure_free.jsonl", f"{cell.layout}, {cell.recipe}, {plan.iterations}, {code}"
-    found = {one["name"]: one["digest"] for one in read(known)}
-    if name not in found:
+    digests = {line["name"]: line["digest"] for line in read(known)}
+    if name not in digests:
         run_dir = out / "failure_free"
         shutil.rmtree(run_dir, ignore_errors=True)
         run([*cell.trainer, *_length(plan)], [], run_dir).wait()
-        if (its := digest(run_dir)) is None:
+        if (result := digest(run_dir)) is None:
             raise SystemExit(f"{cell}: the run without kills failed; see {run_dir}.console")
-        append(known, {"name": name, "digest": its})
-        found[name] = its
-    return str(found[name])
+        append(known, {"name": name, "digest": result})
+        digests[name] = result
+    return str(digests[name])
 
 
 def _length(plan: Plan) -> list[str]:
@@ -98,8 +98,8 @@ def _length(plan: Plan) -> list[str]:
 
 
 def job(cell: Cell, plan: Plan, run_dir: Path, draw: random.Random) -> dict[str, Any]:
-    """Run one and kill; what came of it."""
-    for left in run_dir.parent.glob(f"{run_dir.name}*"):  # of an attempt that was interrupted
+    """Run a job of a cell and kill its ranks; return its results as fields of a line."""
+    for left in run_dir.parent.glob(f"{run_dir.name}*"):  # files of an interrupted attempt
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     windows = str(run_dir.with_suffix(".windows"))
     on_disk = ["--moevement-persist-dir", windows] if cell.protection in WITH_WINDOWS else []
@@ -129,7 +129,7 @@ def job(cell: Cell, plan: Plan, run_dir: Path, draw: random.Random) -> dict[str,
 def strike(
     process: subprocess.Popen[bytes], record: RunRecord, cell: Cell, plan: Plan, draw: random.Random
 ) -> Iterator[tuple[list[int], str | None]]:
-    """Kill ranks, or whole nodes, until the job is over; the ranks of each time, and the node if it was one."""
+    """Kill ranks, or whole nodes, until the job is over; yield the killed ranks, and their node if it was lost."""
     done, next_s, deadline_s = 0, None, time.monotonic() + plan.timeout_s
     beyond = 0  # the iteration that is to be committed before the next kill
     while process.poll() is None and time.monotonic() < deadline_s:
@@ -143,26 +143,26 @@ def strike(
         newest = record.newest_metric()
         if newest is None or newest["iteration"] < beyond:
             continue
-        everyone = json.loads(record.ranks_path.read_text())
-        active = [one for one in everyone if one["role"] == "active"]
-        if not active:  # all are dead, and nobody has taken over a rank yet
+        processes = json.loads(record.ranks_path.read_text())
+        active = [entry for entry in processes if entry["role"] == "active"]
+        if not active:  # all ranks are dead, and no spare has taken over yet
             continue
         node = None
         if cell.per_node > 1 and draw.random() < 0.4:
-            node = draw.choice(sorted({one["node"] for one in active}))
-            chosen = [one for one in everyone if one["node"] == node and one["role"] != "starting"]
+            node = draw.choice(sorted({entry["node"] for entry in active}))
+            chosen = [entry for entry in processes if entry["node"] == node and entry["role"] != "starting"]
         else:
             chosen = draw.sample(active, min(2 if draw.random() < 0.15 else 1, len(active)))
-        killed = [one["rank"] for one in chosen if _kill(one["pid"]) and one["role"] == "active"]
+        killed = [entry["rank"] for entry in chosen if _kill(entry["pid"]) and entry["role"] == "active"]
         done += len(killed)
         yield killed, node if killed else None
         next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
-        # One in four comes while the job is not back: with more of them in a row it is given up, and rightly.
+        # A quarter of the kills come before the job has resumed. With more such kills in a row, it rightly gives up.
         beyond = 0 if draw.random() < 0.25 else newest["iteration"] + 1
 
 
 def _kill(pid: int) -> bool:
-    """Whether it still lived: who was killed a moment ago may not have been replaced yet."""
+    """Kill a process; return False if it had ended, as a killed rank may not have a replacement yet."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -171,14 +171,14 @@ def _kill(pid: int) -> bool:
 
 
 def counts(jobs: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Kills and lost nodes."""
-    return sum(len(one["kills"]) for one in jobs), sum(len(one["nodes"]) for one in jobs)
+    """Return the number of kills and the number of lost nodes."""
+    return sum(len(line["kills"]) for line in jobs), sum(len(line["nodes"]) for line in jobs)
 
 
 def progress(jobs: Sequence[dict[str, Any]]) -> str:
-    """How far it is."""
+    """Return the progress of the campaign and its expected remaining time, in words."""
     kills, nodes = counts(jobs)
-    hours = sum(one["seconds"] for one in jobs) / 3600
+    hours = sum(line["seconds"] for line in jobs) / 3600
     left = max((KILLS - kills) / kills if kills else 0.0, (NODES - nodes) / nodes if nodes else 0.0, 0.0) * hours
     return (
         f"{kills} of {KILLS} kills, {nodes} of {NODES} nodes, in {len(jobs)} jobs and {hours:.1f} h; about "
@@ -187,14 +187,14 @@ def progress(jobs: Sequence[dict[str, Any]]) -> str:
 
 
 def go_on_from_record(out: Path) -> None:
-    """Begin where the reported campaign has come to."""
+    """Copy the reported jobs to a new folder, so that its campaign goes on from them."""
     if RECORD.exists() and not (out / "jobs.jsonl").exists():
         shutil.copyfile(RECORD, out / "jobs.jsonl")
 
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """One campaign to a folder."""
+    """Lock a folder inside the ``with`` block, so that only one campaign uses it."""
     with (out / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,28 +203,28 @@ def alone(out: Path) -> Iterator[None]:
         yield
 
 
-def campaign(given: argparse.Namespace, out: Path) -> int:
-    """Job after job; 1 as soon as one was lost, or came to other bits."""
+def campaign(arguments: argparse.Namespace, out: Path) -> int:
+    """Run job after job until enough was killed; return 1 as soon as a job is lost or ends with other bits."""
     log, jobs = out / "jobs.jsonl", read(out / "jobs.jsonl")
-    plan = Plan(given.iterations, given.kills_per_job, given.mean_s, given.timeout)
-    stop_s = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
+    plan = Plan(arguments.iterations, arguments.kills_per_job, arguments.mean_s, arguments.timeout)
+    stop_s = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
     while time.monotonic() < stop_s and (counts(jobs)[0] < KILLS or counts(jobs)[1] < NODES):
-        number, seed, code = len(jobs), f"{given.seed}/{len(jobs)}", commit()
+        number, seed, code = len(jobs), f"{arguments.seed}/{len(jobs)}", commit()
         draw = random.Random(seed)
         cell = draw_cell(draw)
         wanted = failure_free(cell, plan, out, code)
         run_dir = out / f"job_{number}"
-        its = job(cell, plan, run_dir, draw)
-        outcome = "lost" if its["digest"] is None or its["rc"] else "equal" if its["digest"] == wanted else "different"
-        jobs.append({"job": number, "seed": seed, "commit": code, **cell.as_dict(), **its, "outcome": outcome})
+        row = job(cell, plan, run_dir, draw)
+        outcome = "lost" if row["digest"] is None or row["rc"] else "equal" if row["digest"] == wanted else "different"
+        jobs.append({"job": number, "seed": seed, "commit": code, **cell.as_dict(), **row, "outcome": outcome})
         append(log, jobs[-1])
         print(
-            f"job {number} ({cell}): {len(its['kills'])} kills, {len(its['nodes'])} nodes, {outcome}; {progress(jobs)}",
+            f"job {number} ({cell}): {len(row['kills'])} kills, {len(row['nodes'])} nodes, {outcome}; {progress(jobs)}",
             flush=True,
         )
         if outcome != "equal":
-            said = run_dir.with_suffix(".console").read_text(errors="replace").strip().splitlines()[-1:]
-            print(f"job {number} is {outcome}; its run directory is kept: {run_dir}", *said, sep="\n", flush=True)
+            last_lines = run_dir.with_suffix(".console").read_text(errors="replace").strip().splitlines()[-1:]
+            print(f"job {number} is {outcome}; its run directory is kept: {run_dir}", *last_lines, sep="\n", flush=True)
             return 1
         for left in out.glob(f"{run_dir.name}*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -232,16 +232,16 @@ def campaign(given: argparse.Namespace, out: Path) -> int:
 
 
 ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "layout": lambda one: one["layout"],
-    "recovery": lambda one: one["recovery"],
-    "recipe": lambda one: one["recipe"],
-    "protection": lambda one: one["protection"],
-    "nodes": lambda one: "nodes of two ranks" if one["per_node"] > 1 else "each rank a node",
+    "layout": lambda line: line["layout"],
+    "recovery": lambda line: line["recovery"],
+    "recipe": lambda line: line["recipe"],
+    "protection": lambda line: line["protection"],
+    "nodes": lambda line: "nodes of two ranks" if line["per_node"] > 1 else "each rank a node",
 }
 
 
 def report(jobs: Sequence[dict[str, Any]]) -> str:
-    """The section of benchmarks/soak.md."""
+    """Return the campaign's section of benchmarks/soak.md."""
     from benchmarks.environment import measured_on
 
     lines = [
@@ -253,12 +253,12 @@ def report(jobs: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
         _row("**all**", jobs),
     ]
-    for name, of in ROWS.items():
+    for name, value_of in ROWS.items():
         groups = defaultdict(list)
-        for one in jobs:
-            groups[of(one)].append(one)
-        lines += [_row(f"{name}: {value}", its) for value, its in sorted(groups.items())]
-    seeds, commits = ({one[name].partition("/")[0] for one in jobs} for name in ("seed", "commit"))
+        for line in jobs:
+            groups[value_of(line)].append(line)
+        lines += [_row(f"{name}: {value}", group) for value, group in sorted(groups.items())]
+    seeds, commits = ({line[name].partition("/")[0] for line in jobs} for name in ("seed", "commit"))
     lines += [
         "",
         f"Seeds {', '.join(sorted(seeds))}, commits {', '.join(sorted(commits))} (+: with changes). "
@@ -269,20 +269,20 @@ def report(jobs: Sequence[dict[str, Any]]) -> str:
 
 def _row(name: str, jobs: Sequence[dict[str, Any]]) -> str:
     kills, nodes = counts(jobs)
-    recoveries, restarts = sum(len(one["recoveries"]) for one in jobs), sum(one["restarts"] for one in jobs)
-    lost, other = (sum(one["outcome"] == outcome for one in jobs) for outcome in ("lost", "different"))
+    recoveries, restarts = sum(len(line["recoveries"]) for line in jobs), sum(line["restarts"] for line in jobs)
+    lost, other = (sum(line["outcome"] == outcome for line in jobs) for outcome in ("lost", "different"))
     return f"| {name} | {len(jobs)} | {kills} | {nodes} | {recoveries} | {restarts} | {lost} | {other} |"
 
 
 def put_in(page: str, section: str) -> str:
-    """``page`` with the section in it, in the place of the one that was there."""
-    before, begin, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2] if begin else ""
+    """Return ``page`` with the section in place of the earlier one, or at its end."""
+    before, begin, remainder = page.partition(BEGIN)
+    after = remainder.partition(END)[2] if begin else ""
     return f"{before.rstrip()}\n\n{BEGIN}{section}{END}{after}"
 
 
 def main() -> int:
-    """Go on, or report."""
+    """Run the campaign or write its report; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.campaign", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="its state, and the run that fails")
     parser.add_argument("--report", action="store_true", help="write the table, and run nothing")
@@ -292,21 +292,21 @@ def main() -> int:
     parser.add_argument("--kills-per-job", type=int, default=20, help="at most (default: 20)")
     parser.add_argument("--mean-s", type=float, default=2.5, help="between kills (default: 2.5)")
     parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a job (default: 600)")
-    given = parser.parse_args()
-    out = given.out.absolute()
-    if given.report:
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    if arguments.report:
         jobs = read(out / "jobs.jsonl")
         if not jobs:
-            raise SystemExit(f"--out {given.out}: no job is over there yet; run the campaign first")
+            raise SystemExit(f"--out {arguments.out}: no job is over there yet; run the campaign first")
         shutil.copyfile(out / "jobs.jsonl", RECORD)
         REPORT.write_text(put_in(REPORT.read_text(encoding="utf-8"), report(jobs)), encoding="utf-8")
         print(progress(jobs))
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the running job, too
     with alone(out):
         go_on_from_record(out)
-        return campaign(given, out)
+        return campaign(arguments, out)
 
 
 if __name__ == "__main__":

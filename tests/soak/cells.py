@@ -1,4 +1,4 @@
-"""What a campaign draws from: layouts, ways to recover, recipes, protections, nodes."""
+"""Cells of a campaign: combinations of layout, recovery, recipe, protection and node size, drawn at random."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ COPIES, PARITY, DROPPED = "copies", "parity", "own dropped"
 _OF_RANKS: Mapping[str, tuple[str, ...]] = {
     COPIES: (), PARITY: ("--moevement-protection", "parity:3+1"), DROPPED: ("--moevement-keep-own", "never"),
 }  # fmt: skip
-"""Each rank is a node."""
+"""Flags of each protection if each rank is a node."""
 _OF_NODES: Mapping[str, tuple[str, ...]] = {COPIES: ("--moevement-protection", "copies:1")}
-"""Two nodes of two have no room for a group of parity, nor for two copies, without which own ones are not dropped."""
+"""Flags of each protection if a node has two ranks. Two such nodes are too few for a parity group or for two copies;
+ranks drop their own snapshots only with two copies."""
 PROTECTIONS = [(name, 1) for name in _OF_RANKS] + [(name, PER_NODE) for name in _OF_NODES]
 WITH_WINDOWS = (COPIES, PARITY)
-"""Windows on disk are written from own snapshots."""
+"""Protections that keep own snapshots, from which windows on disk are written."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One job's kind."""
+    """Combination of settings that a job of the campaign runs with."""
 
     layout: str
     recovery: str
     recipe: str
     protection: str
     per_node: int
-    """Processes that are a node, and may be lost at once; 1: single ranks are."""
+    """Processes of a node, which may be lost at once; 1 if each rank is a node."""
 
     @property
     def trainer(self) -> list[str]:
-        """The flags that decide on its numbers: runs with the same have the same final state."""
+        """Flags that determine the numbers of a run; runs with equal flags have equal final states."""
         return [*QUICK, *LAYOUTS[self.layout], *RECIPES[self.recipe]]
 
     @property
     def guard(self) -> list[str]:
-        """Flags of what protects it."""
+        """Flags of recovery and protection."""
         kinds = _OF_RANKS if self.per_node == 1 else _OF_NODES
         return ["--moevement-recovery", self.recovery, *kinds[self.protection]]
 
     @property
     def options(self) -> list[str]:
-        """Of the launcher."""
+        """Options of the launcher: spares, and the size of a node."""
         nodes = ["--ranks-per-node", str(self.per_node)] if self.per_node > 1 else []
         return ["--spares", str(SPARES if self.per_node > 1 else 2), *nodes]
 
@@ -72,13 +73,13 @@ class Cell:
         return f"{self.layout}, {self.recovery}, {self.recipe}, {self.protection}{nodes}"
 
     def as_dict(self) -> dict[str, str | int]:
-        """As it is recorded."""
+        """Return the settings as fields for the record of a job."""
         return asdict(self)
 
 
 def draw_cell(draw: random.Random) -> Cell:
-    """Any cell, half of them in BF16."""
+    """Draw a cell; half of all cells train in BF16."""
     layout, recovery = draw.choice(list(LAYOUTS)), draw.choice(RECOVERIES)
-    recipe = "BF16" if draw.random() < 0.5 else draw.choice([one for one in RECIPES if one != "BF16"])
+    recipe = "BF16" if draw.random() < 0.5 else draw.choice([name for name in RECIPES if name != "BF16"])
     protection, per_node = draw.choice(PROTECTIONS)
     return Cell(layout, recovery, recipe, protection, per_node)

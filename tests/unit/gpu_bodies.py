@@ -1,4 +1,4 @@
-"""Bodies of checks for tests of the runner, called in processes of their own."""
+"""Bodies of GPU checks for the tests of the runner, which calls each body in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.gpu.check import NotRun, Report
 
 FOLDER_ENV = "TEST_GPU_BODIES"
-"""Folder through which a body that blocks and its test talk."""
+"""Environment variable with the folder in which :func:`blocks` and its test exchange files."""
 
 
 def holds(report: Report) -> None:
@@ -28,7 +28,7 @@ def measures(report: Report) -> None:
 
 
 def crashes(report: Report) -> None:
-    """As a broken CUDA context may: with a figure reported, and no chance to clean up."""
+    """Report a figure, then die by a signal without cleaning up, as a process with a broken CUDA context may."""
     report.figure("before the crash", 1)
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -52,7 +52,7 @@ def is_not_for_here(report: Report) -> None:
 
 
 def blocks(report: Report) -> None:
-    """Wait, with a process that it has started, until the test lets it go on."""
+    """Write the process id and block for ever, unless the test has created the file ``release``."""
     folder = Path(os.environ[FOLDER_ENV])
     if not (folder / "release").exists():
         (folder / "started").write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""How much longer a function takes for four times as much."""
+"""Measurement of how the time of a function grows with the size of its input."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 def growth(function: Callable[[int], object], size: int, repeats: int = 3) -> float:
-    """Return processor time for ``4 * size`` over that for ``size``: 4 where time is linear, 16 where it is quadratic.
+    """Return the ratio of processor times for ``4 * size`` and ``size``: 4 if time is linear, 16 if it is quadratic.
 
     Args:
-        function: called with a size.
+        function: function to measure, called with a size.
         size: large enough that one call takes milliseconds.
-        repeats: of each size, of which the quickest counts: a busy machine only adds to processor time.
+        repeats: calls with each size. The quickest counts, because a busy machine only adds to processor time.
     """
 
     def least_s(measured: int) -> float:

@@ -1,4 +1,4 @@
-"""Models and presets that several test modules describe."""
+"""Models and presets that several test modules use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASE = {
 }  # fmt: skip
 LAYOUT = {"ranks": 16, "global_batch_size": 32, "pipeline": 2, "expert": 4}
 PRESETS = sorted((ROOT / "examples" / "pretrain_moe" / "configs").glob("*.yaml"))
-# name: (ranks, parameters in all, parameters active for a token), as in table 2 of MoEvement
+# By name: ranks, all parameters, and parameters that are active for a token, as in table 2 of MoEvement.
 TABLE_2 = {
     "gpt_moe": (96, 7.3e9, 1.6e9),
     "qwen_moe": (96, 14.3e9, 2.7e9),
@@ -25,7 +25,7 @@ TABLE_2 = {
 
 
 def as_plain(job: JobShape) -> dict[str, object]:
-    """Return a job without the order of operators and tensors, and without the step counter of the installed Adam."""
+    """Return a job for comparison: without the order of operators and tensors, and without Adam's step counter."""
     stages = [
         (stage.sends_per_micro_batch, sorted((o.name, o.kind, sorted(o.tensors), o.shards) for o in stage.operators))
         for stage in job.stages

@@ -1,4 +1,4 @@
-"""Every replaced function of Megatron: its signature is pinned, so a Megatron that moves one fails here, by name."""
+"""Functions of Megatron that this project replaces have their pinned signatures; a changed one fails here by name."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ def _original(function: Any) -> Any:
 
 def _signatures() -> dict[str, str]:
     points_ = {f"{point.modules[0]}.{point.name}": (point.modules[0], point.name) for point in points()}
-    places = points_ | {f"{one.owner}.{one.name}": (one.owner, one.name) for one in DECLARED}
-    found = {}
+    places = points_ | {f"{entry.owner}.{entry.name}": (entry.owner, entry.name) for entry in DECLARED}
+    signatures = {}
     for name, (owner, attribute) in places.items():
         parameters = inspect.signature(_original(getattr(_resolve(owner), attribute))).parameters.values()
-        found[name] = ", ".join(str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters)
-    return found
+        signatures[name] = ", ".join(
+            str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters
+        )
+    return signatures
 
 
 def test_the_signatures_are_those_this_fork_was_written_for() -> None:
     pinned = yaml.safe_load(PINNED.read_text())
-    found = _signatures()
-    assert found.keys() == pinned.keys()
-    for name, signature in found.items():
+    signatures = _signatures()
+    assert signatures.keys() == pinned.keys()
+    for name, signature in signatures.items():
         assert signature == pinned[name], f"{name} has changed; read it again, adapt its wrapper, and pin it again"
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the policy keep running; what they measure is not judged here."""
+"""Benchmarks of the policy and of the kernels still run; these tests do not judge their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a node wait for the one that builds the CUDA kernel: with a limit, and open to a restart's exception."""
+"""Ranks of a node wait while one rank builds the CUDA kernel; a time limit or a restart's exception ends the wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_waiting_for_a_build_has_a_limit(tmp_path: Path) -> None:
         locked(path, 0.2),
     ):
         pass
-    with locked(path, 0.0):  # and is free again
+    with locked(path, 0.0):  # the lock is free again
         assert path.read_text() == str(os.getpid())
 
 
@@ -61,7 +61,7 @@ def test_a_restart_gets_through_to_a_process_that_waits(tmp_path: Path) -> None:
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         has_begun.wait()
-        time.sleep(0.3)  # into the wait
+        time.sleep(0.3)  # until the thread waits
         assert waiting.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Restart))
         waiting.join(60)

@@ -1,4 +1,4 @@
-"""A campaign of kills goes on from what is in its folder, and says how far it is."""
+"""A campaign of kills resumes from the records in its folder, and reports its progress."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.soak import campaign
 from tests.soak.cells import LAYOUTS, PER_NODE, RECIPES, RECOVERIES, draw_cell
 
 
-def line(number: int, **its: Any) -> dict[str, Any]:
+def line(number: int, **fields: Any) -> dict[str, Any]:
     cell = draw_cell(random.Random(f"1/{number}"))
     return {
         "job": number, "seed": f"1/{number}", "commit": "abc", **cell.as_dict(), "kills": [0, 3], "nodes": ["1"],
-        "recoveries": ["all stages"], "restarts": 0, "seconds": 36.0, "outcome": "equal", **its,
+        "recoveries": ["all stages"], "restarts": 0, "seconds": 36.0, "outcome": "equal", **fields,
     }  # fmt: skip
 
 
@@ -28,9 +28,9 @@ def test_a_torn_line_is_cut_off_and_the_next_one_follows(tmp_path: Path) -> None
     campaign.append(path, line(0))
     with path.open("a") as file:
         file.write('{"job": 1, "ki')
-    assert [one["job"] for one in campaign.read(path)] == [0]
+    assert [record["job"] for record in campaign.read(path)] == [0]
     campaign.append(path, line(1))
-    assert [one["job"] for one in campaign.read(path)] == [0, 1]
+    assert [record["job"] for record in campaign.read(path)] == [0, 1]
     path.write_text('{"jo')
     assert campaign.read(path) == []
     assert path.read_bytes() == b""
@@ -39,10 +39,10 @@ def test_a_torn_line_is_cut_off_and_the_next_one_follows(tmp_path: Path) -> None
 def test_every_kind_is_drawn_and_the_same_again_for_the_same_seed() -> None:
     cells = [draw_cell(random.Random(f"1/{number}")) for number in range(400)]
     assert cells == [draw_cell(random.Random(f"1/{number}")) for number in range(400)]
-    assert {one.layout for one in cells} == set(LAYOUTS)
-    assert {one.recipe for one in cells} == set(RECIPES)
-    assert {one.recovery for one in cells} == set(RECOVERIES) <= set(Recovery)
-    assert {(one.protection, one.per_node) for one in cells} >= {("parity", 1), ("copies", PER_NODE)}
+    assert {cell.layout for cell in cells} == set(LAYOUTS)
+    assert {cell.recipe for cell in cells} == set(RECIPES)
+    assert {cell.recovery for cell in cells} == set(RECOVERIES) <= set(Recovery)
+    assert {(cell.protection, cell.per_node) for cell in cells} >= {("parity", 1), ("copies", PER_NODE)}
 
 
 def test_progress_counts_and_foresees() -> None:

@@ -1,4 +1,4 @@
-"""More room for some experts: what comes in by it, against a count by hand."""
+"""Extra capacity of an expert admits as many tokens as a count by hand, and changes no other expert."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ drop = dropping_with_room(apply_router_token_dropping)
 
 
 class Router:
-    """As Megatron's, of which only the dropping is real."""
+    """Router in place of Megatron's, of which only the dropping of tokens is real."""
 
     def __init__(self) -> None:
         self.weight, self.training = torch.zeros(1), True
@@ -72,7 +72,7 @@ def test_evaluation_has_no_more_room_and_what_is_not_to_be_counted_is_not() -> N
     room.open([expert_name(0, 0), expert_name(0, 2)])
     _, more = router.routing(logits)
     room.take()
-    with torch.no_grad():  # one of the two passes of a recomputed layer: as much room, counted once
+    with torch.no_grad():  # one of the two passes of a recomputed layer: same capacity, but only one is counted
         assert torch.equal(router.routing(logits)[1], more)
     room.paused = True
     assert torch.equal(router.routing(logits)[1], more)

@@ -1,4 +1,4 @@
-"""A script with a Megatron beside it is told which one it trains with, and gets the other where that is asked for."""
+"""A script beside a Megatron checkout gets a message that the checkout is not used, unless --megatron names it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _checkout(tmp_path: Path) -> Path:
 
 def test_a_megatron_beside_the_script_is_not_passed_over_in_silence(tmp_path: Path) -> None:
     script = str(_checkout(tmp_path) / "pretrain_gpt.py")
-    said = checkout.passed_over(script)
-    assert said is not None
-    assert "megatron-core 0.19" in said
-    assert f"--megatron {tmp_path}" in said
+    message = checkout.passed_over(script)
+    assert message is not None
+    assert "megatron-core 0.19" in message
+    assert f"--megatron {tmp_path}" in message
     (tmp_path / "elsewhere").mkdir()
     assert checkout.passed_over(str(tmp_path / "elsewhere" / "pretrain_gpt.py")) is None
 
@@ -43,11 +43,11 @@ def test_a_checkout_is_used_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "named"),
+    ("file", "named"),
     [("", r"\bmegatron/core\b"), ("megatron/__init__.py", r"\b__init__\.py\b.*\bmegatron\.moevement\b")],
 )
-def test_what_is_no_checkout_is_refused(made: str, named: str, tmp_path: Path) -> None:
-    if made:
-        (_checkout(tmp_path) / made).write_text("")
+def test_what_is_no_checkout_is_refused(file: str, named: str, tmp_path: Path) -> None:
+    if file:
+        (_checkout(tmp_path) / file).write_text("")
     with pytest.raises(ConfigError, match=f"--megatron .*{named}"):
         checkout.use(tmp_path)

@@ -1,4 +1,4 @@
-"""The wall clock may jump: it is written down as a time, and nothing waits or is measured by it."""
+"""The wall clock may jump, so the engine only records it, and neither waits nor measures by it."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from moevement_core.run.progress import Progress
 from moevement_core.run.run_record import RunRecord
 
 TIMES = {
-    "util/lock.py": 1,  # when a folder was taken, for whoever reads it
+    "util/lock.py": 1,  # time at which a process took a folder, for people
     "log.py": 1,
     "run/job_entry.py": 1,
     "launching/job_file.py": 1,
     "run/run_record.py": 1,
     "session/run_directory.py": 1,
-    # When a failure was noticed, ranks left, groups were usable, and so on: of several hosts, for the report of it.
+    # Times of a recovery on several hosts, for its report: failure noticed, ranks left, groups usable, and so on.
     "session/rejoin.py": 4,
     "rendezvous/member.py": 1,
     "rendezvous/coordinator.py": 1,
     "rendezvous/losses.py": 1,
     "restart/generation.py": 1,
-    # When a job began for a trace of failures to be laid over it, the same for all hosts; and how far off that is.
+    # Time from which a trace of failures counts, the same on all hosts; and the time since then.
     "restart/injection.py": 3,
 }
-"""Where the wall clock is looked at, and how often. A place that is not a time to be read by people is a mistake."""
+"""Number of reads of the wall clock in each file. A read is a mistake unless people read the time."""
 
 
 def test_the_wall_clock_is_looked_at_for_times_alone() -> None:
     root = Path(moevement_core.__file__).parent
-    found = {
+    reads = {
         str(path.relative_to(root)): count
         for path in sorted(root.rglob("*.py"))
         if (count := len(re.findall(r"\btime\.time(?:_ns)?\(|datetime\.now\(", path.read_text(encoding="utf-8"))))
     }
-    assert found == TIMES
+    assert reads == TIMES
 
 
 def test_progress_is_shown_when_the_clock_has_been_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RunRecord(tmp_path).metric(iteration=7, loss=1.0)  # of an earlier run
+    RunRecord(tmp_path).metric(iteration=7, loss=1.0)  # a line of an earlier run
     with Progress(tmp_path, 9) as progress:
         progress.update()
         assert not progress._last

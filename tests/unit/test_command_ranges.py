@@ -1,7 +1,7 @@
-"""Every flag with a number, of every command: which values it takes, and that each other one is refused by name.
+"""Every flag with a number, of every command, takes the values of its range and refuses others by name.
 
-A command is run up to where its work begins, so both ends of each range are tried in milliseconds. What a refusal looks
-like on a terminal is for tests/bad_input.
+A test stops a command where its work begins, so both ends of each range take milliseconds. tests/bad_input checks what
+a refusal looks like on a terminal.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tests.bad_input.command import Needs, filled, named_in_plan, named_in_simul
 from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, Edges, edges
 
 OR_NEVER = Range(0.0, or_infinite=True)
-"""Seconds, or inf."""
+"""Range of a time in seconds that may be infinite."""
 AT_LEAST_TWO = Range(2)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command as far as its numbers are checked."""
+    """Command with some of its flags that take numbers, and the range of each."""
 
     name: str
     words: str
-    """Its command line, with ``{given}`` where the flag that is tried stands."""
+    """Command line, with ``{given}`` in place of the flag under test."""
     work: str
-    """The dotted name of what is called first once everything is checked."""
+    """Dotted name of the function that the command calls first after all checks."""
     ranges: dict[str, Range | Edges]
     named: Callable[[str, float], Needs] = lambda flag, value: [flag, value]
-    """What a message about a flag and a value must name."""
+    """Function that returns what a message about a flag and a value must name."""
 
 
 TRIED = (
@@ -166,17 +166,17 @@ TRIED = (
         {"--interval": Range(0.0, is_open=True, or_infinite=True)},
     ),
 )  # fmt: skip
-"""Where a bound follows from the default of another flag, as that of --experts from --slots, it stands here too."""
+"""Commands under test. Some bounds follow from the default of another flag, as that of --experts from --slots."""
 UNCHECKED = {"drill": {"--timeout"}, "advise": {"--window"}}
-"""Flags with a number that no command checks, or that the command refuses."""
+"""Flags with a number, by command, that the command does not check, or always refuses."""
 
 
 class Begun(Exception):
-    """Everything was checked, and the work of the command would begin."""
+    """Exception raised in place of the work of a command, after all checks."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises what it would print."""
+    """Parser that raises its error message instead of printing it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -184,35 +184,35 @@ class Parser(argparse.ArgumentParser):
 
 @cache
 def parser_of(name: str) -> Parser:
-    """Return the parser of a command, without what the command line begins with."""
+    """Return the parser of the words that follow the name of a command."""
     parser = Parser(prog=name)
     import_module(f"moevement_cli.{name}").add_to(parser)
     return parser
 
 
 def leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield a command, or in its place each of its actions, by name with its parser."""
-    actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    """Yield the name and parser of a command, or of each of its subcommands if it has any."""
+    actions = [entry for entry in parser._actions if isinstance(entry, argparse._SubParsersAction)]
     if not actions:
         yield name, parser
     for action in actions:
-        for word, its in action.choices.items():
-            yield f"{name} {word}", its
+        for word, subparser in action.choices.items():
+            yield f"{name} {word}", subparser
 
 
 LEAVES = {leaf: parser for name in COMMANDS for leaf, parser in leaves(name, parser_of(name))}
 
 
 def types_of(name: str) -> dict[str, type]:
-    """Return the flags of a command that take numbers, and whether of int or float; a time is a float."""
+    """Return int or float for each flag of a command that takes a number; a time is a float."""
     actions = LEAVES[name]._actions
     types = {int: int, float: float, seconds: float}
-    return {one.option_strings[0]: types[one.type] for one in actions if one.type in types}
+    return {action.option_strings[0]: types[action.type] for action in actions if action.type in types}
 
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Command, str], str | None]:
-    """Return a function that runs a command with a flag up to its work; it returns the message of a refusal."""
+    """Return a function that runs a command with a flag up to its work and returns the message of a refusal."""
     (tmp_path / "script.py").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n")
@@ -221,9 +221,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Comman
     def begin(*args: object, **kwargs: object) -> NoReturn:
         raise Begun
 
-    def run(command: Command, given: str) -> str | None:
+    def run(command: Command, option: str) -> str | None:
         places = {
-            "given": given, "script": tmp_path / "script.py", "folder": tmp_path, "trace": tmp_path / "trace.csv",
+            "given": option, "script": tmp_path / "script.py", "folder": tmp_path, "trace": tmp_path / "trace.csv",
         }  # fmt: skip
         name, *words = (filled(word, places) for word in command.words.split())
         with monkeypatch.context() as patch:
@@ -249,13 +249,13 @@ def test_every_flag_with_a_number_has_a_range(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [pytest.param(one, flag, id=f"{one.name} {flag}") for one in TRIED for flag in one.ranges],
+    [pytest.param(case, flag, id=f"{case.name} {flag}") for case in TRIED for flag in case.ranges],
 )
 def test_a_flag_takes_its_range_and_no_more(
     command: Command, flag: str, refusal: Callable[[Command, str], str | None]
 ) -> None:
-    its, is_whole = command.ranges[flag], types_of(command.name)[flag] is int
-    tried = its if isinstance(its, Edges) else edges(its, is_whole=is_whole)
+    bounds, is_whole = command.ranges[flag], types_of(command.name)[flag] is int
+    tried = bounds if isinstance(bounds, Edges) else edges(bounds, is_whole=is_whole)
     for value in tried.inside:
         assert refusal(command, f"{flag}={value}") is None, value
     for value in tried.outside:

@@ -1,4 +1,4 @@
-"""What every command says of itself, and right words for wrong ones, before any work is done."""
+"""Help of every command, messages for wrong words before any work begins, and the report of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that ends with 2."""
+    """Return the only line that a command prints to standard error before it ends with code 2."""
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -86,7 +86,7 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("flag", "file", "found"),
+    ("flag", "file", "pattern"),
     [
         ("--plot", "{}/x.gif", r"\.gif\b.*\.png\b.*\.svg\b.*\.pdf\b"), ("--plot", "{}/x", r"\.png\b"),
         ("--plot", "/nonexist/x.png", r"/nonexist(?!/)"), ("--html", "/nonexist/x.html", r"/nonexist(?!/)"),
@@ -94,10 +94,12 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.Captur
     ],
 )  # fmt: skip
 def test_files_are_looked_at_first(
-    flag: str, file: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, file: str, pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, path = recovered_run(tmp_path / "run").folder, Path(file.format(tmp_path))
-    assert re.search(f"{re.escape(f'{flag} {path}')}.*{found}", refused(["report", str(run), flag, str(path)], capsys))
+    assert re.search(
+        f"{re.escape(f'{flag} {path}')}.*{pattern}", refused(["report", str(run), flag, str(path)], capsys)
+    )
     assert not path.exists()
     assert not Path("/nonexist").exists()
 
@@ -117,7 +119,7 @@ def test_a_short_run_of_the_laptop_preset_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks", "found"),
+    ("words", "ranks", "pattern"),
     [
         (["--lr-warmup-iters", "15", "--train-iters", "12"], 4, r"--lr-warmup-iters 15\b.*--train-iters 12\b"),
         (["--lr-warmup-iters=15", "--lr-decay-iters=9"], 4, r"--lr-warmup-iters 15\b.*--lr-decay-iters 9\b"),
@@ -126,13 +128,13 @@ def test_a_short_run_of_the_laptop_preset_is_not_refused() -> None:
     ],
 )
 def test_what_flags_alone_rule_out_starts_no_rank(
-    words: list[str], ranks: int, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], ranks: int, pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=pattern):
         refuse_early([*LAPTOP, *words], ranks)
     script = str(EXAMPLES / "pretrain_moe" / "pretrain_gpt.py")
     launch = ["launch", "--nproc", str(ranks), script, *LAPTOP[1:], *words, "--run-dir", str(tmp_path / "run")]
-    assert re.search(found, refused(launch, capsys))
+    assert re.search(pattern, refused(launch, capsys))
     assert not (tmp_path / "run").exists()
 
 
@@ -154,7 +156,7 @@ def test_a_report_of_a_run_that_was_refused_says_why(tmp_path: Path, capsys: pyt
 
 
 def test_a_report_says_what_runs_come_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In eighty columns, with each run's whole name, and each recovery in full where that is asked for."""
+    """Check a report in eighty columns, with the whole name of each run and, with --verbose, each recovery in full."""
     called = ["a_first_run_of_a_long_name", "a_second_run_of_a_long_name"]
     runs = [str(recovered_run(tmp_path / name).folder) for name in called]
     assert main(["report", *runs, "--verbose", "--json"]) == 0
@@ -181,8 +183,10 @@ def test_a_report_says_what_runs_come_to(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_report_says_why_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [recovered_run(tmp_path / name) for name in ("measured", "short", "plain")]
     for run, left_out in zip(runs[1:], (FIELDS, line(1).keys() - {"iteration", "loss", "time"}), strict=True):
-        some = [{name: value for name, value in one.items() if name not in left_out} for one in run.metrics()[:5]]
-        run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in some))
+        records = [
+            {name: value for name, value in record.items() if name not in left_out} for record in run.metrics()[:5]
+        ]
+        run.metrics_path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert main(["report", *(str(run.folder) for run in runs), "--json"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     values = json.loads(last)["runs"]
@@ -201,8 +205,8 @@ def test_a_plot_has_what_saving_costs_where_it_was_measured(tmp_path: Path) -> N
         drawn = plot.read_text()
         assert len(re.findall(r'id="axes_\d+"', drawn)) == axes
         assert len(re.findall(r'id="FillBetweenPolyCollection_\d+"', drawn)) == bands
-        lines = [{name: value for name, value in one.items() if name not in FIELDS} for one in run.metrics()]
-        run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+        lines = [{name: value for name, value in record.items() if name not in FIELDS} for record in run.metrics()]
+        run.metrics_path.write_text("".join(f"{json.dumps(record)}\n" for record in lines))
 
 
 def test_a_report_tells_a_killed_run_from_one_that_goes_on(tmp_path: Path) -> None:

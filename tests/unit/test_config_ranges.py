@@ -1,4 +1,4 @@
-"""Every --moevement flag with a number: which values its configuration takes, and that others are refused by name."""
+"""Every --moevement flag with a number takes the values of its range, and its configuration refuses others by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.bad_input.command import unnamed
 from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, WITHIN_ONE, edges
 
 OR_ENDLESS = Range(0.0, is_open=True, or_infinite=True)
-"""More than 0, or inf."""
+"""Range above 0 that includes infinity."""
 ITERATIONS = Range(1, 128)
 RANGES: dict[type, dict[str, Range]] = {
     StrategyConfig: {
@@ -52,20 +52,20 @@ RANGES: dict[type, dict[str, Range]] = {
     },
 }  # fmt: skip
 UNCHECKED = {"--moevement-wipe-stages", "--moevement-inject-seed"}
-"""Stages are compared with those of the job (test_session_config); any whole number is a seed."""
+"""Flags without a range: test_session_config compares stages with those of the job; any whole number is a seed."""
 WHOLE_TEXTS = ("--moevement-window", "--moevement-metrics-port")
-"""Flags whose whole number is parsed by their check, because they take words as well."""
+"""Flags of which the check parses the whole number, because they take words as well."""
 WITH = {
     "--moevement-dense-interval": "dense", "--moevement-snapshot-experts": "moc", "--moevement-persist-experts": "moc",
     "--moevement-plt-limit": "moc", "--moevement-capacity-boost": "moetion", "--moevement-overhead-cap": "checkfreq",
 }  # fmt: skip
-"""The strategy that a flag belongs to."""
+"""Strategy that each flag belongs to; the other flags belong to the default strategy or to all."""
 NOUNS = {"--moevement-order-alpha": "alpha"}
-"""What a message calls a flag that it does not name."""
+"""Nouns by which a message names a value, for flags that it does not name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises what it would print."""
+    """Parser that raises its error message instead of printing it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -73,25 +73,25 @@ class Parser(argparse.ArgumentParser):
 
 @pytest.fixture(scope="module")
 def parser() -> Parser:
-    made = Parser(add_help=False)
-    add_session_flags(made.add_argument_group("moevement"), has_switch=True)
-    add_flags(made, ElasticConfig)
-    return made
+    session_parser = Parser(add_help=False)
+    add_session_flags(session_parser.add_argument_group("moevement"), has_switch=True)
+    add_flags(session_parser, ElasticConfig)
+    return session_parser
 
 
 def test_every_flag_with_a_number_has_a_range(parser: Parser) -> None:
-    typed = {one.option_strings[0] for one in parser._actions if one.type not in (None, str)}
-    tried = {flag for its in RANGES.values() for flag in its}
+    typed = {action.option_strings[0] for action in parser._actions if action.type not in (None, str)}
+    tried = {flag for ranges in RANGES.values() for flag in ranges}
     assert typed <= tried | UNCHECKED
     declared = {config: {flag.name for _, flag in flags_of(config)} for config in RANGES}
-    assert not {flag for config, its in RANGES.items() for flag in its if flag not in declared[config]}
+    assert not {flag for config, ranges in RANGES.items() for flag in ranges if flag not in declared[config]}
 
 
 @pytest.mark.parametrize(
-    ("config", "flag"), [pytest.param(config, flag, id=flag) for config, its in RANGES.items() for flag in its]
+    ("config", "flag"), [pytest.param(config, flag, id=flag) for config, ranges in RANGES.items() for flag in ranges]
 )
 def test_a_flag_takes_its_range_and_no_more(config: type, flag: str, parser: Parser) -> None:
-    (action,) = [one for one in parser._actions if flag in one.option_strings]
+    (action,) = [entry for entry in parser._actions if flag in entry.option_strings]
     is_whole = action.type is int or flag in WHOLE_TEXTS
     words = ["--moevement-strategy", WITH[flag]] if flag in WITH else []
 

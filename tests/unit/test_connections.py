@@ -1,4 +1,4 @@
-"""Connections between ranks beside training: order, strangers, and ranks that die."""
+"""Connections between ranks beside training: order of messages, unauthenticated peers, and ranks that die."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.harness import run_ranks
 @pytest.fixture
 def two() -> Iterator[tuple[Connections, Connections]]:
     both = Connections("127.0.0.1"), Connections("127.0.0.1")
-    for rank, one in enumerate(both):
-        one.open(rank, [each.address for each in both])
+    for rank, connections in enumerate(both):
+        connections.open(rank, [peer.address for peer in both])
     yield both
-    for one in both:
-        one.close()
+    for connections in both:
+        connections.close()
 
 
 def _bytes(*values: int) -> torch.Tensor:
@@ -45,12 +45,12 @@ def test_messages_come_in_order_on_each_channel_and_tag(two: tuple[Connections, 
     first, second = two
     for channel, tag, value in (("a", 1, 1), ("a", 2, 2), ("b", 1, 3), ("a", 1, 4)):
         first.channel(channel).send(1, tag, _bytes(value, value))
-    came = []
+    received = []
     for channel, tag in (("b", 1), ("a", 2), ("a", 1), ("a", 1)):
         data = torch.empty(2, dtype=torch.uint8)
         second.channel(channel).receive(0, tag, data)
-        came.append(data.tolist())
-    assert came == [[3, 3], [2, 2], [1, 1], [4, 4]]
+        received.append(data.tolist())
+    assert received == [[3, 3], [2, 2], [1, 1], [4, 4]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="classes of traffic are Linux's")
@@ -59,10 +59,10 @@ def test_what_may_wait_is_in_the_class_for_that_and_nothing_else_is(two: tuple[C
     for channel, is_background in (("a", True), ("b", False)):
         first.channel(channel, is_background=is_background).send(1, 1, _bytes(1))
         second.channel(channel).receive(0, 1, _bytes(0))
-        its = first.to(channel, 1, 1)
+        connection = first.to(channel, 1, 1)
         classes = (
-            its.getsockopt(socket.IPPROTO_IP, socket.IP_TOS),
-            its.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY),
+            connection.getsockopt(socket.IPPROTO_IP, socket.IP_TOS),
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY),
         )
         assert classes == ((LOWER_EFFORT << 2, BULK) if is_background else (0, 0))
 
@@ -71,12 +71,12 @@ def test_what_may_wait_is_in_the_class_for_that_and_nothing_else_is(two: tuple[C
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces what is sent")
 def test_what_is_paced_takes_as_long_as_its_rate_says(streams: int) -> None:
     both = Connections("127.0.0.1", streams), Connections("127.0.0.1", streams)
-    for rank, one in enumerate(both):
-        one.open(rank, [each.address for each in both])
+    for rank, connections in enumerate(both):
+        connections.open(rank, [peer.address for peer in both])
     first, second = both[0].channel("a"), both[1].channel("a")
-    sent, came = torch.zeros(6 << 20, dtype=torch.uint8), torch.empty(6 << 20, dtype=torch.uint8)
+    sent, received = torch.zeros(6 << 20, dtype=torch.uint8), torch.empty(6 << 20, dtype=torch.uint8)
     first.pace(1, 1, 10e6)
-    reader = threading.Thread(target=second.receive, args=(0, 1, came))
+    reader = threading.Thread(target=second.receive, args=(0, 1, received))
     reader.start()
     began_s = time.perf_counter()
     first.send(1, 1, sent)
@@ -86,16 +86,16 @@ def test_what_is_paced_takes_as_long_as_its_rate_says(streams: int) -> None:
     )
     first.pace(1, 1, math.inf)
     first.send(1, 1, sent[:100])
-    second.receive(0, 1, came[:100])
-    for one in both:
-        one.close()
+    second.receive(0, 1, received[:100])
+    for connections in both:
+        connections.close()
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
 def test_bytes_over_several_connections_come_in_order_whatever_their_pieces(streams: int) -> None:
     both = Connections("127.0.0.1", streams), Connections("127.0.0.1", streams)
-    for rank, one in enumerate(both):
-        one.open(rank, [each.address for each in both])
+    for rank, connections in enumerate(both):
+        connections.open(rank, [peer.address for peer in both])
     first, second = both[0].channel("a"), both[1].channel("a")
     sent = torch.randint(0, 256, (9 * STRIPE_BYTES + 12345,), dtype=torch.uint8)
     received = torch.zeros_like(sent)
@@ -111,14 +111,14 @@ def test_bytes_over_several_connections_come_in_order_whatever_their_pieces(stre
     sender.join()
     assert torch.equal(received, sent)
     assert len(both[1]._from) == streams
-    for one in both:
-        one.close()
+    for connections in both:
+        connections.close()
 
 
 def test_a_connection_of_several_that_breaks_ends_the_transfer_on_both_sides() -> None:
     both = Connections("127.0.0.1", 3), Connections("127.0.0.1", 3)
-    for rank, one in enumerate(both):
-        one.open(rank, [each.address for each in both])
+    for rank, connections in enumerate(both):
+        connections.open(rank, [peer.address for peer in both])
     first, second = both[0].channel("a"), both[1].channel("a")
     data = torch.zeros(64 * STRIPE_BYTES, dtype=torch.uint8)
     before = set(threading.enumerate())
@@ -163,24 +163,24 @@ def test_ranks_of_a_node_take_its_interfaces_in_turn() -> None:
 
 def test_connections_begin_at_the_address_of_the_interface() -> None:
     both = Connections("127.0.0.2", is_source=True), Connections("127.0.0.3", is_source=True)
-    for rank, one in enumerate(both):
-        one.open(rank, [each.address for each in both])
+    for rank, connections in enumerate(both):
+        connections.open(rank, [peer.address for peer in both])
     both[0].channel("a").send(1, 1, _bytes(5))
     both[1].channel("a").receive(0, 1, torch.empty(1, dtype=torch.uint8))
     assert both[1].come_from("a", 0, 1).getpeername()[0] == "127.0.0.2"
-    for one in both:
-        one.close()
+    for connections in both:
+        connections.close()
 
 
 def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None:
     first, second = two
-    with socket.create_connection((second.address.host, second.address.port)) as stranger:
-        stranger.sendall(b"x" * 4096)
-        stranger.settimeout(10)
-        with suppress(ConnectionResetError):  # the rest of it was not read
+    with socket.create_connection((second.address.host, second.address.port)) as unauthenticated:
+        unauthenticated.sendall(b"x" * 4096)
+        unauthenticated.settimeout(10)
+        with suppress(ConnectionResetError):  # the rank closes the connection before it has read all bytes
             answer = b""
-            while came := stranger.recv(4096):
-                answer += came
+            while chunk := unauthenticated.recv(4096):
+                answer += chunk
             assert len(answer) <= 48, "a nonce and a MAC, which everybody gets"
     wrong = Connections("127.0.0.1")
     wrong.open(0, [wrong.address, replace(second.address, secret=b"0" * 16)])
@@ -229,8 +229,8 @@ def _carry(between: socket.socket, port: int, sent: list[bytes]) -> None:
 def test_half_open_connections_are_few_and_keep_nobody_out(two: tuple[Connections, Connections]) -> None:
     first, second = two
     silent = [socket.create_connection(("127.0.0.1", second.address.port)) for _ in range(MOST_UNKNOWN + 20)]
-    for one in silent[::2]:
-        one.sendall(b"x" * 10)
+    for connection in silent[::2]:
+        connection.sendall(b"x" * 10)
     first.channel("a").send(1, 1, _bytes(5))
     data = torch.empty(1, dtype=torch.uint8)
     second.channel("a").receive(0, 1, data)
@@ -238,8 +238,8 @@ def test_half_open_connections_are_few_and_keep_nobody_out(two: tuple[Connection
     while len(second._sockets) > MOST_UNKNOWN + 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(second._sockets) <= MOST_UNKNOWN + 5
-    for one in silent:
-        one.close()
+    for connection in silent:
+        connection.close()
 
 
 def test_the_token_of_the_job_counts_beside_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every damage to a run directory under both ways to read one: as a whole, and while it grows."""
+"""Readers of run directories, of whole runs and of growing ones, name the file of every damage."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WHOLE: dict[str, Read] = {
     JOB: RunRecord.job
 }  # fmt: skip
 WATCHED: dict[str, Read] = dict.fromkeys((METRICS, EVENTS, RANKS, STRANGERS, CONFIG, JOB), watch)
-CASES = [(read[one.file], one) for read in (WHOLE, WATCHED) for one in DAMAGES if one.file in read]
+CASES = [(read[damage.file], damage) for read in (WHOLE, WATCHED) for damage in DAMAGES if damage.file in read]
 
 
-@pytest.mark.parametrize(("read", "damage"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))
+@pytest.mark.parametrize(("read", "damage"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_damage_is_named(read: Read, damage: Damage, tmp_path: Path) -> None:
     run = recovered_run(tmp_path / "run")
     damage.change(run)

@@ -1,4 +1,4 @@
-"""Data sets of virtual pipeline chunks are kept through failures, each for its own chunk."""
+"""Data sets survive a failure, and each virtual pipeline chunk gets its own again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron.moevement.runtime.live import Live
 
 
 def test_a_failure_between_two_chunks_swaps_no_data_sets() -> None:
-    made: list[str] = []
+    built: list[str] = []
 
     def build() -> str:
-        made.append(f"sets {len(made)}")
-        return made[-1]
+        built.append(f"sets {len(built)}")
+        return built[-1]
 
     live = Live(model=[None, None])
     process: Any = SimpleNamespace(job=SimpleNamespace(live=live, rejoined=None))
     ask = retain_datasets(process)(build)
     assert [ask(), ask()] == ["sets 0", "sets 1"]
     process.job.rejoined = object()
-    live.datasets_asked = 0  # interrupted, and entered again
+    live.datasets_asked = 0  # a failure interrupts the job, which asks again from the first chunk
     assert ask() == "sets 0"
-    live.datasets_asked = 0  # once more, between the two
+    live.datasets_asked = 0  # another failure, between the two chunks
     assert [ask(), ask()] == ["sets 0", "sets 1"] == live.datasets
-    assert len(made) == 2
+    assert len(built) == 2
 
 
 def test_what_an_interrupted_first_build_has_left_is_in_its_place() -> None:

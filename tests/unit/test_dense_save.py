@@ -1,4 +1,4 @@
-"""Dense saves: a folder that does not answer ends no job, and the server of results imports nothing."""
+"""A dense save names a folder that does not answer, and the server of its results imports neither script nor torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_disk_that_does_not_answer_is_named(number: int, tmp_path: Path, monke
 
 
 def _results_through_a_server(writer: str, script: str) -> tuple[list[str], str]:
-    """Send results through a writer's queue; return files of torch that its server maps, and the script's path."""
+    """Send results through a writer's queue; return the files of torch that its server maps, and the script's path."""
     main = sys.modules["__main__"]
     main.__file__, main.__spec__ = script, None
     results = import_module(writer).get_write_results_queue()
@@ -47,7 +47,7 @@ def _results_through_a_server(writer: str, script: str) -> tuple[list[str], str]
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_server_of_results_imports_neither_script_nor_torch(writer: str, tmp_path: Path) -> None:
-    """Else each rank's first save waits for its imports, and each rank keeps them in memory."""
+    """Check the imports: the first save of each rank would wait for them, and each rank would keep them in memory."""
     script = tmp_path / "pretrain.py"
     script.write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     (rank,) = run_ranks(_results_through_a_server, 1, writer, str(script), init_process_group=False)

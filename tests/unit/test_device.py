@@ -1,4 +1,4 @@
-"""The device interface on this machine's device; the same body serves a GPU where there is one."""
+"""The device interface works on this machine's device: a GPU if there is one, else the CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_copies_on_a_side_stream_are_there_after_its_event() -> None:
 
 def test_memory_figures_grow_with_what_is_held() -> None:
     device = current_device()
-    # What earlier tests have given back to malloc is resident; tensors that fit into it add nothing.
+    # Memory that earlier tests freed stays resident in malloc, and a tensor that fits into it adds nothing.
     ctypes.CDLL(None).malloc_trim(0)
     before = device.memory_bytes()
     held = torch.ones(128 << 20, dtype=torch.uint8, device=device.torch_device)
@@ -75,7 +75,7 @@ IO_URING_SETUP, IO_URING_REGISTER, REGISTER_BUFFERS = 425, 427, 0
 
 
 def lock_pages(memory: torch.Tensor) -> int:
-    """Lock pages as a driver does (through io_uring, whose buffers are pinned); returns what holds them."""
+    """Lock pages as a driver does, through io_uring, whose buffers are pinned; return the descriptor of the lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = (ctypes.c_char * 120)()
     if (ring := libc.syscall(IO_URING_SETUP, 1, parameters)) < 0:
@@ -88,7 +88,7 @@ def lock_pages(memory: torch.Tensor) -> int:
 
 
 def private_bytes_of_a_fork() -> int:
-    """Return how much memory of its own a process has that is forked now and does nothing."""
+    """Return the bytes of private memory of a process that is forked now and does nothing."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -97,9 +97,9 @@ def private_bytes_of_a_fork() -> int:
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        found = int(answer.read())
+        private_bytes = int(answer.read())
     os.waitpid(pid, 0)
-    return found
+    return private_bytes
 
 
 def test_memory_of_the_parent_is_whole_pages_of_zeros() -> None:
@@ -113,9 +113,12 @@ def test_memory_of_the_parent_is_whole_pages_of_zeros() -> None:
 
 @pytest.mark.parametrize("allocate", [shared_memory, parent_memory, None])
 def test_a_fork_copies_no_page_that_is_locked(allocate: Callable[[int], torch.Tensor] | None) -> None:
-    """Each data worker would have a copy of all snapshots; a fork has one of private memory, so it would be seen."""
+    """Check that a fork copies no locked page of snapshots, which each data worker would otherwise hold again.
+
+    The fork does copy locked pages of private memory (None), so the measurement would see a copy.
+    """
     gc.collect()
-    is_ours = allocate is not None
+    is_shared = allocate is not None
     memory = torch.empty(SIZE, dtype=torch.uint8) if allocate is None else allocate(SIZE)
     memory.zero_()
     before = private_bytes_of_a_fork()
@@ -124,7 +127,7 @@ def test_a_fork_copies_no_page_that_is_locked(allocate: Callable[[int], torch.Te
         more = private_bytes_of_a_fork() - before
     finally:
         os.close(ring)
-    assert (more < SIZE // 8) if is_ours else (more > SIZE // 2), more
+    assert (more < SIZE // 8) if is_shared else (more > SIZE // 2), more
 
 
 def test_the_runtime_is_asked_for_its_last_error(tmp_path: Path) -> None:
@@ -141,7 +144,10 @@ def test_the_runtime_is_asked_for_its_last_error(tmp_path: Path) -> None:
 
 
 def test_memory_is_given_back_after_what_refers_to_it_was_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communicators allocate beside torch, which keeps what is free; an interrupted step holds itself in a circle."""
+    """Check that garbage is collected before torch frees its cache, as an interrupted step is in a reference cycle.
+
+    Communicators allocate memory outside of torch, so torch must not keep what is free.
+    """
     calls = list[str]()
     device = object.__new__(CudaDevice)
     device.torch_device = torch.device("cuda", 0)
@@ -153,7 +159,7 @@ def test_memory_is_given_back_after_what_refers_to_it_was_collected(monkeypatch:
 
 
 def test_no_device_is_taken_to_ask_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that has not been given one would take another rank's."""
+    """Check that a process without a device initialises none, because it would take the device of another rank."""
     assert torch.cuda.is_available() or (release_cached_memory() or 0) > 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

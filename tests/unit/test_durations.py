@@ -1,4 +1,4 @@
-"""The table of durations and the check of CI."""
+"""The table of durations is read back, and the check in CI finds tests that are too slow without a reason."""
 
 from __future__ import annotations
 

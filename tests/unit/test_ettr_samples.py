@@ -1,4 +1,4 @@
-"""What jobs of ``moevement bench ettr`` cost and lost, and the page of ``benchmarks.ettr``."""
+"""Costs and losses of the jobs of ``moevement bench ettr``, and the page of ``benchmarks.ettr``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MTBF_S = 25.0
 
 
 def sample(strategy: str, *lost_s: float, overhead: float | None = 0.02) -> Sample:
-    """A job of 60 iterations of half a second, in which some failures took so long."""
+    """Return the sample of a job of 60 iterations of 0.5 s, with a failure for each time in ``lost_s``."""
     parts = {"notice": 0.1, "regroup": 0.6, "run again": 0.9} if lost_s else {}
     return Sample(
         strategy, f"{MTBF_S:g} s" if lost_s else NEVER, MTBF_S if lost_s else None, 1, 30.0 + sum(lost_s), 60,
@@ -39,8 +39,8 @@ def sample(strategy: str, *lost_s: float, overhead: float | None = 0.02) -> Samp
     )  # fmt: skip
 
 
-def commits(*those: tuple[int, float]) -> list[dict[str, Any]]:
-    return [{"iteration": iteration, "time": time} for iteration, time in those]
+def commits(*pairs: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"iteration": iteration, "time": time} for iteration, time in pairs]
 
 
 def test_a_failure_takes_from_the_commit_before_it_to_the_next_new_one() -> None:
@@ -60,21 +60,21 @@ def test_failures_that_meet_are_one_loss_and_one_after_the_end_is_none() -> None
 
 
 def test_what_saving_costs_is_measured_where_nobody_is_disturbed() -> None:
-    its = [sample(FREE, overhead=None), sample("dense"), sample("dense", 5.0, overhead=0.4), sample("moc", 5.0)]
-    shares = {name: cost.share for name, cost in saving_costs(its).items()}
+    samples = [sample(FREE, overhead=None), sample("dense"), sample("dense", 5.0, overhead=0.4), sample("moc", 5.0)]
+    shares = {name: cost.share for name, cost in saving_costs(samples).items()}
     assert shares == {FREE: 0.0, "dense": 0.02, "moc": 0.02}
     assert saving_costs([sample("dense", overhead=-0.01)])["dense"].share == 0.0
     assert saving_costs([sample("dense", overhead=None)]) == {}
 
 
 def test_ettr_is_what_failures_leave_over_what_saving_costs() -> None:
-    its = [sample("dense", 5.0, 5.0), sample("dense", 10.0)]
+    samples = [sample("dense", 5.0, 5.0), sample("dense", 10.0)]
     known = SavingCost(0.25, 0.0)
-    found = ettr_of(its, known)
-    assert found.mean == pytest.approx(30 / 40 / 1.25)
-    assert found.half == pytest.approx(half_interval([5.0, 5.0, 10.0]) * 3 / 80 / 1.25)
-    assert math.isnan(ettr_of(its[1:], known).half), "one failure says nothing of others"
-    assert ettr_of(its, SavingCost(0.25, 0.1)).half > found.half
+    ettr = ettr_of(samples, known)
+    assert ettr.mean == pytest.approx(30 / 40 / 1.25)
+    assert ettr.half == pytest.approx(half_interval([5.0, 5.0, 10.0]) * 3 / 80 / 1.25)
+    assert math.isnan(ettr_of(samples[1:], known).half), "one failure says nothing of others"
+    assert ettr_of(samples, SavingCost(0.25, 0.1)).half > ettr.half
     assert ettr_of([sample("dense")], SavingCost(0.0, 0.01)).half == pytest.approx(0.01)
 
 
@@ -96,10 +96,10 @@ def jobs() -> Jobs:
 
 
 def test_the_page_says_who_is_ahead_and_whether_that_is_sure(jobs: Jobs) -> None:
-    made = page(jobs, "measured then")
-    assert made.count("| moevement-redo | 0.9") == 2, "MoEvement's best, over each link"
-    assert "| 400 Mbit/s, then 200 Mbit/s | moevement | 26 |" in made
-    assert "| yes |" in made
+    text = page(jobs, "measured then")
+    assert text.count("| moevement-redo | 0.9") == 2, "MoEvement's best, over each link"
+    assert "| 400 Mbit/s, then 200 Mbit/s | moevement | 26 |" in text
+    assert "| yes |" in text
 
 
 def test_the_page_names_what_costs_more_than_the_cap(jobs: Jobs) -> None:
@@ -127,8 +127,8 @@ def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
     results.add(halved, Halved("dense", 26, 0.02, 0.01, 0.03, 52, 0.021, None, None), "later")
     again = Results.read(results.path)
     assert (again.by_job, again.measured) == (results.by_job, results.measured)
-    assert [one.losses for one in again.samples([limited, halved, plotted])] == [[], [[1, 3.0]]]
-    assert [one.strategy for one in again.halved([limited, halved])] == ["dense"]
+    assert [entry.losses for entry in again.samples([limited, halved, plotted])] == [[], [[1, 3.0]]]
+    assert [entry.strategy for entry in again.halved([limited, halved])] == ["dense"]
 
 
 def test_the_page_is_written_from_what_there_is(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_the_page_is_written_from_what_there_is(tmp_path: Path) -> None:
     results.add(first, sample(FREE, overhead=None), "then")
     results.add(second, sample("moevement"), "later")
     write(measuring, results, tmp_path / "ettr.md", tmp_path / "ettr.png")
-    made = (tmp_path / "ettr.md").read_text(encoding="utf-8")
-    assert f"{len(measuring.planned()) - 2} jobs" in made
-    assert "then; later" in made
+    text = (tmp_path / "ettr.md").read_text(encoding="utf-8")
+    assert f"{len(measuring.planned()) - 2} jobs" in text
+    assert "then; later" in text
     assert (tmp_path / "ettr.png").exists()
 
 
 def test_jobs_without_which_others_say_least_come_first() -> None:
     planned = Measuring(80, MTBF_S, 2, RATES, STRATEGIES).planned()
     assert len(planned) == len(set(planned)) == 4 * 9 + 4 * 8 * 2 + 3 * 3
-    assert [one.schedule for one in planned[:36]] == [0] * 36
-    assert {one.schedule for one in planned[-32:]} == {2}
+    assert [job.schedule for job in planned[:36]] == [0] * 36
+    assert {job.schedule for job in planned[-32:]} == {2}

@@ -1,4 +1,4 @@
-"""docs/flags.md is what the parser says."""
+"""The table in docs/flags.md lists the flags of the parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traps of freezing and of the frozen step, on small stand-ins for what needs a GPU."""
+"""Frozen operators and steps with them avoid known traps, on small stand-ins for modules that need a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained(parameter: Any, master: torch.Tensor | None = None) -> Trained:
 
 
 class GroupedLinear(torch.nn.Module):
-    """Like Transformer Engine's: one node for all experts, which asks the first weight and answers for all."""
+    """Stand-in for Transformer Engine's layer: one node for all experts, for which the first weight decides."""
 
     num_gemms = 3
 
@@ -50,9 +50,9 @@ def test_a_grouped_linear_that_looks_at_its_first_expert_only_keeps_the_gradient
     for name in {"e0", "e1", "e2"} - frozen:
         assert operators[name][0].parameter.grad is not None
     mode.freeze(frozenset(operators))
-    assert not any(one.parameter.requires_grad for (one,) in operators.values()), "all frozen: nothing is computed"
+    assert not any(entry.parameter.requires_grad for (entry,) in operators.values()), "all frozen: nothing is computed"
     mode.end()
-    assert all(one.parameter.requires_grad for (one,) in operators.values())
+    assert all(entry.parameter.requires_grad for (entry,) in operators.values())
 
 
 def test_what_was_never_trained_stays_so() -> None:
@@ -86,11 +86,11 @@ def test_recomputation_above_a_frozen_embedding_keeps_its_gradients(reentrant: b
     if reentrant:
         assert run() is None, "shown to fail without: all gradients of the block are lost"
     mode.begin()
-    found = run()
+    actual = run()
     mode.end()
     assert expected is not None
-    assert found is not None
-    assert torch.equal(found, expected)
+    assert actual is not None
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -119,7 +119,7 @@ def test_a_frozen_router_has_the_same_output_and_input_gradient(dtype: torch.dty
 
 
 class Member:
-    """One of Megatron's chained optimizers, with Adam of a kind."""
+    """Member of a chain of Megatron's optimizers, with torch's AdamW."""
 
     def __init__(self, parameter: torch.nn.Parameter, group_step: int | None) -> None:
         self.optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
@@ -165,16 +165,16 @@ class Chained:
 def chained() -> tuple[Chained, dict[str, torch.nn.Parameter], OperatorViews]:
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("a", "b")}
     optimizer = Chained([Member(parameter, None) for parameter in parameters.values()])
-    for parameter in parameters.values():  # momentum, with which a zero gradient moves a weight
+    for parameter in parameters.values():  # momentum, by which a zero gradient moves a weight
         parameter.grad = torch.ones(3)
     for member in optimizer.chained_optimizers:
         member.optimizer.step()
-    views = OperatorViews({}, {name: [trained(one, one)] for name, one in parameters.items()}, [])
+    views = OperatorViews({}, {name: [trained(weight, weight)] for name, weight in parameters.items()}, [])
     return optimizer, parameters, views
 
 
 def committed(optimizer: Chained, views: OperatorViews) -> tuple[CommittedOptimizer, Replay]:
-    """Its commit point, and how steps of a replay are made."""
+    """Return the commit point of an optimizer, and the mode for the steps of a replay."""
     point = CommittedOptimizer(optimizer, dict, lambda boundary: {}, lambda: None, lambda: point.step(1))
     return point, Replay(optimizer, views.trained)
 
@@ -229,9 +229,9 @@ def test_the_recorded_verdict_and_norms_win() -> None:
 
 
 def test_steps_counted_in_groups_come_back_and_those_of_torch_are_left_alone() -> None:
-    """Apex's and Transformer Engine's Adam count in the group; mixed counts of one chain are each put back."""
+    """Check mixed counts in a chain: Apex's and Transformer Engine's Adam count steps in the group, but torch's not."""
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
-    optimizer = Chained([Member(one, count) for one, count in zip(parameters, (7, None, 9), strict=True)])
+    optimizer = Chained([Member(parameter, count) for parameter, count in zip(parameters, (7, None, 9), strict=True)])
     counts = step_counts(optimizer)
     assert counts == [[7], [None], [9]]
     for member in optimizer.chained_optimizers:
@@ -249,7 +249,7 @@ def test_an_optimizer_that_is_not_megatrons_chain_is_refused() -> None:
 
 
 def test_counts_of_steps_that_are_kept_do_not_move_with_live_ones() -> None:
-    """An optimizer whose step can be captured in a graph counts in a tensor, in place."""
+    """Check an optimizer that counts steps in a tensor, in place, so that a CUDA graph can capture its step."""
     group: dict[str, Any] = {"params": [], "step": torch.tensor(3)}
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))])
     kept = step_counts(optimizer)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu``: its list, its runner and its page. What its checks find is not judged here."""
+"""List, runner and page of ``python -m benchmarks.gpu``; these tests do not judge what its checks find."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def test_the_list_is_complete() -> None:
     numbers = [f"E{number}" for number in range(1, 21)] + [f"M{number}" for number in range(1, 11)]
     assert [check.number for check in CHECKS] == numbers
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    for each in CHECKS:
-        assert each.claim.endswith("."), each.name
-        assert (ROOT / each.page).is_file(), each.name
-        assert 0 < each.limit_s <= 600, each.name
-        assert each.devices == 1 if each.number[0] == "E" else each.devices > 1, each.name
-    assert sum(each.limit_s for each in CHECKS if each.number[0] == "E") <= ONE_DEVICE_S
+    for entry in CHECKS:
+        assert entry.claim.endswith("."), entry.name
+        assert (ROOT / entry.page).is_file(), entry.name
+        assert 0 < entry.limit_s <= 600, entry.name
+        assert entry.devices == 1 if entry.number[0] == "E" else entry.devices > 1, entry.name
+    assert sum(entry.limit_s for entry in CHECKS if entry.number[0] == "E") <= ONE_DEVICE_S
 
 
 def test_every_body_is_there() -> None:
-    for each in CHECKS:
-        assert callable(function_of(each.body)), each.name
+    for entry in CHECKS:
+        assert callable(function_of(entry.body)), entry.name
 
 
 @pytest.mark.builds
@@ -60,11 +60,11 @@ def test_every_outcome_is_kept_and_harms_no_other_check(tmp_path: Path) -> None:
     }  # fmt: skip
     results = list(run([check(body) for body in bodies], tmp_path, MACHINE))
     assert {result.name: result.status for result in results} == bodies
-    found = {result.name: result for result in results}
-    assert list(found["holds"].figures) == [["rate", "12.35", "GB/s"]]
-    assert [values for _, *values in found["crashes"].figures] == [["1", ""]]
-    assert found["raises"].claims
-    assert "a_package_that_is_not_there" in found["lacks_a_package"].why
+    by_name = {result.name: result for result in results}
+    assert list(by_name["holds"].figures) == [["rate", "12.35", "GB/s"]]
+    assert [values for _, *values in by_name["crashes"].figures] == [["1", ""]]
+    assert by_name["raises"].claims
+    assert "a_package_that_is_not_there" in by_name["lacks_a_package"].why
     for result in results:
         read = result_of(tmp_path, check(result.name))
         assert read is not None
@@ -87,7 +87,7 @@ def _words(process: psutil.Process) -> str:
 
 @pytest.mark.builds
 def test_a_call_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    """A SIGKILL hits the call in the middle of a check, whose process ends too."""
+    """Kill a call in the middle of a check; check that the process of the check ends and that the next call resumes."""
     program = (
         "from pathlib import Path; import sys; from benchmarks.gpu.runner import run\n"
         "from tests.unit.test_gpu_checks import MACHINE, check\n"
@@ -126,7 +126,7 @@ def test_a_check_is_run_again_if_asked_or_if_it_had_no_answer(tmp_path: Path) ->
     assert [result.name for result in run(checks, tmp_path, MACHINE)] == ["measures", "is_not_for_here"]
     assert [result.name for result in run(checks, tmp_path, MACHINE)] == ["is_not_for_here"]
     assert [result.name for result in run(checks[:1], tmp_path, MACHINE, again=True)] == ["measures"]
-    (tmp_path / "measures.json").write_text('{"number": "E1"')  # cut off by a full disk, say
+    (tmp_path / "measures.json").write_text('{"number": "E1"')  # cut off by a full disk, for example
     assert [result.name for result in run(checks[:1], tmp_path, MACHINE)] == ["measures"]
 
 
@@ -216,21 +216,21 @@ def test_bad_input_gets_a_line(words: list[str], capsys: pytest.CaptureFixture[s
 
 def test_the_list_is_printed_and_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.number for each in CHECKS]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [entry.number for entry in CHECKS]
     assert main(["--list", "--only", "M", "redo", "E1"]) == 0
     chosen = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert chosen == ["E1", "E19", *(f"M{number}" for number in range(1, 11))]
 
 
 REPRESENTATIVES = ["E4", "E6", "E16", "M9"]
-"""One of each form: what needs a GPU, processes that end, interpreted kernels, figures of several ranks."""
+"""Check of each form: one that needs a GPU, processes that end, interpreted kernels, figures of several ranks."""
 
 
 @pytest.mark.builds
 @pytest.mark.slow("each check starts interpreters of its own")
 @pytest.mark.parametrize(
     "chosen",
-    [REPRESENTATIVES, pytest.param([each.number for each in CHECKS], marks=pytest.mark.full)],
+    [REPRESENTATIVES, pytest.param([entry.number for entry in CHECKS], marks=pytest.mark.full)],
     ids=["representatives", "all"],
 )
 def test_what_a_cpu_can_run_runs(chosen: list[str], tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_what_a_cpu_can_run_runs(chosen: list[str], tmp_path: Path) -> None:
         command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
     )
     results = {name: Result(**read) for name, read in json.loads((tmp_path / "gpu.json").read_text()).items()}
-    checks = [each for each in CHECKS if each.number in chosen]
-    assert results.keys() == {each.name for each in checks}, ended.stdout + ended.stderr
-    for each in checks:
-        result = results[each.name]
-        wanted = {Status.PASSED, Status.FIGURE} if each.has_cpu_form else {Status.NOT_RUN}
+    checks = [entry for entry in CHECKS if entry.number in chosen]
+    assert results.keys() == {entry.name for entry in checks}, ended.stdout + ended.stderr
+    for entry in checks:
+        result = results[entry.name]
+        wanted = {Status.PASSED, Status.FIGURE} if entry.has_cpu_form else {Status.NOT_RUN}
         assert result.status in wanted, (result, ended.stderr)
         assert result.form == Form.CPU
     assert (tmp_path / "gpu.md").read_text().count(REHEARSAL) == 1

@@ -1,4 +1,4 @@
-"""Variables that a launcher sets for ranks on GPUs."""
+"""Environment variables that a launcher sets for ranks on GPUs, unless the user has set them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_what_aborts_need_is_set_where_there_are_aborts(
     trainer: Trainer, spares: int | None, expected: dict[str, str]
 ) -> None:
     launch = Launch(2, ["script.py"], trainer, show_logs=False, fresh_interpreters=False, spares=spares)
-    found = _environment(launch, 1)
-    assert {name: value for name, value in found.items() if name in ABORTS | COPIES} == expected
+    variables = _environment(launch, 1)
+    assert {name: value for name, value in variables.items() if name in ABORTS | COPIES} == expected
 
 
 @pytest.mark.parametrize("name", [*ABORTS, *COPIES])

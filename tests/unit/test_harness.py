@@ -1,4 +1,4 @@
-"""The helper that runs bodies on ranks: it names who failed, never hangs, and leaves nothing behind."""
+"""The runner of bodies on ranks names the failed rank, never hangs, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No kernel is compiled again because a micro-batch has another number of tokens."""
+"""A micro-batch with a new number of tokens compiles no kernel again."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CountedVariants:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, CountedVariants]:
-    """All kernels by their module and name."""
-    found = {}
+    """Replace all kernels by stand-ins that count variants, and return the stand-ins by module and name."""
+    kernels = {}
     for module, names in (
         (triton_kernels, ("up_kernel", "product_kernel", "hidden_gradient_kernel", "weight_gradient_kernel")),
         (triton_fp8, ("hidden_gradient_kernel", "product_kernel")),
@@ -49,20 +49,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, CountedVariants]:
         for name in names:
             kernel = CountedVariants(getattr(module, name))
             monkeypatch.setattr(module, name, kernel)
-            found[f"{module.__name__.split('.')[-1]}.{name}"] = kernel
+            kernels[f"{module.__name__.split('.')[-1]}.{name}"] = kernel
     for module in (launch, fp8_launch):
         monkeypatch.setattr(module, "has_kernels", lambda _: True)
-    return found
+    return kernels
 
 
 def split(tokens: int) -> list[int]:
-    """Tokens of each expert, unevenly."""
+    """Return uneven numbers of tokens for the experts."""
     counts = [tokens // 7, 0, tokens // 3]
     return [*counts, tokens - sum(counts)]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, begin: int = 0) -> torch.Tensor:
-    """A tensor that begins ``begin`` elements after a multiple of 16 bytes."""
+    """Return a tensor that begins ``begin`` elements after a multiple of 16 bytes."""
     size = torch.Size(shape).numel()
     return torch.zeros(size + begin, dtype=dtype)[begin:].view(shape)
 
@@ -76,7 +76,7 @@ def test_variants_of_fifty_token_counts(counted: dict[str, CountedVariants]) -> 
     )
     for tokens in TOKENS:
         counts = split(tokens)
-        p = numbers(tokens, dtype=torch.float32, begin=tokens % 3)  # of a dispatcher, and anywhere in its tensor
+        p = numbers(tokens, dtype=torch.float32, begin=tokens % 3)  # a dispatcher's may begin anywhere in a tensor
         x, dy = numbers(tokens, HIDDEN), numbers(tokens, HIDDEN)
         _, h = launch.forward(x, p, counts, w1, w2, kind)
         _, _, dh, a = launch.input_gradient(dy, h, p, counts, w1, w2, kind, active)
@@ -93,9 +93,9 @@ def test_variants_of_fifty_token_counts(counted: dict[str, CountedVariants]) -> 
 
 
 def test_variants_of_fifty_token_counts_in_fp8(counted: dict[str, CountedVariants]) -> None:
-    codes, one = torch.float8_e5m2, [torch.ones(1)] * EXPERTS
-    w1 = Weights([numbers(HIDDEN, 2 * INNER, dtype=torch.uint8)] * EXPERTS, one)
-    w2 = Weights([numbers(INNER, HIDDEN, dtype=torch.uint8)] * EXPERTS, one)
+    codes, scales = torch.float8_e5m2, [torch.ones(1)] * EXPERTS
+    w1 = Weights([numbers(HIDDEN, 2 * INNER, dtype=torch.uint8)] * EXPERTS, scales)
+    w2 = Weights([numbers(INNER, HIDDEN, dtype=torch.uint8)] * EXPERTS, scales)
     quantiser = Quantiser(codes, torch.ones(EXPERTS))
     for tokens in TOKENS[1:]:
         dy = Codes(numbers(tokens, HIDDEN, dtype=torch.uint8).view(codes), torch.ones(EXPERTS))

@@ -1,4 +1,4 @@
-"""Kernels without a GPU: their bodies under Triton's interpreter, their machine code, and what CUDA's compiler says."""
+"""Checks of kernels without a GPU: under Triton's interpreter, in their machine code, and by CUDA's compiler."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
 LIMIT_S = 1800
-"""Half a minute on a machine that is idle, two minutes for all kernels."""
+"""Time limit in seconds. An idle machine needs half a minute, or two minutes for all kernels."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernels that are compiled, and tests that run under the interpreter."""
+    """Choice of kernels to compile, and of tests to run under the interpreter."""
 
     match: tuple[str, ...]
-    """Texts of which names of compiled kernels have one."""
+    """Texts of which the name of each compiled kernel contains at least one."""
     trained: int
     """Number of kernels without FP8 for Hopper."""
     in_fp8: int
     """Number of kernels whose products are in FP8."""
     marked: str
-    """Expression that chooses tests."""
+    """Expression of markers that selects the tests."""
 
 
 CHOSEN = {
@@ -49,22 +49,22 @@ CHOSEN = {
     ),
     "all": Kernels(("bf16", "fp8", "fp16", "fp32"), trained=3 * (2 * 5 + 2 + 2), in_fp8=10, marked=""),
 }  # fmt: skip
-"""Trained kernels are up and hidden gradient for each activation, products, weight gradients; in each dtype."""
+"""Choices by name. In each dtype, trained are: up and hidden gradient per activation, products, weight gradients."""
 
 
 @pytest.fixture(scope="module", params=["swiglu in bf16", pytest.param("all", marks=pytest.mark.full)])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Return kernels of one activation and dtype, or of each; products in FP8 in either case."""
+    """Return the choice of one activation and dtype, or of all. Both include products in FP8."""
     return CHOSEN[request.param]
 
 
 @pytest.fixture(scope="module")
 def processes(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Interpreter and compiler side by side: each takes most of half a minute of one core."""
+    """Start interpreter and compiler side by side, because each needs one core for most of half a minute."""
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", kernels.marked, "tests/kernels"]
     compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--match", *kernels.match]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-    # Triton has to be told before it is imported.
+    # Triton reads TRITON_INTERPRET when it is imported.
     started = {
         name: subprocess.Popen(
             command, cwd=ROOT, env={**common, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -81,41 +81,43 @@ def processes(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def figures(processes: dict[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What came out of each kernel."""
+    """Return the figures of each compiled kernel."""
     out, _ = processes["compiled"].communicate(timeout=LIMIT_S)
     assert processes["compiled"].returncode == 0, out
     return list(json.loads(out.splitlines()[-1]))
 
 
 def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any]], kernels: Kernels) -> None:
-    products = [one for one in figures if "bf16" in one["name"]]
-    assert {one["capability"] for one in products} == set(COMPILED_FOR)
-    in_fp8 = [one for one in figures if " fp8 " in one["name"]]
+    products = [kernel for kernel in figures if "bf16" in kernel["name"]]
+    assert {kernel["capability"] for kernel in products} == set(COMPILED_FOR)
+    in_fp8 = [kernel for kernel in figures if " fp8 " in kernel["name"]]
     assert len(in_fp8) == kernels.in_fp8
-    for one in in_fp8:
-        assert one["instruction"].endswith(("f32.e5m2.e4m3", "f32.e4m3.e4m3")), one
-        assert one["narrow_loads"] == 0, one
-        assert one["shared_bytes"] <= 227 << 10, one
-    for one in products:
-        assert one["instruction"].startswith("wgmma" if one["capability"] == 90 else "mma.sync"), one
-        assert one["narrow_loads"] == 0, one
-        assert one["shared_bytes"] <= (227 if one["capability"] == 90 else 163) << 10, one
+    for kernel in in_fp8:
+        assert kernel["instruction"].endswith(("f32.e5m2.e4m3", "f32.e4m3.e4m3")), kernel
+        assert kernel["narrow_loads"] == 0, kernel
+        assert kernel["shared_bytes"] <= 227 << 10, kernel
+    for kernel in products:
+        assert kernel["instruction"].startswith("wgmma" if kernel["capability"] == 90 else "mma.sync"), kernel
+        assert kernel["narrow_loads"] == 0, kernel
+        assert kernel["shared_bytes"] <= (227 if kernel["capability"] == 90 else 163) << 10, kernel
 
 
 def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]], kernels: Kernels) -> None:
-    """No spills for sm_90a."""
-    of_hopper = [one for one in figures if one["capability"] == 90]
-    trained = [one for one in of_hopper if "fp8" not in one["name"].lower()]
+    """Check that no kernel for sm_90a spills registers."""
+    of_hopper = [kernel for kernel in figures if kernel["capability"] == 90]
+    trained = [kernel for kernel in of_hopper if "fp8" not in kernel["name"].lower()]
     assert len(trained) == kernels.trained
     spilled = {
-        one["name"]: (one["spill_stores"], one["spill_loads"]) for one in of_hopper if " fp8 " not in one["name"]
+        kernel["name"]: (kernel["spill_stores"], kernel["spill_loads"])
+        for kernel in of_hopper
+        if " fp8 " not in kernel["name"]
     }
     assert {name: bytes_ for name, bytes_ in spilled.items() if bytes_ != (0, 0)} == {}
-    assert all(0 < one["registers"] <= 255 for one in of_hopper)
+    assert all(0 < kernel["registers"] <= 255 for kernel in of_hopper)
 
 
 def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
-    """``tests/kernels``."""
+    """Check that ``tests/kernels`` pass under Triton's interpreter."""
     out, _ = processes["interpreted"].communicate(timeout=LIMIT_S)
     assert processes["interpreted"].returncode == 0, out[-8000:]
     assert " passed" in out or "[100%]" in out, out
@@ -125,8 +127,8 @@ def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str
 def test_sums_of_state_compile(words: str) -> None:
     constants = {"FIRST": 3, "SECOND": 5, "BLOCK_WORDS": triton_sums.BLOCK, "BLOCKS_EACH": triton_sums.BLOCKS}
     pointers = {"data": f"*{words}", "total": "*i64", "words": "i64", "place": "i64"}
-    made = compile_case(Case("sums", triton_sums._sums, constants, pointers, multiplies=False, warps=4), 90)
-    assert (made.spill_stores, made.spill_loads) == (0, 0)
+    compiled = compile_case(Case("sums", triton_sums._sums, constants, pointers, multiplies=False, warps=4), 90)
+    assert (compiled.spill_stores, compiled.spill_loads) == (0, 0)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
@@ -138,7 +140,7 @@ def test_the_cuda_source_compiles(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     spilled = re.findall(r"(\d+) bytes spill", ran.stderr)
     assert set(spilled) == {"0"}, ran.stderr
-    assert "serialized" not in ran.stderr, ran.stderr  # what ptxas says where it waits for each product
+    assert "serialized" not in ran.stderr, ran.stderr  # the warning of ptxas if it waits for each product
     ptx = next(tmp_path.glob("*.ptx")).read_text()
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
     assert "cp.async.bulk.tensor.2d" in ptx
@@ -147,7 +149,7 @@ def test_the_cuda_source_compiles(tmp_path: Path) -> None:
 
 
 def waits(cubin: Path) -> list[int]:
-    """Groups of products that may be in flight after each wait of the machine code."""
+    """Return, for each wait in the machine code, the number of product groups that may still be in flight."""
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     ran = subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True)
     return [int(depth, 16) for depth in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", ran.stdout)]

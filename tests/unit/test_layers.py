@@ -1,4 +1,4 @@
-"""Packages import only packages below them, and no imports form a circle; found from the sources alone."""
+"""Packages import only packages below them, and no imports form a cycle. The tests only read the sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = {
+TOP_PACKAGES = {
     "moevement_kernels": ROOT / "kernels" / "moevement_kernels",
     "moevement_core": ROOT / "moevement_core",
     "megatron.moevement": ROOT / "megatron" / "moevement",
@@ -22,31 +22,31 @@ MAY_KNOW = {
     "megatron.moevement": {"moevement_core", "moevement_kernels", "megatron"},
     "moevement_cli": {"moevement_core", "megatron.moevement"},
 }
-"""Beside itself, of our rooms and of Megatron."""
-WITHOUT_CYCLES = tuple(ROOMS)
+"""Other top-level packages that each may import, of this project and of Megatron."""
+WITHOUT_CYCLES = tuple(TOP_PACKAGES)
 PACKAGES = (
     "", "util", "policy", "overhead", "run", "comms", "snapshot", "replication", "strategies", "storage", "engine",
     "elastic", "rendezvous", "restart", "recovery", "planning", "simulator", "monitoring", "trainer", "topology",
     "rebuild", "saving", "session", "launching",
 )  # fmt: skip
-"""Packages of the engine, the lowest first; the first entry stands for the modules beside the packages."""
+"""Packages of the engine, the lowest first; the empty name stands for the modules that belong to no package."""
 BESIDE = frozenset({"__init__", "device", "errors", "log", "operators", "precision"})
-"""Modules beside the packages."""
+"""Modules of the engine that belong to no package."""
 
 
 @cache
-def modules(room: str) -> dict[str, Path]:
-    """Every module of a room by its name."""
-    found = {}
-    for path in ROOMS[room].rglob("*.py"):
-        parts = path.relative_to(ROOMS[room]).with_suffix("").parts
-        name = ".".join([room, *(parts[:-1] if parts[-1] == "__init__" else parts)])
-        found[name] = path
-    return found
+def modules(package: str) -> dict[str, Path]:
+    """Return the paths of all modules of a top-level package, by the name of the module."""
+    paths = {}
+    for path in TOP_PACKAGES[package].rglob("*.py"):
+        parts = path.relative_to(TOP_PACKAGES[package]).with_suffix("").parts
+        name = ".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        paths[name] = path
+    return paths
 
 
 def imported(path: Path) -> Iterator[str]:
-    """What a file imports anywhere, in functions too: ``a.b`` and, for ``from a import b``, both."""
+    """Yield the modules that a file imports, also in functions; ``from a import b`` yields ``a`` and ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -55,36 +55,36 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_of(name: str) -> str | None:
-    for room in (*ROOMS, "megatron"):
-        if name == room or name.startswith(f"{room}."):
-            return room
+def top_package_of(name: str) -> str | None:
+    for package in (*TOP_PACKAGES, "megatron"):
+        if name == package or name.startswith(f"{package}."):
+            return package
     return None
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_knows_only_those_below_it(room: str) -> None:
+@pytest.mark.parametrize("package", TOP_PACKAGES)
+def test_a_room_knows_only_those_below_it(package: str) -> None:
     wrong = {
         f"{module} imports {name}"
-        for module, path in modules(room).items()
+        for module, path in modules(package).items()
         for name in imported(path)
-        if room_of(name) not in (None, room, *MAY_KNOW[room])
+        if top_package_of(name) not in (None, package, *MAY_KNOW[package])
     }
     assert not wrong
 
 
-@pytest.mark.parametrize("room", WITHOUT_CYCLES)
-def test_no_imports_go_round_in_a_circle(room: str) -> None:
-    known = modules(room)
-    graph = {name: {one for one in imported(path) if one in known} - {name} for name, path in known.items()}
-    graph[room] = set()  # a package imports its modules to name them; that is no dependency of theirs on each other
+@pytest.mark.parametrize("package", WITHOUT_CYCLES)
+def test_no_imports_go_round_in_a_circle(package: str) -> None:
+    known = modules(package)
+    graph = {name: {target for target in imported(path) if target in known} - {name} for name, path in known.items()}
+    graph[package] = set()  # a package imports its modules to export their names, which is no dependency between them
     assert not list(cycles(graph))
 
 
 def package_of(module: str) -> str:
     """Return the package of a module of the engine; empty for a module beside the packages."""
-    _, package, *rest = module.split(".")
-    return package if rest or package in PACKAGES else ""
+    _, package, *inner = module.split(".")
+    return package if inner or package in PACKAGES else ""
 
 
 def test_a_package_of_the_engine_imports_only_packages_below_it() -> None:
@@ -103,12 +103,12 @@ def test_a_package_of_the_engine_imports_only_packages_below_it() -> None:
 def test_every_package_of_the_engine_has_its_place() -> None:
     known = [name for name in modules("moevement_core") if name != "moevement_core"]
     assert {package_of(name) for name in known} == set(PACKAGES)
-    beside = {path.stem for path in ROOMS["moevement_core"].glob("*.py")}
+    beside = {path.stem for path in TOP_PACKAGES["moevement_core"].glob("*.py")}
     assert beside == BESIDE
 
 
 def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Groups of modules each of which reaches every other (Tarjan's strongly connected components)."""
+    """Yield the groups of modules that all reach each other (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""What an interruption leaves half done outside of models, and is taken away."""
+"""A restart clears state outside of models that an interruption left half done."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_buffers_of_deepep_are_made_for_the_processes_of_one_generation(monkeypa
 
 
 def test_one_process_writes_what_megatron_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In an elastic job another one becomes the last rank, and may be it no more."""
+    """Check that the writers follow the last rank, which changes in an elastic job."""
     from megatron.training import global_vars
 
     args = SimpleNamespace(rank=0, world_size=2, tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)

@@ -1,4 +1,4 @@
-"""Lines of a rank's log: level and rank in each, as text and as JSON, to whatever standard output is then."""
+"""Lines of a rank's log have level and rank, as text or as JSON, and go to the current standard output."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def logger() -> logging.Logger:
 def test_a_line_names_level_and_rank(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger.handlers.clear()  # pytest's own
+    logger.handlers.clear()  # those of pytest
     monkeypatch.setenv("RANK", "3")
     log.info("a")
-    monkeypatch.setenv("RANK", "4")  # after a failure
+    monkeypatch.setenv("RANK", "4")  # as after a failure
     log.warning("b")
     shown = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
     assert shown == [["moevement", "INFO rank 3", "a"], ["moevement", "WARNING rank 4", "b"]]

@@ -1,4 +1,4 @@
-"""What a long run holds is called growing if it grows, and flat if it is only noisy."""
+"""The report of a long run calls a resource growing if it grows, and flat if it is only noisy."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from benchmarks.long_run import Run, draw, fit, lines_of, report
 
 
 def samples(hours: float, leak_mb_per_hour: float, noise_mb: float = 20.0) -> list[dict[str, Any]]:
-    """Of a launcher and a rank that is replaced every six minutes."""
-    chance, found = random.Random(3), list[dict[str, Any]]()
+    """Return samples of a launcher, and of a rank whose process is replaced every six minutes."""
+    chance, records = random.Random(3), list[dict[str, Any]]()
     for step in range(int(hours * 720)):
         at = 5.0 * step
-        rest = {"threads": 20.0, "descriptors": 40.0, "sockets": 9.0}
+        steady = {"threads": 20.0, "descriptors": 40.0, "sockets": 9.0}
         age = at % 360
-        found.append(
+        records.append(
             {
                 "at_s": at,
                 "processes": {
                     "1@0": {
-                        "is_launcher": True, "age_s": at, **rest,
+                        "is_launcher": True, "age_s": at, **steady,
                         "memory": 2e8 + leak_mb_per_hour * 1e6 * at / 3600 + 1e6 * chance.gauss(0, noise_mb),
                     },
                     f"2@{at // 360}": {
-                        "is_launcher": False, "age_s": age, **rest, "memory": 4e8 + 1e6 * chance.gauss(0, noise_mb),
+                        "is_launcher": False, "age_s": age, **steady, "memory": 4e8 + 1e6 * chance.gauss(0, noise_mb),
                     },
                 },
                 "folders": {"logs": {"files": 12, "bytes": 1e6 + chance.gauss(0, 1e4)}},
             }
         )  # fmt: skip
-    return found
+    return records
 
 
-def growing(found: list[dict[str, Any]]) -> set[tuple[str, ...]]:
-    """What grows, by the words of its name that tell it from all others."""
+def growing(measured: list[dict[str, Any]]) -> set[tuple[str, ...]]:
+    """Return the resources that grow, each by the words that tell its name from all others."""
     words = ("memory", "threads", "descriptors", "sockets", "files", "bytes", "launcher", "processes", "age")
-    return {tuple(word for word in words if word in line.name) for line in lines_of(found) if line.grows}
+    return {tuple(word for word in words if word in line.name) for line in lines_of(measured) if line.grows}
 
 
 def test_noise_is_flat_and_a_leak_is_not() -> None:
@@ -48,12 +48,12 @@ def test_noise_is_flat_and_a_leak_is_not() -> None:
 
 
 def test_a_rank_that_grows_with_its_age_is_found_though_it_is_replaced() -> None:
-    found = samples(2, 0, noise_mb=1)
-    for one in found:
-        for its in one["processes"].values():
-            if not its["is_launcher"]:
-                its["memory"] += 1e8 * its["age_s"] / 3600
-    assert growing(found) == {("memory", "age")}
+    records = samples(2, 0, noise_mb=1)
+    for record in records:
+        for process in record["processes"].values():
+            if not process["is_launcher"]:
+                process["memory"] += 1e8 * process["age_s"] / 3600
+    assert growing(records) == {("memory", "age")}
 
 
 def test_a_line_has_its_slope_and_its_mean() -> None:
@@ -67,7 +67,8 @@ def test_the_page_says_what_grows(tmp_path: Path) -> None:
     run = Run(samples(1, 300), 5, 2, 0, 4000, True, Counter(failure=7), 3, 10**6)
     text = report(argparse.Namespace(hours=1.0, kills=5, seed=1), run)
     summary = next(line for line in text.splitlines() if line.startswith("**"))
-    lines = [line for line in lines_of(run.samples) if "," in line.name]  # one is called processes, as part of others
+    # Without the line "processes", whose name is part of the names of others.
+    lines = [line for line in lines_of(run.samples) if "," in line.name]
     assert [line.name in summary for line in lines] == [line.grows for line in lines]
     assert growing(run.samples) == {("memory", "launcher"), ("memory", "processes")}
     assert "| memory, launcher (MB) |" in text

@@ -1,4 +1,4 @@
-"""Gradients are clipped by the coefficient of the first time, whatever kind of number the norm was."""
+"""A repeated step clips gradients by the coefficient of the original step, whatever type the norm had."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.comms import plain
 
 
 def coefficient(norm: Any, most: float = 1.0) -> Any:
-    """As Megatron works it out, in the norm's own arithmetic."""
+    """Return the clipping coefficient as Megatron computes it, in the arithmetic of the norm."""
     return most / (norm + 1.0e-6)
 
 
@@ -28,9 +28,9 @@ def test_the_coefficient_is_that_of_the_first_time(as_tensor: bool) -> None:
     for tensor in norms:
         norm = tensor if as_tensor else float(tensor) ** 0.5
         marked, tensors = plain.flatten({"clip_norm": recorded(norm)})
-        given = as_clipped_by(plain.restore(marked, tensors)["clip_norm"])
-        assert type(given) is type(norm)
-        expected, actual = (torch.as_tensor(coefficient(number)) for number in (norm, given))
+        restored = as_clipped_by(plain.restore(marked, tensors)["clip_norm"])
+        assert type(restored) is type(norm)
+        expected, actual = (torch.as_tensor(coefficient(number)) for number in (norm, restored))
         assert expected.dtype == actual.dtype
         assert expected.shape == actual.shape
         assert torch.equal(expected, actual)
@@ -49,7 +49,7 @@ def test_a_recorded_norm_is_no_view_and_is_logged_as_the_trainer_does() -> None:
 
 
 class Norm(torch.Tensor):
-    """Remembers when it was brought to the host."""
+    """Tensor of a norm that records when it is copied to the host."""
 
     events: list[str]
 
@@ -59,7 +59,7 @@ class Norm(torch.Tensor):
 
 
 class Optimizer:
-    """A chain of one that clips by a tensor, and notes what it does."""
+    """Chain of one optimizer that clips by a tensor and records its calls."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -93,7 +93,7 @@ class Optimizer:
         self.prepare_grads()
         norm = self.get_grad_norm()
         self._compute_grad_norms_by_group()
-        self.coefficients = [coefficient(one) for one in (norm, *self.grad_norms_by_group.values())]
+        self.coefficients = [coefficient(value) for value in (norm, *self.grad_norms_by_group.values())]
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         return self.step_with_ready_grads(), norm, zeros
 
@@ -104,7 +104,7 @@ class Optimizer:
 
 @pytest.fixture(autouse=True)
 def sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sections that nothing interrupts note when they begin and end."""
+    """Record the begin and end of each uninterruptible section."""
 
     @contextmanager
     def atomic() -> Iterator[None]:
@@ -176,7 +176,7 @@ def test_the_token_count_of_a_step_that_is_followed_is_that_of_the_record() -> N
     point.step(4)
     assert point.mark is not None
     assert point.mark.outcome["num_tokens"] == 96
-    _, behind = commit_point()  # it has counted nothing, or another batch
+    _, behind = commit_point()  # a follower: it counted no batch, or another one
     behind.follow(4, point.mark.outcome, {"loss_scalers": [None]})
     assert behind.mark is not None
     assert behind.mark.outcome["num_tokens"] == 96
@@ -192,7 +192,7 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
     vars(optimizer)["get_grad_norm"] = interrupted
     with pytest.raises(KeyboardInterrupt):
         point.step(4)
-    optimizer.chained_optimizers[0]._defer_param_sync = True  # its way out was interrupted, too
+    optimizer.chained_optimizers[0]._defer_param_sync = True  # its exit was interrupted, too
     point.interrupted()
     EVENTS.clear()
     optimizer._compute_grad_norms_by_group()  # as in a replay
@@ -202,7 +202,7 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
 
 
 def test_a_norm_spans_the_job_if_all_groups_do_that_it_is_summed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(committed.dist, "get_world_size", lambda group: group)  # a group is its size here
+    monkeypatch.setattr(committed.dist, "get_world_size", lambda group: group)  # a stand-in for a group is its size
 
     def chain(*groups: int | None) -> Any:
         return SimpleNamespace(

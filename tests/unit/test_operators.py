@@ -1,4 +1,4 @@
-"""Operators are weighed as they are, named once, and refused when they cannot be."""
+"""Operators have the bytes of their real tensors and unique names; impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_operator_that_is_not_trained_has_its_compute_weights_as_full_state()
 
 
 @pytest.mark.parametrize(
-    ("sizes", "found"),
+    ("sizes", "pattern"),
     [
         ((-1, 4, 8), "-1"),
         ((2, 4.5, 8), "4.5"),
@@ -35,8 +35,8 @@ def test_an_operator_that_is_not_trained_has_its_compute_weights_as_full_state()
         ((16, 4, 8), r"\b12 bytes\b.*\b16 bytes\b"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes: tuple[Any, Any, Any], found: str) -> None:
-    with pytest.raises(OperatorError, match=found):
+def test_sizes_that_cannot_be_are_refused(sizes: tuple[Any, Any, Any], pattern: str) -> None:
+    with pytest.raises(OperatorError, match=pattern):
         StateBytes(*sizes)
 
 
@@ -87,7 +87,7 @@ def test_regimes_have_the_bytes_per_parameter_of_the_paper(regime: str, compute:
     [("tensor", 300 * 200 + 4 + 2 * 200), ("block", 300 * 200 + 3 * 2 * 4 + 2 * 200), ("mx", 2 * 300 * 200 + 2 * 200)],
 )
 def test_linear_layers_are_quantised_and_narrow_state_has_scales(scaling: str, compute: int) -> None:
-    """MXFP8 weights are saved as the BF16 that both of their forms are made from."""
+    """Check the bytes of each scaling; MXFP8 weights are saved as the BF16 values of which both forms are computed."""
     regime = precision.parse("FP8/FP32/FP8+FP16", precision.Scaling(scaling))
     count = 300 * 200 + 200
     tensors = [precision.TensorShape(300 * 200, 300), precision.TensorShape(200)]
@@ -106,17 +106,17 @@ def test_a_rank_that_owns_nothing_of_a_weight_in_fp8_has_its_scales() -> None:
 
 
 def test_a_sliver_of_a_blockwise_weight_weighs_what_is_saved_of_it() -> None:
-    """Its scales are more than its full state, which is not made larger for that: there is more of the operator."""
+    """Check that the scales of a weight do not enlarge the full state of an operator that has other weights, too."""
     regime = precision.parse("table7-row2", precision.Scaling.BLOCK)
     parts = [(precision.TensorShape(4096 * 4096, 4096), 64), (precision.TensorShape(4096), 4096)]
     assert regime.part_bytes(parts).full == 12 * (64 + 4096)
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "pattern"),
     [("fp64/fp32/fp32+fp32", r"'fp64'.*\bfp32\b.*\bfp8\b"), ("fp8", r"'fp8'.*\btable7-row1\b"),
      ("fp8/fp16/fp8", r"'fp8/fp16/fp8'.*\btable7-row1\b"), ("", r"''.*\btable7-row1\b")],
 )  # fmt: skip
-def test_a_regime_that_is_none_is_refused_with_those_there_are(text: str, found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
+def test_a_regime_that_is_none_is_refused_with_those_there_are(text: str, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         precision.parse(text)

@@ -1,4 +1,4 @@
-"""A job restarts from all of its own newest state, or as it started first, and says which."""
+"""A job restarts from its own newest complete checkpoint, or else as it first started, and reports which."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ JOB = "8f3a2c1d"
 
 
 def args_of(**flags: Any) -> Namespace:
-    given = {"load": None, "save": None, "ckpt_step": None, "no_save_optim": False, "no_save_rng": False}
-    return Namespace(**given | {"pretrained_checkpoint": None} | flags)
+    defaults = {"load": None, "save": None, "ckpt_step": None, "no_save_optim": False, "no_save_rng": False}
+    return Namespace(**defaults | {"pretrained_checkpoint": None} | flags)
 
 
 def saved(folder: Path, step: int, job: str | None = JOB, **flags: Any) -> None:
@@ -33,7 +33,7 @@ def saved(folder: Path, step: int, job: str | None = JOB, **flags: Any) -> None:
 def test_the_newest_checkpoint_of_this_job_is_found_and_no_other(tmp_path: Path) -> None:
     assert newest_saved(None, JOB) is None
     assert newest_saved(str(tmp_path), JOB) is None
-    saved(tmp_path, 100, job=None)  # of a job before
+    saved(tmp_path, 100, job=None)  # of an earlier job
     saved(tmp_path, 120, job="another0")
     assert newest_saved(str(tmp_path), JOB) is None
     saved(tmp_path, 130)

@@ -1,4 +1,4 @@
-"""A replay that comes to other bits than those that were lost is refused, unless other processors explain it."""
+"""A replay whose bits differ from the lost ones is refused, unless different processors explain the difference."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ AT_RANK_1 = rf"\brank 1\b.*{re.escape(DIFFERS[0])}"
 
 
 def recovery() -> Recovery:
-    values: dict[str, Any] = {one.name: 0 for one in fields(Recovery)}
+    values: dict[str, Any] = {field.name: 0 for field in fields(Recovery)}
     return Recovery(**values | {"sources": {}, "replayed_by_stage": {}, "lost_tokens": {}, "ranks": ()})
 
 
-MINE = Part(recovery(), LostTokens(), [], False, [])
+PART = Part(recovery(), LostTokens(), [], False, [])
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, everyones: list[Part], window: str = "") -> Recovery:
-    monkeypatch.setattr(verdict, "all_gather_objects", lambda mine, kind: everyones)
+def agree(monkeypatch: pytest.MonkeyPatch, parts: list[Part], window: str = "") -> Recovery:
+    monkeypatch.setattr(verdict, "all_gather_objects", lambda part, kind: parts)
     monkeypatch.setattr(verdict.dist, "get_rank", lambda: 0)
-    return verdict.agree(everyones[0], window)
+    return verdict.agree(parts[0], window)
 
 
 @pytest.mark.parametrize(
-    ("everyones", "window", "found"),
+    ("parts", "window", "pattern"),
     [
-        ([MINE, replace(MINE, differences=DIFFERS)], "", AT_RANK_1),
-        ([MINE, replace(MINE, differences=DIFFERS, differ_as_loaded=True)], "elsewhere", AT_RANK_1),
+        ([PART, replace(PART, differences=DIFFERS)], "", AT_RANK_1),
+        ([PART, replace(PART, differences=DIFFERS, differ_as_loaded=True)], "elsewhere", AT_RANK_1),
         (
-            [replace(MINE, replicas=[("", (0, 1), "x")]), replace(MINE, replicas=[("", (0, 1), "y")])], "elsewhere",
+            [replace(PART, replicas=[("", (0, 1), "x")]), replace(PART, replicas=[("", (0, 1), "y")])], "elsewhere",
             r"\branks 0, 1\b",
         ),
     ],
 )  # fmt: skip
 def test_what_nothing_explains_is_refused(
-    everyones: list[Part], window: str, found: str, monkeypatch: pytest.MonkeyPatch
+    parts: list[Part], window: str, pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RecoveryError, match=found):
-        agree(monkeypatch, everyones, window)
+    with pytest.raises(RecoveryError, match=pattern):
+        agree(monkeypatch, parts, window)
 
 
 def test_what_other_processors_explain_is_reported_with_the_largest_difference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = replace(MINE, differences=DIFFERS, recovery=replace(recovery(), largest_difference=2.5e-7))
-    assert agree(monkeypatch, [MINE, other], "window_5 on B").largest_difference == 2.5e-7
+    other = replace(PART, differences=DIFFERS, recovery=replace(recovery(), largest_difference=2.5e-7))
+    assert agree(monkeypatch, [PART, other], "window_5 on B").largest_difference == 2.5e-7
     (line,) = caplog.messages
     assert "window_5 on B" in line
     assert f"rank 1: {DIFFERS[0]}" in line
     assert "2.5e-07" in line
     caplog.clear()
-    agree(monkeypatch, [MINE, MINE], "window_5 on B")
+    agree(monkeypatch, [PART, PART], "window_5 on B")
     assert not caplog.messages, "they came to the same bits"
 
 
@@ -89,11 +89,11 @@ def test_what_other_processors_explain_is_reported_with_the_largest_difference(
 def test_windows_say_where_they_were_written(
     then: tuple[str, ...], here: list[str], named: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equal_bits, "all_gather_objects", lambda mine, kind: here)
+    monkeypatch.setattr(equal_bits, "all_gather_objects", lambda local, kind: here)
     manifest = Manifest("abcd", 3, 5, 5, {"iteration": 5}, {}, then)
-    said = why_window_may_differ(manifest, arithmetic_of_all())
-    assert (manifest.name in said) == bool(said) == (named is not None)
-    assert re.findall(r"\b[AB]\b", said) == (named or [])
+    reason = why_window_may_differ(manifest, arithmetic_of_all())
+    assert (manifest.name in reason) == bool(reason) == (named is not None)
+    assert re.findall(r"\b[AB]\b", reason) == (named or [])
 
 
 PLAN = RecoveryPlan(first=4, dense_at=6, until=8, begins=4, runs={}, fetches=())
@@ -129,7 +129,7 @@ def test_placements_are_known_as_far_back_as_they_are_needed() -> None:
     history.note(20, "y")
     assert history.unchanged_since("y") == 20
     assert (history.unchanged_since("x") or 0) > 10**9, "nothing since was computed where ranks are now"
-    history.note(15, "z")  # the job went back
+    history.note(15, "z")  # the job resumed an earlier iteration
     history.forget_before(14)
     assert history.unchanged_since("z") == 15
     history.forget_before(15)
@@ -137,7 +137,10 @@ def test_placements_are_known_as_far_back_as_they_are_needed() -> None:
 
 
 def test_a_replacement_learns_since_when_ranks_are_where_they_are() -> None:
-    """Else the next recovery would take everything before it for computed elsewhere."""
+    """Check that a replacement learns the age of the placement.
+
+    Otherwise the next recovery would assume that earlier iterations were computed elsewhere.
+    """
     history = PlacementHistory()
     history.note(14, "x", since=0)
     assert history.unchanged_since("x") == 0
@@ -158,7 +161,7 @@ def test_a_placement_is_which_rank_has_which_device_of_which_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "difference"),
+    ("actual", "wanted", "difference"),
     [
         ([1.0, -4.0], [1.0, -4.0], 0.0),
         ([1.0, -4.0], [1.5, -4.0], 0.125),
@@ -174,7 +177,7 @@ def test_a_placement_is_which_rank_has_which_device_of_which_node() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_differences_are_relative_to_the_largest_magnitude(
-    found: list[float], wanted: list[float], difference: float, dtype: torch.dtype
+    actual: list[float], wanted: list[float], difference: float, dtype: torch.dtype
 ) -> None:
-    tensors = (torch.tensor(values, dtype=dtype) for values in (found, wanted))
+    tensors = (torch.tensor(values, dtype=dtype) for values in (actual, wanted))
     assert relative_difference(*tensors) == difference

@@ -1,4 +1,4 @@
-"""Copies go to other nodes, evenly, or the configuration is refused with the numbers."""
+"""Copies go evenly to other nodes, or the error has the numbers of nodes and copies."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_without_peers_of_the_same_state_redundancy_goes_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "replicas", "found"),
+    ("nodes", "replicas", "pattern"),
     [
         ([0, 0, 0], 2, r"\b2 replicas\b.*\b0\b.*\b0\b.*--moevement-replicas\b"),
         ([0, 1, 1], 2, r"\b2 replicas\b.*\b1\b.*\b1\b.*--moevement-replicas\b"),
@@ -76,8 +76,8 @@ def test_without_peers_of_the_same_state_redundancy_goes_elsewhere() -> None:
         ([0, 1], -1, r"-1 replicas\b"),
     ],
 )
-def test_too_few_nodes_are_refused_with_the_numbers(nodes: list[int], replicas: int, found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
+def test_too_few_nodes_are_refused_with_the_numbers(nodes: list[int], replicas: int, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         place(nodes, replicas)
 
 
@@ -107,7 +107,9 @@ def test_copies_stay_at_home_only_where_the_other_nodes_have_theirs(
         assert {nodes[peer] for peer in peers} - {nodes[rank]}, "the loss of its node loses no copy of it"
     if len(set(sizes)) > 1:
         return  # to keep loads even, some nodes have no copy of some ranks
-    assert all(set(nodes) - {nodes[rank]} <= {nodes[peer] for peer in its} for rank, its in enumerate(placement))
+    assert all(
+        set(nodes) - {nodes[rank]} <= {nodes[peer] for peer in holders} for rank, holders in enumerate(placement)
+    )
     again = place(nodes, replicas, kind, same_node=True, before=placement)
     assert [set(peers) for peers in again] == [set(peers) for peers in placement], "nobody's copies are rebuilt"
 
@@ -122,20 +124,20 @@ def test_copies_stay_at_home_only_where_the_other_nodes_have_theirs(
     seed=st.integers(0, 10),
 )
 def test_only_who_has_to_change_peers_does(sizes: list[int], replicas: int, lost: int, seed: int) -> None:
-    """A node is lost, and its ranks go on on a node of spares: nobody else's copies have to be rebuilt.
+    """Check that no rank changes its peers when a node is lost and its ranks move to a node of spares.
 
-    But for ranks both of whose copies had to be on one node (nodes of unequal sizes): they take a better place.
+    The exception is a rank whose copies had to share a node, because nodes have unequal sizes: it gets better peers.
     """
     nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
     before = place(nodes, replicas)
-    gone = lost % len(sizes)
-    after = [len(sizes) if node == gone else node for node in nodes]
+    lost_node = lost % len(sizes)
+    after = [len(sizes) if node == lost_node else node for node in nodes]
     placement = place(after, replicas, before=before)
-    for was, peers in zip(before, placement, strict=True):
-        if len({nodes[peer] for peer in was}) == len(was):
-            assert sorted(peers) == sorted(was)
+    for old_peers, peers in zip(before, placement, strict=True):
+        if len({nodes[peer] for peer in old_peers}) == len(old_peers):
+            assert sorted(peers) == sorted(old_peers)
         else:
-            assert len({after[peer] for peer in peers}) >= len({nodes[peer] for peer in was})
+            assert len({after[peer] for peer in peers}) >= len({nodes[peer] for peer in old_peers})
 
 
 def test_loads_stay_even_over_many_failures() -> None:
@@ -168,7 +170,7 @@ def test_a_rank_that_now_shares_a_node_with_its_peer_gets_another() -> None:
         ([0, 1, 2], None, False, False, Copies(2, False), None),
         ([0], None, False, False, Copies(0, True), None),
         ([0, 0, 0], 1, True, False, Copies(1, True), None),
-        ([0, 0, 0], 2, False, False, Copies(2, False), None),  # refused where copies are placed
+        ([0, 0, 0], 2, False, False, Copies(2, False), None),  # place() refuses it
         ([0, 1], 2, False, True, Copies(1, False), r"\b1\b.*\b2\b.*\b1\b.*\bnodes?\b"),
         ([0, 0], 2, True, True, Copies(1, True), r"\b2 ranks\b.*\bnode\b.*\b1\b"),
         ([0], 1, True, True, Copies(0, True), r"\bone rank\b"),
@@ -190,7 +192,7 @@ def test_what_the_nodes_do_not_allow_is_warned_of() -> None:
     two_nodes = allowed_copies([0, 0, 1, 1], None, same_node=False, is_running=False)
     assert (two_nodes.replicas, two_nodes.same_node) == (1, False)
     assert re.search(r"\b1\b.*\b2\b.*\b1\b.*\bnodes?\b", str(two_nodes.warning))
-    # A node was lost, and its ranks went on on another: the job goes on with what there is.
+    # A node was lost, and its ranks moved to the only other node, which then holds the copies, too.
     after = allowed_copies([0, 0, 0, 0], 1, same_node=False, is_running=True)
     assert (after.replicas, after.same_node) == (1, True)
     assert after.warning is not None
@@ -199,7 +201,7 @@ def test_what_the_nodes_do_not_allow_is_warned_of() -> None:
 def by_looking_at_all(
     nodes: list[int], replicas: int, groups: list[list[int]], kept: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """The same choice of peers as the product's, by comparing all ranks each time."""
+    """Choose peers as the product does, but compare all ranks for each choice."""
     group_of = {rank: set(group) for group in groups for rank in group}
     load = Counter(peer for peers in kept for peer in peers)
     placement = []
@@ -236,7 +238,7 @@ def test_the_quick_choice_of_peers_is_the_best_of_all(
     drawn.shuffle(nodes)
     groups = [list(range(first, len(nodes), group_size)) for first in range(group_size)]
     others = [[peer for peer in range(len(nodes)) if nodes[peer] != node] for node in nodes]
-    kept = [tuple(drawn.sample(those, drawn.randint(0, min(replicas, len(those))))) for those in others]
+    kept = [tuple(drawn.sample(candidates, drawn.randint(0, min(replicas, len(candidates))))) for candidates in others]
     assert _near_redundancy(nodes, replicas, groups, kept) == by_looking_at_all(nodes, replicas, groups, kept)
 
 
@@ -252,7 +254,7 @@ def test_a_placement_takes_time_linear_in_the_ranks(kind: PlacementKind) -> None
         where = [rank // 8 for rank in range(ranks)]
         groups = [list(range(first, ranks, ranks // 16)) for first in range(ranks // 16)]
         before = place(where, 2, kind, groups)
-        where[:8] = [ranks] * 8  # another node
+        where[:8] = [ranks] * 8  # the first eight ranks are on another node
         before[:8] = [()] * 8
         place(where, 2, kind, groups, before=before)
         all_sources(before, ranks)

@@ -1,4 +1,4 @@
-"""Plans follow from shapes and bandwidths; the arithmetic is checked by hand on a job small enough for it."""
+"""Plans follow from shapes and bandwidths; the expected numbers are computed by hand for a small job."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ SLOW_NETWORK = Cluster(gpus_per_node=8, d2h_bytes_per_s=1e6, network_bytes_per_s
 
 
 def planned(**changes: Any) -> CheckpointPlan:
-    given: dict[str, Any] = {"job": SMALL, "cluster": SLOW_NETWORK, "regime": MIXED, "iteration_s": 1.0} | changes
-    return CheckpointPlan(PlanInput(**given))
+    values: dict[str, Any] = {"job": SMALL, "cluster": SLOW_NETWORK, "regime": MIXED, "iteration_s": 1.0} | changes
+    return CheckpointPlan(PlanInput(**values))
 
 
 def test_windows_become_rarer_until_copies_slow_training_by_the_cap_at_most() -> None:
     usual = planned(replicas=1)
     assert (usual.period, usual.stages[0].schedule.rest) == (usual.size, 0)
     window_bytes = max(int(stage.window.slot_bytes[0].sum()) for stage in usual.stages)
-    # Of a link that carries 64 kB a second a window takes so many seconds; half of them are lost to training.
+    # The link carries 64 kB/s. Training loses half of the time for which the link carries a window.
     lost_s = 0.5 * window_bytes / 64_000
     rarer = planned(replicas=1, contention=0.5, overhead_cap=0.01)
     assert rarer.period == math.ceil(lost_s / 0.01) > rarer.size == usual.size
@@ -74,7 +74,7 @@ def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> 
     plan = planned()
     budget = plan.binding_stage.budget
     assert (budget.bytes, budget.binding, budget.d2h_bytes) == (32_000, "replication", 1e6 - 400)
-    # Stage 0 needs slots of 1, 1, 2, 2, 2 operators: two at first would weigh 2 x 12 + 6 x 2 kB. Stage 1: 2, 2, 1.
+    # Stage 0 has slots of 1, 1, 2, 2, 2 operators: two in the first slot would be 2 x 12 + 6 x 2 kB. Stage 1: 2, 2, 1.
     assert [stage.own.size for stage in plan.stages] == [5, 3]
     assert (plan.size, plan.stages.index(plan.binding_stage)) == (5, 0)
     assert all(stage.window.size == 5 and not stage.window.over_budget for stage in plan.stages)
@@ -91,11 +91,11 @@ def test_time_memory_and_rollback_follow_from_the_window() -> None:
     assert plan.expected_rollback == 1.5 * 5 + 1
     assert plan.most_replayed == 2 * 5 - 1 + 1
     assert plan.stall_s == plan.behind_s == 0.0
-    # Two windows, and three snapshots more: wherever they begin.
+    # Two windows and three more snapshots, of whichever slots are the largest.
     assert plan.snapshot_memory(stage) == 2 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
     assert plan.log_memory(stage) == (2 * 5 + 3) * 4 * 100
     snapshots, replicas, logs = plan.host_memory
-    # Of the lag that is allowed peers set aside what a quiet iteration makes.
+    # Peers reserve memory only for the lag that a quiet iteration causes, not for all the lag that is allowed.
     assert replicas == 2 * (2 * slots.sum() + max(np.roll(slots, n)[:2].sum() for n in range(5)))
     assert plan.host_memory_of_node == 8 * (snapshots + replicas + logs)
 
@@ -139,7 +139,7 @@ def test_alternatives_name_what_would_change_the_window() -> None:
     changes = dict(planned().alternatives())
 
     def window_by(noun: str) -> int:
-        (size,) = (size for what, size in changes.items() if noun in what)
+        (size,) = (size for change, size in changes.items() if noun in change)
         return size
 
     assert window_by("device") == 5
@@ -153,7 +153,7 @@ def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
     dense = planned().dense()
     assert (dense.bytes, dense.copy_s, dense.send_s, dense.stall_s) == (96_000, 0.096, 3.0, 0.0)
     assert (dense.interval, dense.expected_rollback, dense.average_replayed) == (3, 1.5 + 1 + 3, 1.0 + 1 + 3)
-    # Of itself a rank keeps the persisted one and two more, since peers trail by three iterations; peers keep two.
+    # A rank keeps its persisted checkpoint and two more, because peers lag by three iterations; peers keep two.
     assert dense.host_memory == (3 * 96_000, 2 * 2 * 96_000, (4 * 3 + 3 + 1) * 400)
     assert planned().dense(7).interval == 7
     slow = planned(cluster=replace(SLOW_NETWORK, d2h_bytes_per_s=48_000.0), replicas=0).dense()
@@ -170,7 +170,7 @@ def test_described_presets_have_the_parameters_of_the_paper(name: str) -> None:
     ranks, total, _ = TABLE_2[name]
     shape = describe(name, ["--config", str(PRESETS / f"{name}.yaml")], ranks)
     tied = name == "gpt_moe"
-    # One rank stands for all of its stage; cut over the ranks that share them, parameters add up to the model's.
+    # The plan has one rank of each stage. Divided by the ranks that share them, its parameters add up to the model's.
     of_stages = (sum(o.parameters / o.shards for o in stage.operators) for stage in shape.stages)
     in_all = sum(of_stages) * ranks / shape.pipeline_parallel
     if tied:
@@ -205,20 +205,20 @@ def test_the_command_prints_tables_and_one_json_object(capsys: pytest.CaptureFix
                "--network-share", "1"]  # fmt: skip
     assert main([*command, "--global-batch-size", "512", "--json"]) == 0
     printed = capsys.readouterr().out
-    told = json.loads(printed.splitlines()[-1])
-    assert (told["window"], told["binding"], told["paper_window"], told["fits"]) == (2, "replication", 1, True)
-    assert len(told["stages"]) == 12
-    for stage in told["stages"]:
+    result = json.loads(printed.splitlines()[-1])
+    assert (result["window"], result["binding"], result["paper_window"], result["fits"]) == (2, "replication", 1, True)
+    assert len(result["stages"]) == 12
+    for stage in result["stages"]:
         assert sum(stage["slot_operators"]) == stage["operators"]
         assert len(stage["slot_bytes"]) == 2
-    assert told["budget_bytes"] == pytest.approx(1.25e9 * 2.75 / 2)
+    assert result["budget_bytes"] == pytest.approx(1.25e9 * 2.75 / 2)
 
 
 ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100"]
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (["gpt", *ENOUGH], r"'gpt'.*\bdeepseek_moe\b.*\bgpt_moe\b"),
         (
@@ -250,14 +250,14 @@ ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_2(
-    words: list[str], found: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], pattern: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["plan", *words])
     assert exit_.value.code == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
-    assert re.search(found, errors[0]), errors[0]
+    assert re.search(pattern, errors[0]), errors[0]
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -265,9 +265,9 @@ def test_what_cannot_be_planned_is_one_line_and_2(
 @pytest.mark.parametrize("network", [8_000.0, 512_000.0, 1e9])
 def test_no_recovery_replays_more_on_average_than_at_most(kind: WindowKind, replicas: int, network: float) -> None:
     plan = planned(kind=kind, replicas=replicas, cluster=replace(SLOW_NETWORK, network_bytes_per_s=network))
-    for made in (plan, plan.redo(), plan.dense(), plan.dense(12)):
-        assert 0 <= made.average_replayed <= made.most_replayed
-        assert made.expected_rollback == made.average_replayed + 0.5
+    for variant in (plan, plan.redo(), plan.dense(), plan.dense(12)):
+        assert 0 <= variant.average_replayed <= variant.most_replayed
+        assert variant.expected_rollback == variant.average_replayed + 0.5
 
 
 LAPTOP = ["plan", str(PRESETS / "laptop.yaml"), "--ranks", "4", "--gpus-per-node", "1", "--d2h-bandwidth", "1"]

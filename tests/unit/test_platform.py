@@ -1,4 +1,4 @@
-"""Megatron without CUDA: what is answered, redirected or mended is right, and not only running."""
+"""Megatron runs without CUDA, and the functions that replace those of CUDA give right results."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_jit_fuser_is_off_and_torch_compile_is_its_own_again() -> None:
 
 
 def test_a_checkpoint_writer_gets_copies() -> None:
-    """Its bytes must not move when training does."""
+    """Check that a later update does not change the bytes that a checkpoint writer received."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from megatron.moevement.platform.megatron_cpu import _with_copies
@@ -200,30 +200,30 @@ def _coalesced_and_one_by_one() -> bool:
 
     def results(manager: Any, is_async: bool) -> list[torch.Tensor]:
         torch.manual_seed(rank)
-        ways: dict[Any, Any] = {
+        inputs: dict[Any, Any] = {
             dist.all_reduce: lambda: [torch.randn(6)],
             dist.all_gather_into_tensor: lambda: [torch.zeros(6), torch.randn(3)],
             dist.reduce_scatter_tensor: lambda: [torch.zeros(3), torch.randn(6)],
         }
         done = []
-        for function, tensors in ways.items():
+        for function, tensors in inputs.items():
             both = [tensors(), tensors()]
             with manager(dist.group.WORLD, async_ops=is_async) as works:
-                for one in both:
-                    function(*one)
+                for arguments in both:
+                    function(*arguments)
             if is_async:
                 works.wait()
-            done += [one[0] for one in both]
+            done += [arguments[0] for arguments in both]
         return done
 
-    ours = param_and_grad_buffer._coalescing_manager
-    assert ours is not _coalescing_manager
+    replacement = param_and_grad_buffer._coalescing_manager
+    assert replacement is not _coalescing_manager
     for is_async in (True, False):
-        for one, other in zip(results(ours, is_async), results(_coalescing_manager, is_async), strict=True):
-            assert torch.equal(one, other)
-    with pytest.raises(KeyError), ours(dist.group.WORLD):
+        for result, other in zip(results(replacement, is_async), results(_coalescing_manager, is_async), strict=True):
+            assert torch.equal(result, other)
+    with pytest.raises(KeyError), replacement(dist.group.WORLD):
         raise KeyError  # an interruption leaves nothing behind
-    return all(torch.equal(*pair) for pair in zip(results(ours, True), results(ours, False), strict=True))
+    return all(torch.equal(*pair) for pair in zip(results(replacement, True), results(replacement, False), strict=True))
 
 
 def test_collectives_that_megatron_coalesces_give_the_same_one_by_one() -> None:

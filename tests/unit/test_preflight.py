@@ -1,4 +1,4 @@
-"""What cannot work is said in one line naming flag, value and remedy, before anything is built."""
+"""Flags that cannot work are refused before a model is built, in one line with flag, value and remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.training import flags
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Namespace]:
-    """Parse and validate the tiny model's flags with changes, as ``world_size`` ranks would."""
+    """Return a function that parses and validates the tiny model's flags with changes, for ``world_size`` ranks."""
     from megatron.moevement.activate import activate
 
     activate()
@@ -65,7 +65,7 @@ def test_variables_of_attention_kernels_agree_with_the_backend(
 def test_flags_that_no_abort_ends_are_found_as_megatron_parses_them(
     parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has another name in the namespace than on the command line, or may get one."""
+    """Check names in the namespace, which differ from those on the command line or may come to differ."""
     args = parse()
     assert [getattr(args, name) for name in ("nccl_ub", "tp_comm_overlap", "inprocess_restart")] == [False] * 3
     monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
@@ -216,18 +216,18 @@ def test_a_run_directory_gets_tensorboard(parse: Callable[..., Namespace], tmp_p
 
 
 def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespace], tmp_path: Path) -> None:
-    """Megatron would look for samples among no documents for ever."""
+    """Check the refusal of a split for which Megatron would search for samples among no documents for ever."""
     text, prefix = tmp_path / "text", tmp_path / "tokens"
     text.write_text("a line\n" * 20)
-    its = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}
+    data_flags = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}
     assert main(["data", "build", str(text), "--output", str(prefix), "--documents", "line"]) == 0
-    parse(split="80,10,10", **its)
+    parse(split="80,10,10", **data_flags)
     with pytest.raises(ConfigError, match=r"--split 98,2,0\b.*\b20\b.*--data-path \S*/tokens\b.*\bvalidation\b"):
-        parse(split="98,2,0", **its)
-    parse(split="98,2,0", **its | {"eval_iters": 0})
+        parse(split="98,2,0", **data_flags)
+    parse(split="98,2,0", **data_flags | {"eval_iters": 0})
     assert main(["data", "build", str(text), "--output", str(prefix), "--overwrite"]) == 0
     with pytest.raises(ConfigError, match=r"--split 40,30,30\b.*\b1\b.*--data-path \S*/tokens\b.*\btraining\b"):
-        parse(split="40,30,30", **its)
+        parse(split="40,30,30", **data_flags)
 
 
 def test_workers_without_shared_memory_are_refused(
@@ -237,7 +237,7 @@ def test_workers_without_shared_memory_are_refused(
         f_bavail, f_frsize = 3, 4096
 
     monkeypatch.setattr(machine.os, "statvfs", lambda path: Full)
-    parse()  # no workers: nothing goes through it
+    parse()  # without workers, no data goes through shared memory
     with pytest.raises(ConfigError, match=r"--num-workers 2\b.* /dev/shm\b.*\b0\.0 MB\b.*--num-workers 0\b"):
         parse(num_workers=2)
 

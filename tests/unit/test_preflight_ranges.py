@@ -1,4 +1,4 @@
-"""Every flag of Megatron's that has a range here: which values it takes, and that others are refused by name."""
+"""Every flag of Megatron with a range in this project takes the values of the range; others are refused by name."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ FLAGS: dict[Range, str] = {
     BELOW_ONE: "--adam-beta1 --adam-beta2",
     Range(0, 2): "--timing-log-level",
 }
-EXPECTED = {flag: its for its, flags in FLAGS.items() for flag in flags.split()}
+EXPECTED = {flag: bounds for bounds, flags in FLAGS.items() for flag in flags.split()}
 FINITE = ("--moe-aux-loss-coeff",)
-"""A flag without a range: its value may be negative, but is a number."""
+"""Flags without a range, whose values may be negative but must be finite."""
 
 
 @pytest.fixture(scope="module")
 def actions() -> dict[str, argparse.Action]:
-    """Return Megatron's flags, by name."""
+    """Return the actions of Megatron's parser by flag."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -57,7 +57,7 @@ def actions() -> dict[str, argparse.Action]:
 
 
 def complaint(dest: str, value: object) -> str | None:
-    """Return what is said of one parsed value."""
+    """Return the message that refuses a parsed value, or None if it is accepted."""
     return next(ranges(Namespace(**{dest: value})), None)
 
 
@@ -67,17 +67,17 @@ def test_every_range_is_of_a_flag(actions: dict[str, argparse.Action]) -> None:
 
 @pytest.mark.parametrize("flag", EXPECTED)
 def test_a_flag_takes_its_range_and_no_more(flag: str, actions: dict[str, argparse.Action]) -> None:
-    action, its = actions[flag], EXPECTED[flag]
+    action, bounds = actions[flag], EXPECTED[flag]
     is_whole = action.type is int
-    tried = edges(its, is_whole=is_whole)
+    tried = edges(bounds, is_whole=is_whole)
     for value in tried.inside:
         assert complaint(action.dest, value) is None, value
         assert complaint(action.dest, [value, value]) is None, value
     for value in tried.outside:
-        for found in (value, [tried.inside[0], value]):
-            text = complaint(action.dest, found)
-            assert text is not None, found
-            assert not unnamed(text, [flag, value, its.least]), text
+        for parsed in (value, [tried.inside[0], value]):
+            text = complaint(action.dest, parsed)
+            assert text is not None, parsed
+            assert not unnamed(text, [flag, value, bounds.least]), text
 
 
 @pytest.mark.parametrize("flag", [*EXPECTED, *FINITE])
@@ -92,8 +92,8 @@ def test_what_is_no_number_is_refused_by_the_parser(flag: str, actions: dict[str
 @pytest.mark.parametrize("flag", FINITE)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_without_a_range_is_finite(flag: str, value: float, actions: dict[str, argparse.Action]) -> None:
-    for found in (value, [0.5, value]):
-        text = complaint(actions[flag].dest, found)
+    for parsed in (value, [0.5, value]):
+        text = complaint(actions[flag].dest, parsed)
         assert text is not None
         assert not unnamed(text, [flag, value]), text
     assert complaint(actions[flag].dest, [-1.0, 0.5]) is None

@@ -1,4 +1,4 @@
-"""The presets are flags that Megatron takes, and the models that they say they are."""
+"""Megatron accepts the flags of each preset, and their model has the parameters of the paper."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
 
 
 def _parameters(args: Namespace, experts: int) -> float:
-    """Matrices of a GPT-MoE with ``experts`` experts a layer; norms and routers are left out."""
+    """Return the parameters of a GPT-MoE with ``experts`` experts per layer, without norms and routers."""
     matrices = 3 if args.swiglu else 2
     pattern = (
         args.moe_layer_freq

@@ -1,4 +1,4 @@
-"""Small sums over ranks in the order of ranks, if the job asks for them; all else is left to the library."""
+"""Small sums over ranks are added in the order of ranks if the job asks for it; the library does all others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = ("sum", "mean", "maximum", "whole numbers", "larger", "asynchronous", "t
 
 
 def _sums(cases: tuple[str, ...]) -> dict[str, tuple[bool, list[float]]]:
-    """Return by case whether the library summed, and the result."""
+    """Return, for each case, True if the library summed, and the result."""
     from megatron.training import global_vars
 
     rank, two = dist.get_rank(), dist.new_group([0, 1])
@@ -29,7 +29,7 @@ def _sums(cases: tuple[str, ...]) -> dict[str, tuple[bool, list[float]]]:
 
     summing = rank_order.summing_in_rank_order(counted)
     values = torch.tensor([0.1, 1e8, -3.0]).reshape(3, 1) * (rank + 1) / 7
-    found: dict[str, tuple[bool, list[float]]] = {}
+    results: dict[str, tuple[bool, list[float]]] = {}
     for case in cases:
         by_library.clear()
         global_vars._GLOBAL_ARGS = Namespace(moevement_sums_in_rank_order=case != "not asked for")
@@ -42,8 +42,8 @@ def _sums(cases: tuple[str, ...]) -> dict[str, tuple[bool, list[float]]]:
         work = summing(tensor, operation, two if case == "two ranks" else None, case == "asynchronous")
         if work is not None:
             work.wait()
-        found[case] = bool(by_library), tensor.flatten().tolist()
-    return found
+        results[case] = bool(by_library), tensor.flatten().tolist()
+    return results
 
 
 @pytest.fixture(scope="module")

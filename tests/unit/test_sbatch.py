@@ -1,4 +1,4 @@
-"""The batch script as shipped, with stand-ins for Slurm's commands that write down what they are called with."""
+"""The batch script works with stand-ins for Slurm's commands, which record the arguments of each call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMANDS = {
 
 
 class Shell:
-    """Where the script runs."""
+    """Folder and environment in which the script runs, with stand-ins for the commands that it calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -86,8 +86,8 @@ def test_in_a_container_coordinator_and_tasks_are_steps_with_pyxis_flags(shell: 
     tasks = sorted(call for call in calls if "launch" in call)
     assert f"{flags} --overlap --nodes=1 --ntasks=1 --nodelist=a1 moevement coordinate --ranks 3" in coordinator
     for call, node, first in zip(tasks, ("a1", "a2"), (0, 2), strict=True):
-        its = f"--no-kill --kill-on-bad-exit=0 --overlap --nodes=1 --ntasks=2 --nodelist={node}"
-        assert call.startswith(f"srun --mpi=pmix {flags} {its} moevement launch --nproc 1")
+        options = f"--no-kill --kill-on-bad-exit=0 --overlap --nodes=1 --ntasks=2 --nodelist={node}"
+        assert call.startswith(f"srun --mpi=pmix {flags} {options} moevement launch --nproc 1")
         assert call.endswith(f"[a1:20007 {first} 4]")
     assert len(set(shell.tokens())) == 1, "all know each other"
 
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_said_at_once(shell: Shell, variables: dict[str, str
 
 
 def test_a_warning_from_slurm_ends_the_job_in_order_and_queues_it_again(shell: Shell) -> None:
-    """The stand-in for the coordinator ends with 0 when it is asked to, as the real one does."""
+    """Signal a job whose stand-in for the coordinator ends with code 0 at the signal, as the real coordinator does."""
     coordinator = shell.folder / "bin" / "moevement"
     coordinator.write_text(
         '#!/usr/bin/env bash\ntrap "exit 0" USR1\necho "moevement $*" >> "$CALLS"\nwhile :; do sleep 0.05; done\n'
@@ -155,7 +155,7 @@ def test_the_exit_code_is_that_of_the_coordinator(shell: Shell, code: str) -> No
 
 
 def test_tasks_that_cannot_begin_in_a_container_end_the_job(shell: Shell) -> None:
-    """Nobody else could tell the coordinator, whose first signal asks for an end in order."""
+    """Check that the script itself ends the coordinator, which takes the first signal for a request to end in order."""
     (shell.folder / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
     (shell.folder / "bin" / "sleep").chmod(0o755)
     (shell.folder / "bin" / "srun").write_text(

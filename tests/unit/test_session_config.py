@@ -1,4 +1,4 @@
-"""The flags of sparse checkpointing: which there are, and what each refuses."""
+"""Set of the flags of sparse checkpointing, and the values and combinations that they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moevement_core.saving.saving import refuse_what_is_not_defined
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import add_session_flags
 
-# Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
+# The set is frozen, because a renamed flag breaks users' scripts: a change of one must change this set, too.
 FLAGS = {
     "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
     "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
@@ -97,7 +97,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (["--moevement-window", "0"], r"--moevement-window 0\b.*\bauto\b.*\b1\b.*\b128\b"),
         (["--moevement-window", "129"], r"--moevement-window 129\b.*\bauto\b.*\b1\b.*\b128\b"),
@@ -149,8 +149,8 @@ def test_defaults_are_the_papers() -> None:
         (["--moevement-wipe-at", "3", "0"], r"--moevement-wipe-at 0\b.*\b1\b"),
     ],
 )
-def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
+def test_values_that_cannot_be_are_refused(words: list[str], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         session_config(parsed(*words))
 
 
@@ -178,16 +178,16 @@ def test_gradients_that_are_chosen_later_cannot_be_gathered_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("megatrons", "found"),
+    ("megatrons", "flag"),
     [({}, "--moe-expert-capacity-factor"),
      ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
       "--moe-pad-expert-input-to-capacity")],
 )  # fmt: skip
-def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dict[str, Any], found: str) -> None:
+def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dict[str, Any], flag: str) -> None:
     words = ("--moevement-strategy", "moetion", "--moevement-capacity-boost", "0.1")
     assert not list(sparse_checkpoints(parsed(*words, moe_expert_capacity_factor=1.0)))
     (complaint,) = sparse_checkpoints(parsed(*words, **megatrons))
-    assert re.search(rf"--moevement-capacity-boost 0\.1\b.*{found}\b", complaint)
+    assert re.search(rf"--moevement-capacity-boost 0\.1\b.*{flag}\b", complaint)
 
 
 class WithoutComplete(MegatronBinding):
@@ -227,7 +227,7 @@ def test_copies_are_where_the_strategy_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (
             ["--moevement-keep-own", "never", "--moevement-persist-dir", "d"],
@@ -260,8 +260,8 @@ def test_copies_are_where_the_strategy_has_them() -> None:
         (["--moevement-protection", "raid"], r"--moevement-protection raid\b.*\bcopies:R\b.*\bparity:G\+M\b"),
     ],
 )
-def test_protections_that_contradict_each_other_are_refused(words: list[str], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
+def test_protections_that_contradict_each_other_are_refused(words: list[str], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         session_config(parsed(*words))
 
 
@@ -292,7 +292,7 @@ def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("given", "flag", "instead"),
+    ("megatrons", "flag", "instead"),
     [
         ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex", "alltoall"),
         ({"nccl_ub": True}, "--use-nccl-ub", "leave"),
@@ -300,11 +300,11 @@ def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.M
     ],
 )
 def test_what_no_abort_ends_on_gpus_is_refused_with_spares(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], flag: str, instead: str
+    monkeypatch: pytest.MonkeyPatch, megatrons: dict[str, Any], flag: str, instead: str
 ) -> None:
     monkeypatch.setattr("megatron.moevement.platform.is_cpu", lambda: False)
-    assert list(spares(parsed(**given))) == []
+    assert list(spares(parsed(**megatrons))) == []
     monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
     assert list(spares(parsed())) == []
-    (complaint,) = spares(parsed(**given))
+    (complaint,) = spares(parsed(**megatrons))
     assert re.search(rf"{flag}\b.*--spares\b.*\b{instead}\b", complaint)

@@ -1,4 +1,4 @@
-"""The simulation of failures: some dozens of jobs, the same seed twice, and planted bugs that it has to find."""
+"""Simulated jobs survive failures, a seed always gives the same run, and the simulation finds planted bugs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.simulation.scenario import draw
 from tests.simulation.simulate import simulate, stand_ins
 
 QUICK_SEEDS, SEEDS = 12, 60
-"""How many jobs are simulated: in every run of the tests, and in the exhaustive one."""
+"""Numbers of simulated jobs: in every run of the tests, and in the exhaustive one."""
 ENOUGH = 400
-"""Within so many seeds a planted bug is found."""
+"""Number of seeds within which the simulation finds a planted bug."""
 QUICK = [
     mutants.agrees_on_the_most, mutants.one_rank_for_two, mutants.two_ranks_for_one,
     mutants.copies_at_home, mutants.spares_by_arrival,
 ]  # fmt: skip
-"""Those that are found within the first seeds."""
+"""Planted bugs that the simulation finds within the first seeds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,8 +38,8 @@ def _simulated() -> Iterator[None]:
 )
 def test_jobs_come_to_their_end_with_the_state_of_no_failure(seeds: range) -> None:
     outcomes = [simulate(seed) for seed in seeds]
-    assert [(one.seed, one.violation) for one in outcomes if one.violation] == []
-    assert sum(one.generations > 1 for one in outcomes) > len(seeds) / 4  # failures, and ways back from them
+    assert [(outcome.seed, outcome.violation) for outcome in outcomes if outcome.violation] == []
+    assert sum(outcome.generations > 1 for outcome in outcomes) > len(seeds) / 4  # failures, and recoveries from them
 
 
 @pytest.mark.parametrize("seed", [16, 197, 2180])
@@ -83,7 +83,7 @@ def test_a_planted_bug_is_found(mutant: mutants.Mutant) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mutant", [one for one in mutants.MUTANTS if one not in QUICK], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("mutant", [bug for bug in mutants.MUTANTS if bug not in QUICK], ids=lambda bug: bug.__name__)
 def test_a_planted_bug_that_few_seeds_meet_is_found(mutant: mutants.Mutant) -> None:
     assert is_found(mutant)
 

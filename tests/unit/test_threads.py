@@ -1,4 +1,4 @@
-"""How many threads a rank has, which its sums depend on, is the same by launch and under Slurm."""
+"""The number of threads of a rank, on which its sums depend, is the same by launch and under Slurm."""
 
 from __future__ import annotations
 

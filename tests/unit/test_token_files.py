@@ -1,4 +1,4 @@
-"""Text to token files: what goes in comes out, and half-written files never appear."""
+"""Token files hold the text that they were built from, and a build that fails leaves no file behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moevement_core.errors import DataError
 
 
 def documents(prefix: Path) -> list[list[int]]:
-    """Token ids by document."""
+    """Return the token ids of each document."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = IndexedDataset(str(prefix))
@@ -82,7 +82,7 @@ def test_nothing_is_left_of_a_build_that_failed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hugging_face_tokenizer(tmp_path: Path) -> Path:
-    """A byte-pair tokenizer trained here on a few lines, in the folder layout of the hub."""
+    """Train a byte-pair tokenizer on a few lines, and return its folder, which has the layout of the hub."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Ranks that a failure interrupts before, in and after a decision about windows go on by one and the same."""
+"""Ranks that a failure interrupts before, during or after a decision about windows agree on the same windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts
 
 TABLES = [equal_experts(6), equal_experts(4)]
-"""Of stages 0 and 1."""
+"""Operator tables of stages 0 and 1."""
 
 
 def _schedule(table: OperatorTable, size: int, start: int, *, turned: bool = False) -> SparseSchedule:
@@ -33,10 +33,10 @@ def test_the_newest_of_a_stage_is_that_of_all_its_ranks() -> None:
     before = _policy(3, _schedule(TABLES[0], 3, 0))
     after = _policy(6, _schedule(TABLES[0], 3, 0), _schedule(TABLES[0], 3, 6, turned=True))
     other = _policy(6, _schedule(TABLES[1], 3, 0))
-    for told in ([(0, before), (0, after), (1, other)], [(1, other), (0, after), (0, before)]):
-        agreed, is_own = agree(0, told)
+    for reports in ([(0, before), (0, after), (1, other)], [(1, other), (0, after), (0, before)]):
+        agreed, is_own = agree(0, reports)
         assert (is_own, agreed.window_start, _ids(agreed)) == (True, 6, _ids(after))
-        assert agree(1, told)[0] is other
+        assert agree(1, reports)[0] is other
 
 
 def test_a_stage_where_nobody_was_through_takes_over_windows_and_keeps_its_order() -> None:
@@ -45,11 +45,11 @@ def test_a_stage_where_nobody_was_through_takes_over_windows_and_keeps_its_order
     agreed, is_own = agree(0, [(0, before), (1, after)])
     assert is_own
     assert (agreed.window_start, agreed.settled) == (12, True)
-    assert [(one.start, one.size) for one in agreed.schedules] == [(0, 4), (4, 4), (12, 2)]
-    was, now = before.schedules[-1], agreed.schedules[-1]
-    assert isinstance(was, SparseSchedule)
-    assert isinstance(now, SparseSchedule)
-    assert list(now.order) == list(was.order)
+    assert [(schedule.start, schedule.size) for schedule in agreed.schedules] == [(0, 4), (4, 4), (12, 2)]
+    previous, current = before.schedules[-1], agreed.schedules[-1]
+    assert isinstance(previous, SparseSchedule)
+    assert isinstance(current, SparseSchedule)
+    assert list(current.order) == list(previous.order)
 
 
 def test_a_new_order_elsewhere_changes_no_windows_here() -> None:
@@ -61,9 +61,9 @@ def test_a_new_order_elsewhere_changes_no_windows_here() -> None:
 
 def test_a_stage_of_which_nobody_is_left_has_the_windows_of_the_others() -> None:
     known = _policy(6, _schedule(TABLES[1], 3, 0), _schedule(TABLES[1], 2, 6))
-    told, is_own = agree(0, [(1, known)])
-    assert (told, is_own) == (known, False)
-    own = told.for_stage(_schedule(TABLES[0], 1, 0), "learned")
-    assert [(one.start, one.size) for one in own.schedules] == [(0, 3), (6, 2)]
+    agreed, is_own = agree(0, [(1, known)])
+    assert (agreed, is_own) == (known, False)
+    own = agreed.for_stage(_schedule(TABLES[0], 1, 0), "learned")
+    assert [(schedule.start, schedule.size) for schedule in own.schedules] == [(0, 3), (6, 2)]
     assert own.schedules[0].table is TABLES[0]
     assert own.learned == "learned"

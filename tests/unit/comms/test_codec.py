@@ -1,4 +1,4 @@
-"""What ranks exchange comes out as it went in, and nothing that is not of the expected type comes out at all."""
+"""Decoding returns what a rank has encoded, and refuses data that is not of the expected type."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_what_comes_out_is_what_went_in(value: object, kind: object) -> None:
 
 def test_data_of_no_known_type_keeps_tuples_tensors_and_keys() -> None:
     value = {"rng": (3, (1, 2), None), 5: [torch.arange(3), torch.tensor(2.5), np.arange(4)], "b": b"\0\1", "e": {}}
-    came = decode(encode(Plain(value)), Plain).value
-    assert came["rng"] == value["rng"]
-    assert came["b"] == value["b"]
-    assert came["e"] == {}
-    tensors = came[5]
+    decoded = decode(encode(Plain(value)), Plain).value
+    assert decoded["rng"] == value["rng"]
+    assert decoded["b"] == value["b"]
+    assert decoded["e"] == {}
+    tensors = decoded[5]
     assert torch.equal(tensors[0], torch.arange(3))
     assert tensors[1].item() == 2.5
     assert tensors[1].shape == ()
@@ -91,14 +91,14 @@ def schedules() -> list[SparseSchedule | DenseSchedule]:
 
 @pytest.mark.parametrize("schedule", schedules())
 def test_a_schedule_is_the_same_on_another_rank(schedule: SparseSchedule | DenseSchedule) -> None:
-    came = unpack_schedule(pack_schedule(schedule))
-    assert type(came) is type(schedule)
-    assert came.id == schedule.id
-    assert came.start == schedule.start
+    copy = unpack_schedule(pack_schedule(schedule))
+    assert type(copy) is type(schedule)
+    assert copy.id == schedule.id
+    assert copy.start == schedule.start
     for slot in range(schedule.size):
-        assert np.array_equal(came.contents_of_slot(slot), schedule.contents_of_slot(slot))  # type: ignore[arg-type]
+        assert np.array_equal(copy.contents_of_slot(slot), schedule.contents_of_slot(slot))  # type: ignore[arg-type]
     for part in ("full", "compute", "gradient"):
-        assert np.array_equal(getattr(came.table, part), getattr(schedule.table, part))
+        assert np.array_equal(getattr(copy.table, part), getattr(schedule.table, part))
 
 
 def policy(learned: object) -> Policy:
@@ -110,15 +110,15 @@ def test_a_report_with_its_policy_and_goal() -> None:
     report = RankReport(
         RankStatus(1, 0), keeps={1: {4: "id"}}, shared=[("key", 1.0)], policy=policy((np.ones(2), None)), goal=goal
     )
-    came = _unpacked(decode(encode(_packed(report)), _Sent))
-    assert came.status == report.status
-    assert came.goal == goal
-    assert came.keeps == report.keeps
-    assert came.shared == report.shared
-    assert came.policy is not None
-    assert [its.id for its in came.policy.schedules] == [its.id for its in schedules()]
-    assert np.array_equal(came.policy.learned[0], np.ones(2))
-    assert came.policy.needed == (3, 4)
+    received = _unpacked(decode(encode(_packed(report)), _Sent))
+    assert received.status == report.status
+    assert received.goal == goal
+    assert received.keeps == report.keeps
+    assert received.shared == report.shared
+    assert received.policy is not None
+    assert [schedule.id for schedule in received.policy.schedules] == [schedule.id for schedule in schedules()]
+    assert np.array_equal(received.policy.learned[0], np.ones(2))
+    assert received.policy.needed == (3, 4)
 
 
 KINDS = (

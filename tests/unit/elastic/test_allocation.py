@@ -1,4 +1,4 @@
-"""Replicas follow loads; equation 1 and what the paper says of it."""
+"""Allocation of replicas follows the loads by equation 1 of Lazarus, and has the properties that the paper states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from moevement_core.errors import ConfigError
 
 
 def test_a_worked_example() -> None:
-    """12 slots, f of 2: 10 of 200 tokens are worth no slot, 40 of 190 two of ten, 50 of 150 two of eight."""
+    """Check 12 slots and a floor of 2 replicas, in ascending order of loads.
+
+    10 of 200 tokens are worth no slot, 40 of 190 are worth two of ten slots, and 50 of 150 two of eight.
+    """
     assert allocate([100, 10, 40, 50], 12, 2).tolist() == [6, 2, 2, 2]
     assert allocate([0, 0, 0], 7, 1).tolist() == [2, 2, 3]
 
@@ -39,12 +42,12 @@ def test_with_many_slots_replicas_are_in_proportion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "slots", "floor", "found"),
+    ("tokens", "slots", "floor", "pattern"),
     [([1, 2], 1, 1, r"\b1 slot.*\b2 experts\b"), ([1, -2], 4, 1, r"\btokens \[1, -2\]"), ([], 4, 1, r"\btokens \[\]"),
      ([1], 4, 0, r"\bfloor\b.*\b0\b")],
 )  # fmt: skip
-def test_what_cannot_be_is_said(tokens: list[int], slots: int, floor: int, found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
+def test_what_cannot_be_is_said(tokens: list[int], slots: int, floor: int, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
         allocate(tokens, slots, floor)
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 in whole tokens: each is computed once, replicas alike, own tokens at home."""
+"""Algorithm 1 of Lazarus in whole tokens computes each token once, loads replicas evenly and keeps own tokens local."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.elastic.whole_tokens import schedule
 
 
 def test_a_worked_example() -> None:
-    """One expert, replicas 1, 0, 2 and tokens 2, 5, 3: four, three and three to a replica."""
+    """Check one expert with replicas 1, 0, 2 and tokens 2, 5, 3 by rank; its replicas compute 4, 3 and 3 tokens."""
     sent = schedule(np.array([[2, 5, 3]]), np.array([[1, 0, 2]]))
     assert sent[0].tolist() == [[2, 0, 0], [2, 0, 3], [0, 0, 3]]
 

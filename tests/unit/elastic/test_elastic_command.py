@@ -1,4 +1,4 @@
-"""``moevement elastic``: a trace in, a table out, and one line for what cannot be."""
+"""``moevement elastic`` reads a trace and prints a table of systems, or one line about an invalid input."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SMALL = ("--nodes", "4", "--slots", "4", "--layers", "2", "--segment", "1200", "
 def test_elastic_experts_train_most(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["elastic", str(trace), *SMALL, "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    made = {one["system"]: sum(its["iterations"] for its in one["segments"]) for one in results}
-    assert made["lazarus"] > made["regroup"] > made["restart"]
-    (lazarus,) = (one["segments"] for one in results if one["system"] == "lazarus")
+    iterations = {result["system"]: sum(segment["iterations"] for segment in result["segments"]) for result in results}
+    assert iterations["lazarus"] > iterations["regroup"] > iterations["restart"]
+    (lazarus,) = (result["segments"] for result in results if result["system"] == "lazarus")
     assert lazarus[0]["changes"] == 2
     assert lazarus[0]["fallbacks"] == 0
 
@@ -44,7 +44,7 @@ def test_recorded_loads(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (["--nodes", "1"], r"--nodes 1\b.*--slots 4\b.*--experts 8\b"),
         (["--segment", "nan"], r"--segment nan\b.*\b0\b"),
@@ -55,7 +55,7 @@ def test_recorded_loads(trace: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(
-    words: list[str], found: str, trace: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], pattern: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((SystemExit, ConfigError)) as caught:
         main(["elastic", str(trace), *SMALL, *words])
@@ -63,4 +63,4 @@ def test_what_cannot_be_is_one_line(
         assert caught.value.code == USAGE_ERROR
     error = capsys.readouterr().err
     assert "Traceback" not in error
-    assert re.search(found, error), error
+    assert re.search(pattern, error), error

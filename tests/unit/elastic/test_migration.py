@@ -1,4 +1,7 @@
-"""Migrations bring every node what it lacks, from those that have it, evenly, and never more than the plain mapping."""
+"""A migration sends each node the experts that it lacks, spread evenly over the owners.
+
+It never sends more than an assignment of places to nodes in order would send.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from moevement_core.elastic.placement import maximum_rank_overlap
 
 
 def test_a_worked_example() -> None:
-    """Node 7 has what place 0 wants; node 2 is new and gets one expert from each owner."""
+    """Check that node 7 takes place 0, whose experts it has, and that the new node 2 gets an expert from each owner."""
     migration = migrate({2: (), 5: (0, 1), 7: (2, 3)}, ((2, 3), (0, 1), (1, 2)))
     assert migration.experts == {7: (2, 3), 5: (0, 1), 2: (1, 2)}
     assert set(migration.transfers) == {Transfer(1, 5, 2), Transfer(2, 7, 2)}
@@ -43,31 +46,31 @@ def test_every_node_gets_what_it_is_to_have(seed: int) -> None:
     wanted = placement(nodes - 1)
     migration = migrate(before, wanted)
     assert sorted(migration.experts.values()) == sorted(wanted)
-    held = {node: set(its) for node, its in before.items()}
-    for one in migration.transfers:
-        assert one.expert in held[one.source]
-        assert one.expert not in held[one.target]
-    got = {node: set(its) for node, its in held.items()}
-    for one in migration.transfers:
-        got[one.target].add(one.expert)
+    held = {node: set(expert_ids) for node, expert_ids in before.items()}
+    for transfer in migration.transfers:
+        assert transfer.expert in held[transfer.source]
+        assert transfer.expert not in held[transfer.target]
+    got = {node: set(expert_ids) for node, expert_ids in held.items()}
+    for transfer in migration.transfers:
+        got[transfer.target].add(transfer.expert)
     for expert, targets in migration.missing.items():
-        assert not any(expert in its for its in held.values())
+        assert not any(expert in expert_ids for expert_ids in held.values())
         for target in targets:
             got[target].add(expert)
-    assert all(set(its) <= got[node] for node, its in migration.experts.items())
+    assert all(set(expert_ids) <= got[node] for node, expert_ids in migration.experts.items())
     in_order = sum(len(set(place) - held[node]) for node, place in zip(sorted(held), wanted, strict=True))
-    made = len(migration.transfers) + sum(map(len, migration.missing.values()))
-    assert made <= in_order
+    moved = len(migration.transfers) + sum(map(len, migration.missing.values()))
+    assert moved <= in_order
     best = min(
         sum(len(set(place) - held[node]) for node, place in zip(sorted(held), order, strict=True))
         for order in permutations(wanted)
     )
-    assert best <= made <= 2 * best + 1, "greedy is near the best mapping"
+    assert best <= moved <= 2 * best + 1, "greedy is near the best mapping"
 
 
 def test_owners_share_the_sending() -> None:
     held = {0: (0,), 1: (0,), **{node: () for node in range(2, 8)}}
-    sends = Counter(one.source for one in migrate(held, ((0,),) * 8).transfers)
+    sends = Counter(transfer.source for transfer in migrate(held, ((0,),) * 8).transfers)
     assert sends == {0: 3, 1: 3}
 
 

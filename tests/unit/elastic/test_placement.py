@@ -1,4 +1,4 @@
-"""Maximum rank overlap: its probability of recovery in closed form, counted, and against every other placement."""
+"""Maximum rank overlap survives with the probability of its closed form, and no less than any other placement."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from moevement_core.errors import ConfigError
 
 
 def counted(placement: Placement, lost: int) -> Fraction:
-    """By looking at every set of nodes."""
+    """Return the share of all sets of ``lost`` nodes whose loss leaves each expert a replica."""
     sets = list(combinations(range(len(placement)), lost))
-    return Fraction(sum(not experts_lost(placement, one) for one in sets), len(sets))
+    return Fraction(sum(not experts_lost(placement, nodes) for nodes in sets), len(sets))
 
 
 def every_placement(replicas: Replicas, nodes: int, slots: int) -> Iterator[Placement]:
-    """Up to the order of nodes."""
+    """Yield every placement of the replicas, up to the order of nodes."""
 
     def fill(left: tuple[int, ...], nodes: int, least: tuple[int, ...]) -> Iterator[Placement]:
         if not nodes:
@@ -40,8 +40,8 @@ def every_placement(replicas: Replicas, nodes: int, slots: int) -> Iterator[Plac
         for node in bags(left, slots):
             if node >= least:
                 after = tuple(count - node.count(expert) for expert, count in enumerate(left))
-                for rest in fill(after, nodes - 1, node):
-                    yield (node, *rest)
+                for tail in fill(after, nodes - 1, node):
+                    yield (node, *tail)
 
     yield from fill(tuple(replicas.tolist()), nodes, ())
 
@@ -53,12 +53,12 @@ def bags(left: tuple[int, ...], size: int, first: int = 0) -> Iterator[tuple[int
     for expert in range(first, len(left)):
         if left[expert]:
             after = tuple(count - (place == expert) for place, count in enumerate(left))
-            for rest in bags(after, size - 1, expert):
-                yield (expert, *rest)
+            for tail in bags(after, size - 1, expert):
+                yield (expert, *tail)
 
 
 def test_the_papers_example() -> None:
-    """Figure 4's plan B: 4 experts, 5 nodes of 4 slots, 3 of which fail: 7 of 10 sets are survived."""
+    """Check plan B of figure 4: 4 experts on 5 nodes of 4 slots survive 7 of the 10 losses of 3 nodes."""
     replicas = np.array([2, 4, 6, 8])
     placement = maximum_rank_overlap(replicas, 5, 4)
     assert all(set(node) == {0, 1, 2, 3} for node in placement[:2])
@@ -86,16 +86,19 @@ def test_the_closed_form_counts_every_set_of_nodes(seed: int) -> None:
 )  # fmt: skip
 def test_no_placement_survives_more(replicas: list[int], nodes: int, slots: int) -> None:
     counts = np.array(replicas)
-    ours = [counted(maximum_rank_overlap(counts, nodes, slots), lost) for lost in range(nodes + 1)]
+    survivals = [counted(maximum_rank_overlap(counts, nodes, slots), lost) for lost in range(nodes + 1)]
     seen = 0
     for placement in every_placement(counts, nodes, slots):
         seen += 1
-        assert all(counted(placement, lost) <= best for lost, best in enumerate(ours)), placement
+        assert all(counted(placement, lost) <= best for lost, best in enumerate(survivals)), placement
     assert seen > 1
 
 
 def test_where_the_theorem_does_not_hold() -> None:
-    """The last group's expert has two replicas and one node: both are on it, and the loss of it loses the expert."""
+    """Check a case in which another placement survives more losses.
+
+    The last group has one node for both replicas of its expert, so the loss of that node loses the expert.
+    """
     replicas = np.array([1, 1, 2, 2, 2])
     other = ((0, 1), (2, 3), (2, 4), (3, 4))
     assert survival(replicas, 4, 2, 1) == Fraction(2, 4)
@@ -119,15 +122,15 @@ def test_maximum_rank_overlap_alone_would_not_survive_them() -> None:
 
 
 def test_placements_that_it_is_compared_with_survive_less() -> None:
-    """As in the paper's figure 8: more experts than slots, skewed loads."""
+    """Check more experts than a node has slots, with skewed loads, as in figure 8 of the paper."""
     replicas = allocate([1, 1, 2, 2, 3, 4, 6, 8, 8, 9, 12, 14, 20, 30, 60, 90], 60, 2)
-    ours = survival(replicas, 10, 6, 4)
-    of_spread, of_compact = (counted(way(replicas, 10, 6), 4) for way in (spread, compact))
-    assert ours > of_spread > of_compact
+    of_overlap = survival(replicas, 10, 6, 4)
+    of_spread, of_compact = (counted(placer(replicas, 10, 6), 4) for placer in (spread, compact))
+    assert of_overlap > of_spread > of_compact
 
 
-@pytest.mark.parametrize("way", [maximum_rank_overlap, spread, compact])
+@pytest.mark.parametrize("placer", [maximum_rank_overlap, spread, compact])
 @pytest.mark.parametrize(("replicas", "nodes", "slots"), [([1, 2], 2, 2), ([0, 4], 2, 2), ([2, 2], 0, 2)])
-def test_what_cannot_be_is_said(way: object, replicas: list[int], nodes: int, slots: int) -> None:
+def test_what_cannot_be_is_said(placer: object, replicas: list[int], nodes: int, slots: int) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(str(replicas))}.*\b{nodes} nodes\b.*\b{slots} slots\b"):
-        way(np.array(replicas), nodes, slots)  # type: ignore[operator]
+        placer(np.array(replicas), nodes, slots)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Resharding brings each element to each rank that is to have it, once, and says what nobody has."""
+"""Resharding sends each element once to each rank that needs it, and reports elements that no rank has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE = {"a": 100, "b": 37, "c": 1}
 
 
 def cut(ranks: int, seed: int) -> dict[int, list[Range]]:
-    """All of the state once, in shards that fall anywhere."""
+    """Return shards of the state on ``ranks`` ranks, with random bounds; each element is in one shard."""
     draw = np.random.default_rng(seed)
     shards: dict[int, list[Range]] = {rank: [] for rank in range(ranks)}
     for name, size in STATE.items():
@@ -25,7 +25,7 @@ def cut(ranks: int, seed: int) -> dict[int, list[Range]]:
 
 
 def test_a_worked_example() -> None:
-    """Four shards become three; the second rank is gone, and a copy of its shard is with the third."""
+    """Check four shards that become three after the loss of rank 1, of whose shard rank 2 has a copy."""
     held = {0: [Range("m", 0, 3)], 2: [Range("m", 3, 6), Range("m", 6, 9)], 3: [Range("m", 9, 12)]}
     wanted = {0: [Range("m", 0, 4)], 2: [Range("m", 4, 8)], 3: [Range("m", 8, 12)]}
     assert reshard(held, wanted).moves == (
@@ -36,9 +36,9 @@ def test_a_worked_example() -> None:
 
 def test_what_is_lost_is_said_and_copies_share_the_sending() -> None:
     held = {0: [Range("m", 0, 8)], 1: [Range("m", 0, 8)]}
-    made = reshard(held, {rank: [Range("m", 0, 10)] for rank in range(2, 6)})
-    assert dict(made.missing) == {rank: (Range("m", 8, 10),) for rank in range(2, 6)}
-    assert [move.source for move in made.moves] == [0, 1, 0, 1]
+    plan = reshard(held, {rank: [Range("m", 0, 10)] for rank in range(2, 6)})
+    assert dict(plan.missing) == {rank: (Range("m", 8, 10),) for rank in range(2, 6)}
+    assert [move.source for move in plan.moves] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -47,35 +47,42 @@ def test_state_is_the_same_in_any_cut(seed: int) -> None:
     before, after = (int(draw.integers(1, 7)) for _ in range(2))
     held, wanted = cut(before, seed), cut(after, seed + 1000)
     whole = {name: draw.integers(0, 2**32, size, dtype=np.uint32) for name, size in STATE.items()}
-    made = reshard(held, wanted)
-    assert not made.missing
-    assert all(_within(move.range, held[move.source]) for move in made.moves)
-    got = {rank: {one.name: np.full(STATE[one.name], 7, np.uint32) for one in its} for rank, its in wanted.items()}
+    plan = reshard(held, wanted)
+    assert not plan.missing
+    assert all(_within(move.range, held[move.source]) for move in plan.moves)
+    got = {
+        rank: {piece.name: np.full(STATE[piece.name], 7, np.uint32) for piece in ranges}
+        for rank, ranges in wanted.items()
+    }
     moved = {rank: 0 for rank in wanted}
-    for move in made.moves:
+    for move in plan.moves:
         part = slice(move.range.begin, move.range.end)
         got[move.target][move.range.name][part] = whole[move.range.name][part]
         moved[move.target] += move.range.size
-    assert moved == {rank: sum(one.size for one in its) for rank, its in wanted.items()}, "each element once"
+    assert moved == {rank: sum(piece.size for piece in ranges) for rank, ranges in wanted.items()}, "each element once"
 
     def digest(shards: dict[int, list[Range]], of_rank: dict[int, dict[str, np.ndarray]] | None) -> int:
         return together(
-            of_range(one.name, one.begin, (of_rank[rank] if of_rank else whole)[one.name][one.begin : one.end])
-            for rank, its in shards.items() for one in its
+            of_range(
+                piece.name, piece.begin, (of_rank[rank] if of_rank else whole)[piece.name][piece.begin : piece.end]
+            )
+            for rank, ranges in shards.items() for piece in ranges
         )  # fmt: skip
 
     assert digest(held, None) == digest(wanted, got)
-    victim = next(move.range for move in made.moves if move.range.size)
-    rank = next(rank for rank, its in wanted.items() if any(_within(victim, [one]) for one in its))
+    victim = next(move.range for move in plan.moves if move.range.size)
+    rank = next(rank for rank, ranges in wanted.items() if any(_within(victim, [piece]) for piece in ranges))
     got[rank][victim.name][victim.begin] ^= 1
     assert digest(held, None) != digest(wanted, got), "a bit has flipped"
 
 
-def _within(one: Range, others: list[Range]) -> bool:
+def _within(piece: Range, others: list[Range]) -> bool:
     covered = sum(
-        max(0, min(one.end, other.end) - max(one.begin, other.begin)) for other in others if other.name == one.name
+        max(0, min(piece.end, other.end) - max(piece.begin, other.begin))
+        for other in others
+        if other.name == piece.name
     )
-    return covered == one.size
+    return covered == piece.size
 
 
 def test_a_digest_sees_moved_lost_and_doubled_elements() -> None:
@@ -96,10 +103,10 @@ def test_a_digest_sees_moved_lost_and_doubled_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "found"),
+    ("held", "pattern"),
     [([Range("m", 0, 3), Range("m", 2, 4)], r"\brank 0\b.*\bm\b.*\b0, 3\b.*\b2, 4\b"),
      ([Range("m", 3, 3)], r"'m'.*\b3\b.*\b3\b"), ([Range("m", -1, 3)], r"'m'.*-1\b.*\b3\b")],
 )  # fmt: skip
-def test_what_cannot_be_held_is_said(held: list[Range], found: str) -> None:
-    with pytest.raises(ValueError, match=found):
+def test_what_cannot_be_held_is_said(held: list[Range], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
         reshard({0: held}, {})

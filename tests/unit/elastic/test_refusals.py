@@ -1,4 +1,4 @@
-"""What an elastic job cannot do is said in one line, before anything is built."""
+"""Arguments that an elastic job does not support are refused in one line, before anything is built."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def complaint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What is said of the tiny model's flags with changes, on two ranks under ``moevement launch``."""
+    """Return a function that returns the error about changed flags of the tiny model in a job of two ranks."""
     from megatron.moevement.activate import activate
 
     activate()
@@ -67,9 +67,9 @@ def complaint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMBER_ENV, "0")
-    changes, found = REFUSED[name]
+    changes, pattern = REFUSED[name]
     message = complaint(**changes)
-    assert re.search(found, message), message
+    assert re.search(pattern, message), message
     assert "\n" not in message
 
 

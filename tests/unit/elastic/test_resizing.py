@@ -1,4 +1,4 @@
-"""Which sizes an elastic job may have, and who is which rank of it."""
+"""Sizes that an elastic job may have, and the member that becomes each rank after a change of size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.moevement.elastic.pieces import RankPosition
 from moevement_core.rendezvous.resizing import Grid
 
 
-def args(**its: Any) -> Namespace:
-    """Of eight ranks, two stages."""
+def args(**changes: Any) -> Namespace:
+    """Return the arguments of a job of eight ranks in two stages, with ``changes``."""
     return Namespace(
         **{
             "moevement_elastic": True, "moevement_join_wait": 30.0, "moevement_expert_slots": None,
@@ -24,25 +24,26 @@ def args(**its: Any) -> Namespace:
             "microbatch_group_size_per_vp_stage": None, "num_distributed_optimizer_instances": 1,
             "eval_global_batch_size": None, "eval_micro_batch_size": None,
         }
-        | its
+        | changes
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("its", "unit", "sizes"),
+    ("changes", "unit", "sizes"),
     [
         ({}, 1, (1, 2, 3, 4)),
         ({"global_batch_size": 16}, 1, (1, 2, 4)),
         ({"tensor_model_parallel_size": 2}, 2, (1, 2)),
         ({"expert_model_parallel_size": 2}, 2, (1, 2)),
         ({"moevement_expert_slots": 3}, 1, (3, 4)),  # two ranks have six slots for eight experts
-        ({"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12}, 1, (1, 2, 3)),  # of 4: 3 micro-batches
+        # Four replicas would have 3 micro-batches each, which two interleaved stages cannot divide.
+        ({"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 12}, 1, (1, 2, 3)),
         ({"num_distributed_optimizer_instances": 2}, 1, (2, 4)),
         ({"eval_global_batch_size": 8}, 1, (1, 2, 4)),
     ],
 )
-def test_sizes(its: dict[str, Any], unit: int, sizes: tuple[int, ...]) -> None:
-    grid = grid_of(args(**its))
+def test_sizes(changes: dict[str, Any], unit: int, sizes: tuple[int, ...]) -> None:
+    grid = grid_of(args(**changes))
     assert grid is not None
     assert (grid.unit, grid.sizes) == (unit, sizes)
     assert Grid.decode(grid.encode()) == grid
@@ -54,7 +55,7 @@ def test_every_size_can_train_that_is_left() -> None:
 
 
 def test_survivors_keep_their_stage_and_order() -> None:
-    """Two stages of three; rank 1 of the first and rank 5 of the second are lost, member 9 waits."""
+    """Check two stages of three ranks that lose rank 1 of the first and rank 5 of the second, while member 9 waits."""
     grid = Grid(2, 1, (1, 2, 3))
     survivors = {0: 10, 2: 12, 3: 13, 4: 14}
     assert grid.replicas(len(survivors)) == 2
@@ -66,14 +67,17 @@ def test_survivors_keep_their_stage_and_order() -> None:
 
 
 def test_half_a_unit_is_taken_apart() -> None:
-    """Two ranks hold a replica together; one of the first died, so the other serves elsewhere or waits."""
+    """Check replicas of two ranks: after the death of one rank, the other joins another replica or waits."""
     grid = Grid(1, 2, (1, 2))
     assert grid.roster({1: 11, 2: 12, 3: 13}, 4, [], 1) == {0: 12, 1: 13}
     assert grid.roster({1: 11, 2: 12, 3: 13}, 4, [9], 2) == {0: 12, 1: 13, 2: 11, 3: 9}
 
 
 def test_where_a_rank_of_a_window_on_disk_stood() -> None:
-    """Tensor 2, pipeline 2, expert 2: two data-parallel ranks of dense parts, of experts one."""
+    """Check positions in a job of tensor 2, pipeline 2, expert 2 and expert tensor 2.
+
+    Dense parts have two data-parallel ranks, and experts have one.
+    """
     settings = {
         "world_size": 8, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2,

@@ -1,4 +1,4 @@
-"""Experts in slots: who gets which token, where experts are placed, and what stays where it is."""
+"""Experts in slots: the slot that computes each token, the placement of experts, and experts that keep their slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.elastic.whole_tokens import schedule
 
 
 def drawn(seed: int) -> tuple[torch.Tensor, list[list[int]], int]:
-    """Routing ``[N, T, E]``, the experts in the slots of each rank, and E."""
+    """Return random routing ``[N, T, E]``, the experts in the slots of each rank, and E."""
     draw = np.random.default_rng(seed)
     ranks, slots = int(draw.integers(1, 6)), int(draw.integers(1, 5))
     experts = int(draw.integers(1, ranks * slots + 1))
@@ -41,12 +41,15 @@ def test_every_token_is_in_one_slot_of_its_expert_and_replicas_are_even(seed: in
             for source in range(len(held)):
                 assert int(maps[source][:, here].sum()) == int(wanted[expert, source, rank])
         of_expert = computed[table.expert == expert]
-        # Of each source rank, replicas on one rank differ by one token at most.
+        # For each source rank, the loads of the replicas on one rank differ by one token at most.
         assert int(of_expert.max() - of_expert.min()) <= len(held) + 1
 
 
 def test_shares_of_a_worked_example() -> None:
-    """Expert 0 twice on rank 0 and once on rank 1: tokens 5 and 1, so two each; one of rank 0 travels."""
+    """Check expert 0 with two slots on rank 0 and one on rank 1.
+
+    The ranks route 5 tokens and 1 to it, so each slot computes two, and rank 0 sends one token to rank 1.
+    """
     table = SlotTable.of([[0, 0], [0, 1]], 2)
     tokens = torch.tensor([[5, 0], [1, 2]])
     first, second = shares(tokens, table, 0), shares(tokens, table, 1)
@@ -61,13 +64,13 @@ def test_what_a_rank_has_stays_in_its_slots() -> None:
 
 
 def test_experts_are_placed_for_the_ranks_that_are_left() -> None:
-    its = Slots(experts=4, of_rank=2, floor=2)
-    before = its.table(0, 4)
+    slots = Slots(experts=4, of_rank=2, floor=2)
+    before = slots.table(0, 4)
     assert sorted(expert for rank in before for expert in rank) == [0, 0, 1, 1, 2, 2, 3, 3]
     left = [rank for rank in range(4) if rank != 1]
-    its.place([0], {0: [10, 20, 30, 60]}, {new: {0: before[old]} for new, old in enumerate(left)})
-    after = its.tables[0]
+    slots.place([0], {0: [10, 20, 30, 60]}, {new: {0: before[old]} for new, old in enumerate(left)})
+    after = slots.tables[0]
     assert len(after) == 3
     assert {expert for rank in after for expert in rank} == {0, 1, 2, 3}
-    firsts = [(rank, slot) for rank in range(3) for slot in range(2) if its.is_first(0, rank, slot)]
+    firsts = [(rank, slot) for rank in range(3) for slot in range(2) if slots.is_first(0, rank, slot)]
     assert len(firsts) == 4

@@ -1,4 +1,4 @@
-"""What may go and what is said of runs, case by case; without a thread, a buffer or a process."""
+"""Statuses of runs and snapshots to free, case by case, without a thread, a buffer or a process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STRATEGIES: dict[str, Strategy] = {
     "rolling": MoEvement(TABLE, WindowKind.ROLLING, 3),
     "dense": DenseToPeers(TABLE, 4),
 }
-# What they save of iterations 0 and later.
+# Snapshots that the strategies take from iteration 0 on.
 HISTORIES = {
-    name: ScheduleHistory(one.first(0, len(TABLE)).starting_at(0)) for name, one in STRATEGIES.items()
+    name: ScheduleHistory(strategy.first(0, len(TABLE)).starting_at(0)) for name, strategy in STRATEGIES.items()
 }  # fmt: skip
 
 
 def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
-    every = {iteration: HISTORIES[name].contents(iteration) for iteration in iterations}
-    return {iteration: contents for iteration, contents in every.items() if contents is not None}
+    planned = {iteration: HISTORIES[name].contents(iteration) for iteration in iterations}
+    return {iteration: contents for iteration, contents in planned.items() if contents is not None}
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
 )
 def test_how_far_runs_are(name: str, captured: Any, acknowledged: Any, statuses: Mapping[int, RunStatus]) -> None:
     lifetime = Lifetime(STRATEGIES[name])
-    found = lifetime.statuses(len(captured), held(name, captured), held(name, acknowledged))
-    assert {first: one for first, one in found.items() if one is not NEVER} == statuses
+    reported = lifetime.statuses(len(captured), held(name, captured), held(name, acknowledged))
+    assert {first: status for first, status in reported.items() if status is not NEVER} == statuses
 
 
 def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
@@ -63,21 +63,21 @@ def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "has", "unneeded"),
+    ("statuses", "captured", "unneeded"),
     [
         ({0: OPEN}, range(3), Unneeded([], [], False)),
         ({0: PERSISTED, 3: OPEN}, range(6), Unneeded([], [], True)),
         ({0: PERSISTED, 3: PERSISTED, 6: OPEN}, range(8), Unneeded([0, 1, 2], [], True)),
-        # Some rank abandoned the window from 3 on, and the next that may come begins with 6.
+        # A rank abandoned the window that began with 3, and the next run that the job may persist begins with 6.
         ({0: PERSISTED, 6: OPEN}, range(8), Unneeded([], [3, 4, 5], True)),
-        # Of what begins after the iteration in which it was said nothing is known.
+        # The statuses are of iteration 8, so they say nothing of runs that begin with 8 or later.
         ({0: PERSISTED}, range(9), Unneeded([], [3, 4, 5, 6, 7], True)),
     ],
 )
-def test_what_may_go(said: Mapping[int, RunStatus], has: range, unneeded: Unneeded) -> None:
+def test_what_may_go(statuses: Mapping[int, RunStatus], captured: range, unneeded: Unneeded) -> None:
     lifetime = Lifetime(STRATEGIES["aligned"])
-    lifetime.statuses(len(has), held("aligned", has), held("aligned", has))
-    assert lifetime.learn(Agreed(8, said), has) == unneeded
+    lifetime.statuses(len(captured), held("aligned", captured), held("aligned", captured))
+    assert lifetime.learn(Agreed(8, statuses), captured) == unneeded
 
 
 def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks() -> None:
@@ -95,7 +95,7 @@ def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks()
     ("name", "acknowledged", "captured", "given_up"),
     [
         ("aligned", range(3), range(5), [3, 4]),
-        ("aligned", range(3), range(6), []),  # complete: its delivery is a matter of time
+        ("aligned", range(3), range(6), []),  # complete, so it only has to be delivered
         ("aligned", range(0), range(2), [0, 1]),
         ("rolling", range(3), range(5), []),
         ("dense", range(1), range(5), []),

@@ -1,8 +1,8 @@
-"""A model of Transformer Engine's registry of FP8 scales with delayed scaling, for tests on machines without it.
+"""Model of Transformer Engine's registry of FP8 scales with delayed scaling, for tests on machines without it.
 
-It registers, concatenates, reduces and updates as Transformer Engine 2.20 does, under the names that it has there; what
-is left out has nothing to do with which tensors an update reaches. Tensors are on the CPU. A reduction is recorded with
-its group and its number of amaxes.
+The model registers, concatenates, reduces and updates as Transformer Engine 2.20 does, with the same names. The parts
+that it leaves out do not change which tensors an update reaches. Tensors are on the CPU. The model records each
+reduction with its group and its number of amaxes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTE, RECOMPUTED = "buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_r
 
 @dataclass
 class State:
-    """What is global in a process."""
+    """State of the registry that all modules of a process share."""
 
     fp8_enabled: bool = False
     fp8_distributed_group: Any = None
@@ -37,20 +37,20 @@ class State:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: a new object in each generation."""
+    """Process group, which is a new object in each generation."""
 
     name: str
 
 
 class Manager:
-    """One process's; a test makes a subclass for each rank."""
+    """Registry of one process; a test creates a subclass for each rank."""
 
     quantization_state: State
     reductions: list[tuple[Any, int]]
 
     @classmethod
     def begin(cls) -> None:
-        """Be a new process."""
+        """Start with the empty registry of a new process, and without recorded reductions."""
         cls.quantization_state, cls.reductions = State(), []
 
     @classmethod
@@ -79,8 +79,8 @@ class Manager:
     def reduce_and_update(cls, direction: str) -> None:
         state = cls.quantization_state
         for key, amaxes in state.global_amax_buffer.items():
-            its_direction, context = key.split("_", 1)
-            if its_direction != direction:
+            key_direction, context = key.split("_", 1)
+            if key_direction != direction:
                 continue
             _, group = state.autocast_arguments[context]
             cls.reductions.append((group, len(torch.cat(amaxes))))
@@ -94,7 +94,7 @@ class Manager:
     @classmethod
     @contextmanager
     def autocast(cls, group: Any) -> Iterator[None]:
-        """A region whose way out an interruption may cut off: nothing is put back then."""
+        """Enter a region of FP8. If an interruption cuts off its end, the region restores nothing."""
         state = cls.quantization_state
         before = state.fp8_enabled, state.fp8_distributed_group, state.is_first_fp8_module
         state.autocast_arguments[cls.key(group)] = ("delayed", group)
@@ -117,14 +117,14 @@ class Manager:
 
 @dataclass
 class Tensors:
-    """Scales of one direction, and their history."""
+    """Scales of one direction, with the history of their amaxes."""
 
     scale: torch.Tensor
     amax_history: torch.Tensor
 
 
 class Linear(torch.nn.Module):
-    """A module in FP8; its forward pass counts ``amax`` for each of its tensors."""
+    """Module in FP8, whose forward pass records ``amax`` for each of its tensors."""
 
     def __init__(self, manager: type[Manager]) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Linear(torch.nn.Module):
         self.fp8_meta["scaling_fwd"].amax_history[0] = amax
 
     def keep_for_recomputation(self) -> None:
-        """The first run of a forward pass that the backward pass runs again."""
+        """Keep the scales of a forward pass that the backward pass recomputes."""
         kept, scale = self.manager.quantization_state.fp8_tensors_recompute_buffer, self.fp8_meta["scaling_fwd"].scale
         if RECOMPUTED not in self.fp8_meta:
             kept.append(deque())
@@ -158,10 +158,10 @@ class Linear(torch.nn.Module):
         kept[self.fp8_meta[RECOMPUTED]].append(scale.clone())
 
     def recomputed_with(self) -> torch.Tensor:
-        """The scales of the first run, in the second."""
+        """Return the scales of the first forward pass, which the recomputation uses."""
         return self.manager.quantization_state.fp8_tensors_recompute_buffer[self.fp8_meta[RECOMPUTED]].popleft()
 
     def backward(self, amax: float) -> None:
         self.fp8_meta["scaling_bwd"].amax_history[0] = amax
-        if self.sets_gradient_scales:  # the first of a forward pass is the last of its backward pass
+        if self.sets_gradient_scales:  # the first module of a forward pass is the last of its backward pass
             self.manager.reduce_and_update("backward")

@@ -1,4 +1,4 @@
-"""Adam with narrow state against torch's, against itself with FP32 state, and against plain numbers."""
+"""Adam with narrow state agrees with torch's, with itself in FP32 state, and with plain numbers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def start(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_in_fp32_it_is_torchs(adam_w_mode: bool) -> None:
     options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    ours, theirs = start(), start()
-    torchs = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)([theirs], **options)  # type: ignore[arg-type]
-    first = trained(ours, PrecisionAwareAdam([ours], adam_w_mode=adam_w_mode, **options))  # type: ignore[arg-type]
-    assert torch.allclose(first, trained(theirs, torchs), rtol=1e-5, atol=1e-7)
+    own, reference = start(), start()
+    torchs = (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)([reference], **options)  # type: ignore[arg-type]
+    first = trained(own, PrecisionAwareAdam([own], adam_w_mode=adam_w_mode, **options))  # type: ignore[arg-type]
+    assert torch.allclose(first, trained(reference, torchs), rtol=1e-5, atol=1e-7)
 
 
 def test_bf16_weights_and_remainders_are_fp32_masters() -> None:
-    """The upper halves and what is missing of them train as FP32 master weights do, to the bit."""
+    """Check that BF16 weights with 16-bit remainders train as FP32 master weights do, to the bit."""
     masters = {}
     for remainders in (True, False):
         weights = start(torch.bfloat16)
@@ -57,7 +57,7 @@ def test_bf16_weights_and_remainders_are_fp32_masters() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
 def test_halves_keep_every_bit(bits: list[int]) -> None:
-    values = torch.tensor([struct.unpack("f", struct.pack("I", one))[0] for one in bits], dtype=torch.float32)
+    values = torch.tensor([struct.unpack("f", struct.pack("I", word))[0] for word in bits], dtype=torch.float32)
     values = values[torch.isfinite(values) & (values.abs() < 3e38)]
     upper, lower = halves(values)
     assert torch.equal(joined(upper, lower).view(torch.int32), values.view(torch.int32))
@@ -93,10 +93,10 @@ def test_nothing_without_a_gradient_is_touched(dtype: torch.dtype) -> None:
     for parameter in (active, frozen):
         optimizer.initialize_state(parameter)
     before = [frozen.detach().clone(), *(value.clone() for value in optimizer.state[frozen].values())]
-    was = active.detach().clone()
+    initial = active.detach().clone()
     trained(active, optimizer, steps=2)
     assert all(torch.equal(a, b) for a, b in zip(before, [frozen, *optimizer.state[frozen].values()], strict=True))
-    assert not torch.equal(active, was)
+    assert not torch.equal(active, initial)
     assert optimizer.param_groups[0]["step"] == 2
 
 

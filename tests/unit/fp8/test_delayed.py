@@ -1,4 +1,4 @@
-"""Delayed scaling against a count of its own, and forward passes that are run again."""
+"""Delayed scaling follows recorded amaxes, and recomputed forward passes change nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_scales_follow_what_was_seen(history: int, margin: int, takes_max: bool)
     seen: list[float] = []
     scale = 1.0
     for amax in (2.0, 0.0, 7.0, 0.5, float("inf"), 3.0, 0.0, 0.0, 0.0, 1.0):
-        for value in (amax, amax / 2):  # two matrices in one place
+        for value in (amax, amax / 2):  # two matrices of one role
             layer.record(Role.GRADIENT, torch.full((2, 2), value, dtype=torch.bfloat16))
         set_scales([layer], (Role.GRADIENT,), None)
         seen.append(amax)
@@ -42,7 +42,7 @@ def test_it_is_moved_with_a_model_and_never_converted() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A linear layer as ours are in Megatron's."""
+    """Linear layer that computes in FP8 as this project's layers for Megatron do."""
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Layer(torch.nn.Module):
 
 
 def pairs(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
-    """Two parts that are each run again."""
+    """Run the layers in two parts, each of which the backward pass recomputes."""
     for pair in (layers[:2], layers[2:]):
         tokens = autocast.checkpoint(lambda x, pair=pair: pair[1](pair[0](x)), False, None, None, tokens)
     return tokens
 
 
 def nested(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
-    """All is run again, and a part of it within that."""
+    """Run the layers in one recomputed part, which contains another one."""
 
     def all_of_it(x: torch.Tensor) -> torch.Tensor:
         x = layers[0](x)
@@ -79,7 +79,7 @@ def nested(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def with_a_region_inside(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
-    """As multi-token prediction enters FP8 again within what is run again."""
+    """Run the layers in one recomputed part that enters FP8 again, as multi-token prediction does."""
 
     def all_of_it(x: torch.Tensor) -> torch.Tensor:
         x = layers[1](layers[0](x))
@@ -89,12 +89,12 @@ def with_a_region_inside(layers: list[Layer], tokens: torch.Tensor) -> torch.Ten
     return autocast.checkpoint(all_of_it, False, None, None, tokens)
 
 
-@pytest.mark.parametrize("again", [pairs, nested, with_a_region_inside])
+@pytest.mark.parametrize("recomputed_forward", [pairs, nested, with_a_region_inside])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_a_forward_pass_that_is_run_again_changes_nothing(
-    name: str, again: Callable[[list[Layer], torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    name: str, recomputed_forward: Callable[[list[Layer], torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients, scales and histories with and without recomputation, over several iterations of two microbatches."""
+    """Compare weights, scales and histories with and without recomputation, after iterations of two microbatches."""
     from megatron.core import tensor_parallel
 
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_a_forward_pass_that_is_run_again_changes_nothing(
                 tokens = torch.randn(8, 32, generator=generator, requires_grad=True)
                 with autocast.autocast(recipe, None):
                     if recomputes:
-                        tokens = again(layers, tokens)
+                        tokens = recomputed_forward(layers, tokens)
                     else:
                         for layer in layers:
                             tokens = layer(tokens)

@@ -1,4 +1,4 @@
-"""Codes and scales against torchao's quantisers, and against loops over plain numbers."""
+"""Codes and scales of FP8 agree with torchao's quantisers, and with loops over plain numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(1, 1), (3, 5), (16, 32), (130, 257), (0, 64)]
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    """BF16 of many magnitudes, with a row and a column of zeros."""
+    """Return a BF16 matrix of many magnitudes, with a row and a column of zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator)
     values *= torch.exp2(torch.randint(-12, 12, (rows, columns), generator=generator).float())
@@ -33,13 +33,13 @@ def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def test_one_scale_is_torchaos(shape: tuple[int, int], dtype: torch.dtype) -> None:
     values = matrix(*shape) if shape != (1, 1) else torch.tensor([[0.7]], dtype=torch.bfloat16)
     scale = tensor_to_scale(values, dtype).view(1, 1)
-    its = formats.by_tensor(values, dtype)
-    assert torch.allclose(its.row.scale_inv, scale.reciprocal(), rtol=2**-22, atol=0.0), "it divides in FP64"
+    quantised = formats.by_tensor(values, dtype)
+    assert torch.allclose(quantised.row.scale_inv, scale.reciprocal(), rtol=2**-22, atol=0.0), "it divides in FP64"
     assert torch.equal(
         formats.by_scale(values, scale, dtype).row.codes.view(torch.uint8),
         to_fp8_saturated(values.float() * scale, dtype).view(torch.uint8),
     )
-    assert its.column is its.row
+    assert quantised.column is quantised.row
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -57,7 +57,7 @@ def test_exponents_are_torchaos(shape: tuple[int, int], dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("shape", [(3, 5), (130, 257), (128, 256)])
 def test_blocks_one_by_one(shape: tuple[int, int]) -> None:
-    """Every block's scale is the largest power of two with which the block fits, in plain Python."""
+    """Check in plain Python that each block's scale is the largest power of two with which the block fits."""
     values = matrix(*shape, seed=2)
     for form, block in (
         (formats.by_squares(values, E4M3).row, (128, 128)),
@@ -97,16 +97,16 @@ def test_one_form_quantises_to_itself(quantiser: object, seed: int) -> None:
 
 
 def test_neither_form_of_mxfp8_can_be_made_from_the_other() -> None:
-    """Why snapshots keep the BF16 weights behind MXFP8: it has other codes for 3.6% of the elements of its own output.
+    """Check that quantising MXFP8 again changes 3.6% of its codes, so snapshots must keep the BF16 weights.
 
-    Most stand for the same number (an exponent moved), but not all do.
+    Most changed codes stand for the same number with another exponent, but not all do.
     """
     values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(4)).bfloat16()
-    its = formats.by_exponents(values, E4M3)
-    again = formats.by_exponents(its.row.dequantised().bfloat16(), E4M3)
-    share = (again.row.codes.view(torch.uint8) != its.row.codes.view(torch.uint8)).float().mean()
+    quantised = formats.by_exponents(values, E4M3)
+    again = formats.by_exponents(quantised.row.dequantised().bfloat16(), E4M3)
+    share = (again.row.codes.view(torch.uint8) != quantised.row.codes.view(torch.uint8)).float().mean()
     assert 0.03 < float(share) < 0.05
-    assert (again.column.dequantised() != its.column.dequantised()).any()
+    assert (again.column.dequantised() != quantised.column.dequantised()).any()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -17,7 +17,7 @@ from tests.unit.fp8.registry import Group, Linear, Manager
 
 
 class Rank:
-    """One rank's model: virtual stages of FP8 modules."""
+    """Model of one rank: virtual stages of FP8 modules."""
 
     def __init__(self, *modules: int) -> None:
         class Own(Manager):
@@ -38,7 +38,7 @@ class Rank:
         return list(chunk)
 
     def iterate(self, group: Any, amax: float) -> None:
-        """One microbatch through all virtual stages, forward and backward."""
+        """Run one microbatch through all virtual stages, forward and backward."""
         for chunk in self.chunks:
             with self.manager.autocast(group):
                 for module in self.of(chunk):
@@ -48,18 +48,18 @@ class Rank:
                 module.backward(amax)
 
     def begin_forward(self, group: Any, amax: float) -> None:
-        """A forward pass that is cut off within its FP8 region."""
+        """Begin a forward pass, and cut it off within its FP8 region."""
         region = self.manager.autocast(group)
         region.__enter__()
         self.modules[0](amax)
         region.gen.close()
 
     def updated(self, group: Any, amax: float) -> int:
-        """Return the number of modules whose scales, all of them, an iteration updates."""
+        """Run an iteration, and return the number of modules of which it updates all scales."""
         before = [self.scales(module) for module in self.modules]
         self.iterate(group, amax)
         return sum(
-            all((now != then).all() for now, then in zip(self.scales(module), scales, strict=True))
+            all((new != old).all() for new, old in zip(self.scales(module), scales, strict=True))
             for module, scales in zip(self.modules, before, strict=True)
         )
 
@@ -92,7 +92,10 @@ def test_an_iteration_updates_all_scales_after_an_interruption_too(monkeypatch: 
 
 
 def test_survivors_and_a_replacement_enter_the_same_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several virtual stages a registry fills stage by stage; one that is full would reduce more amaxes."""
+    """Check several virtual stages, which fill an empty registry stage by stage.
+
+    A survivor with a full registry would reduce more amaxes than a replacement.
+    """
     survivor, replacement, group, later = Rank(3, 2), Rank(3, 2), Group("generation 0"), Group("generation 1")
     survivor.iterate(group, 2.0)
     survivor.iterate(group, 2.0)
@@ -111,7 +114,7 @@ def test_a_recomputed_forward_pass_has_the_scales_of_its_own_first_run(monkeypat
     rank, group = Rank(2), Group("generation 0")
     rank.iterate(group, 2.0)
     for module in rank.modules:
-        module.keep_for_recomputation()  # and the backward pass never comes
+        module.keep_for_recomputation()  # and no backward pass follows
     rank.is_interrupted(monkeypatch)
     rank.iterate(group, 4.0)
     for module in rank.modules:
@@ -145,14 +148,14 @@ def test_operations_of_fused_sequences_register_again() -> None:
 
 def test_a_replacement_gets_scales_before_its_modules_have_run() -> None:
     trained, replacement, group = Rank(2, 1), Rank(2, 1), Group("generation 0")
-    scales = Scales(trained.chunks)  # made before the first iteration, as an optimizer's are
+    scales = Scales(trained.chunks)  # created before the first iteration, as by an optimizer
     trained.iterate(group, 2.0)
     boundary = scales.copies()
     Scales(replacement.chunks).put(boundary)
-    for ours, theirs in zip(replacement.modules, trained.modules, strict=True):
+    for restored, original in zip(replacement.modules, trained.modules, strict=True):
         for direction in ("scaling_fwd", "scaling_bwd"):
-            assert torch.equal(ours.fp8_meta[direction].scale, theirs.fp8_meta[direction].scale)
-            assert torch.equal(ours.fp8_meta[direction].amax_history, theirs.fp8_meta[direction].amax_history)
+            assert torch.equal(restored.fp8_meta[direction].scale, original.fp8_meta[direction].scale)
+            assert torch.equal(restored.fp8_meta[direction].amax_history, original.fp8_meta[direction].amax_history)
     for rank in (trained, replacement):
         rank.iterate(group, 8.0)
     assert all(map(torch.equal, replacement.scales(replacement.modules[2]), trained.scales(trained.modules[2])))

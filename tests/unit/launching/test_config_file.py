@@ -1,4 +1,4 @@
-"""--config files: Megatron's flags by name."""
+"""Files of ``--config`` become Megatron's flags, before the flags of the command line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_lists_and_variables_are_what_megatrons_shell_makes_of_them(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "pattern"),
     [
         (None, os.strerror(errno.ENOENT)),
         ("a: [", r"\bYAML\b"),
@@ -60,11 +60,11 @@ def test_lists_and_variables_are_what_megatrons_shell_makes_of_them(
         ("MODEL_ARGS: 3", r"\bMODEL_ARGS\b.*\bint\b"),
     ],
 )
-def test_a_file_that_cannot_be_flags_says_why(text: str | None, found: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_flags_says_why(text: str | None, pattern: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"\ba\.yaml\b.*{found}"):
+    with pytest.raises(ConfigError, match=rf"\ba\.yaml\b.*{pattern}"):
         config_file.expand(["--config", str(path)])
     (tmp_path / "env.yaml").write_text("ENV_VARS: [A]")
     with pytest.raises(ConfigError, match=r"\benv\.yaml\b.*\bENV_VARS\b.*\blist\b"):

@@ -18,11 +18,11 @@ from moevement_core.launching.limits import (
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
-    """The soft and hard limit that this process seems to have; the test may change them."""
-    of = {"files": (1024, 65536)}
-    monkeypatch.setattr(resource, "getrlimit", lambda _: of["files"])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, both: of.update(files=both))
-    return of
+    """Return the soft and hard limit that this process seems to have; a test may change them."""
+    values = {"files": (1024, 65536)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: values["files"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: values.update(files=both))
+    return values
 
 
 def test_a_small_job_leaves_the_limit_of_open_files(limits: dict[str, tuple[int, int]]) -> None:
@@ -64,7 +64,7 @@ def test_no_limit_is_no_problem(limits: dict[str, tuple[int, int]]) -> None:
 
 
 def test_processes_started_later_have_the_raised_limit() -> None:
-    """A new process sets its real limit, raises it, and starts another one."""
+    """Check a new process that lowers its real limit, raises it again, and starts another process."""
     program = (
         "import resource, subprocess; from moevement_core.launching.limits import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

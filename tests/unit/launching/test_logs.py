@@ -76,7 +76,7 @@ def test_lines_are_shown_after_a_rotation(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_processes_that_ended_leave_no_descriptor() -> None:
-    """A job of ten thousand failures would have no descriptor left."""
+    """Check the number of open descriptors; leaks would use up all of them in a job of ten thousand failures."""
 
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))

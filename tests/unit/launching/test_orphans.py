@@ -1,4 +1,4 @@
-"""What processes leave behind is collected, whoever had its number before, and what is none of theirs is let alone."""
+"""Orphans of ended ranks are killed and collected, and all other processes are left alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def left() -> Iterator[subprocess.Popen[bytes]]:
 def test_what_has_ended_is_collected() -> None:
     if (pid := os.fork()) == 0:
         os._exit(0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there to be collected
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the process has ended, and waits to be collected
     looking = Orphans()
     assert not looking.is_due
     looking.expect()
@@ -61,7 +61,7 @@ HOLDS = "import sys, time; file = open(sys.argv[1]); print(flush=True); time.sle
 
 
 def holder(device: Path, member: int) -> subprocess.Popen[bytes]:
-    """A process that a member has left, with a device open."""
+    """Start an orphan of a member that has a device open; return its process."""
     environment = {**os.environ, MEMBER_ENV: str(member), PARENT_ENV: str(os.getpid())}
     process = subprocess.Popen([sys.executable, "-c", HOLDS, str(device)], env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -72,7 +72,10 @@ def holder(device: Path, member: int) -> subprocess.Popen[bytes]:
 def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is_reported(
     tmp_path: Path, left: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, and nothing else: not what has no device open, and not what a rank that lives has started."""
+    """Check that only the orphan with an open device is killed, and at once.
+
+    An orphan without a device lives on, and so does a process that a live rank has started.
+    """
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
     monkeypatch.setattr(orphans, "RELEASE_S", 60.0)
     monkeypatch.setattr(orphans, "GRACE_S", 60.0)
@@ -97,7 +100,7 @@ def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is
 def test_a_device_that_is_not_let_go_holds_back_a_death_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver may keep a process that was killed."""
+    """Check an orphan that does not end, as the driver may keep a killed process."""
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
     monkeypatch.setattr(orphans, "RELEASE_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda self: None)

@@ -1,4 +1,4 @@
-"""A launcher that is asked to end does, whatever it was doing."""
+"""A launcher ends after a signal that asks it to, also if a finalizer runs when the signal comes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.launching.signals import REPEAT_S, Signals, Stopped
 
 
 class Interrupted:
-    """An object whose finalizer is running when the signal comes."""
+    """Object whose finalizer runs when the signal comes."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -25,14 +25,14 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
     with Signals() as signals:
         signals.check()
         interrupted = Interrupted()
-        del interrupted  # Python drops what is raised here
+        del interrupted  # Python drops an exception of a finalizer
         with pytest.raises(Stopped) as stopped:
             signals.check()
     assert stopped.value.number == signal.SIGINT
 
 
 def test_the_first_request_may_be_to_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repetition within a second is the same request; a later signal ends the job at once."""
+    """Check that a repetition within a second is the same request, and that a later signal ends the job at once."""
     now = 100.0
     monkeypatch.setattr(signals_module.time, "monotonic", lambda: now)
     with Signals() as signals:

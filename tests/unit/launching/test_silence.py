@@ -1,4 +1,4 @@
-"""A job without spares that hangs says so once, with the rank and how long."""
+"""The launcher of a job without spares reports a hang once, with the rank and its duration."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.unit.monitoring.runs import line
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    its = Child("rank_0", Program(command=[sys.executable, "-c", "import time; time.sleep(600)"]), {}, None)
-    yield its
-    end_all([its])
+    process = Child("rank_0", Program(command=[sys.executable, "-c", "import time; time.sleep(600)"]), {}, None)
+    yield process
+    end_all([process])
 
 
 class Clock:
@@ -40,16 +40,16 @@ def until(silence: HangDetector, clock: Clock, seconds: float) -> None:
 
 
 def test_a_stopped_rank_is_named_once_and_again_after_it_went_on(child: Child) -> None:
-    told, clock = list[str](), Clock()
-    silence = HangDetector([child], None, told.append, clock)
+    reports, clock = list[str](), Clock()
+    silence = HangDetector([child], None, reports.append, clock)
     until(silence, clock, 60)
-    assert told == []
+    assert reports == []
     os.kill(child.pid, signal.SIGSTOP)
     wait_until_stopped(child)
     until(silence, clock, STOPPED_S / 2)
-    assert told == []
+    assert reports == []
     until(silence, clock, 10 * STOPPED_S)
-    (text,) = told
+    (text,) = reports
     assert re.search(rf"\brank 0\b.*\b{child.pid}\b.*\b15 s\b", text)
     assert f"kill -CONT {child.pid}" in text
     os.kill(child.pid, signal.SIGCONT)
@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_named_once_and_again_after_it_went_on(child: Child) -
     os.kill(child.pid, signal.SIGSTOP)
     wait_until_stopped(child)
     until(silence, clock, 2 * STOPPED_S)
-    assert len(told) == 2
+    assert len(reports) == 2
 
 
 def wait_until_stopped(child: Child) -> None:
@@ -68,20 +68,20 @@ def wait_until_stopped(child: Child) -> None:
 
 
 def test_iterations_that_do_not_end_are_said_once(child: Child, tmp_path: Path) -> None:
-    told, clock = list[str](), Clock()
+    reports, clock = list[str](), Clock()
     run = RunRecord(tmp_path)
     run.begin({}, first_iteration=1)
-    silence = HangDetector([child], run, told.append, clock)
+    silence = HangDetector([child], run, reports.append, clock)
     until(silence, clock, 300)
-    assert told == [], "building a model takes as long as it takes"
+    assert reports == [], "building a model takes as long as it takes"
     for iteration in range(1, 5):
         run.metric(**line(iteration))
         until(silence, clock, 4)
     until(silence, clock, SILENT_S - 10)
-    assert told == [], "nor are twenty iterations over"
+    assert reports == [], "nor are twenty iterations over"
     until(silence, clock, 300)
-    (text,) = told
+    (text,) = reports
     assert re.search(rf"\b8\d s\b.*\brank 0\b.*\b{child.pid}\b.*\b0%", text)
     run.metric(**line(5))
     until(silence, clock, 300)
-    assert len(told) == 2
+    assert len(reports) == 2

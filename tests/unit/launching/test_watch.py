@@ -1,4 +1,4 @@
-"""What the launcher makes of processes that end, with real ones that do nothing."""
+"""The launcher handles the end of processes; the tests run real processes that do nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():
 
 
 class Job:
-    """Two ranks, and a process that is started for each that dies."""
+    """Job of two ranks that starts a replacement for each rank that dies."""
 
     def __init__(self, folder: Path, code: int, lease_s: float = 10.0, first: str = "") -> None:
         token = Token.new()
@@ -49,7 +49,7 @@ class Job:
         self.enter()
 
     def enter(self) -> None:
-        """Have everyone who is in the next roster acknowledge it."""
+        """Let every member of the next roster acknowledge it."""
         waiting = [threading.Thread(target=member.wait_for_rank, daemon=True) for member in self.members]
         for thread in waiting:
             thread.start()
@@ -126,13 +126,13 @@ if (pid := os.fork()) == 0:
     pathlib.Path({folder!r}, os.environ["MOEVEMENT_MEMBER"]).write_text(str(os.getpid()))
     time.sleep(60)
 """
-"""A rank forks a process that has a device open."""
+"""Script of a rank that forks a process with an open device."""
 
 
 def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the process that takes over finds no memory there."""
+    """Check that the orphan of a killed rank has ended first; else the replacement finds no memory on the device."""
     (device := tmp_path / "nvidia0").touch()
     (held := tmp_path / "held").mkdir()
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))

@@ -1,4 +1,4 @@
-"""How a rank ends."""
+"""A rank destroys the process groups that its script leaves."""
 
 from __future__ import annotations
 

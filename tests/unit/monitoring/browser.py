@@ -1,4 +1,4 @@
-"""A browser without a window, to look at pages with."""
+"""Headless browser with which tests look at pages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 class Browser:
-    """Of this machine.
+    """Browser of this machine, which runs without a window.
 
     Args:
-        command: its program.
-        folder: for its profile.
+        command: path of the browser's program.
+        folder: folder for the browser's profile and for temporary files.
     """
 
     def __init__(self, command: str, folder: Path) -> None:
@@ -30,17 +30,17 @@ class Browser:
         self._words = [
             command, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
             "--disable-dev-shm-usage", f"--user-data-dir={folder / 'profile'}",
-            "--host-resolver-rules=MAP * ~NOTFOUND",  # whatever a page asks for, nothing leaves this machine
+            "--host-resolver-rules=MAP * ~NOTFOUND",  # no request of a page leaves this machine
         ]  # fmt: skip
 
     def picture(self, page: Path, width: int, height: int) -> npt.NDArray[np.uint8]:
-        """What is seen of it, uint8 ``[height, width, 3]``."""
+        """Return a picture of the page, uint8 ``[height, width, 3]``."""
         path = self._folder / "picture.png"
         self._run(f"--window-size={width},{height}", f"--screenshot={path}", page.as_uri())
         return np.rint(image.imread(path)[..., :3] * 255).astype(np.uint8)
 
     def measured(self, page: Path, script: str, width: int, height: int = 1000) -> Any:
-        """What ``script``, the body of a function, returns of a copy of the page that may run scripts."""
+        """Return the result of ``script``, the body of a function, in a copy of the page that may run scripts."""
         text = page.read_text(encoding="utf-8")
         policy = "default-src 'none'; style-src 'unsafe-inline'"
         assert policy in text
@@ -53,12 +53,12 @@ class Browser:
             encoding="utf-8",
         )
         dumped = self._run(f"--window-size={width},{height}", "--dump-dom", copy.as_uri())
-        _, found, rest = dumped.partition('data-measured="')
-        assert found, "the script failed"
-        return json.loads(unescape(rest[: rest.index('"')]))
+        _, marker, tail = dumped.partition('data-measured="')
+        assert marker, "the script failed"
+        return json.loads(unescape(tail[: tail.index('"')]))
 
     def document(self, address: str) -> str:
-        """What the page at an address has become when its scripts have run for some seconds, as HTML."""
+        """Return the HTML of the page at an address after its scripts have run for ten seconds of virtual time."""
         return self._run("--virtual-time-budget=10000", "--dump-dom", address)
 
     def _run(self, *words: str) -> str:
@@ -68,7 +68,7 @@ class Browser:
 
 
 def find(folder: Path) -> Browser:
-    """Skips the test where there is none."""
+    """Return the browser of this machine; skip the test if there is none."""
     command = next((path for name in NAMES if (path := shutil.which(name))), None)
     if command is None:
         pytest.skip(f"none of {', '.join(NAMES)} is installed (Debian: apt-get install chromium)")

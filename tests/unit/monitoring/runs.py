@@ -1,4 +1,4 @@
-"""A run directory as a job leaves it, without a job."""
+"""Run directories as jobs leave them, written without a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.run.outcome import Recovery
 from moevement_core.run.run_record import RunRecord
 
 BEGAN_AT = 1_000_000.0
-"""Seconds since the epoch."""
+"""Time at which the first iteration began, in seconds since the epoch."""
 CHECKPOINTING = {
     "stall_s": 0.25, "copied_bytes": 1000, "replicated_bytes": 2000, "replication_lag": 1, "copies_under_way": 2,
     "persisted_from": 3, "window": 3, "window_snapshots": 3, "windows_abandoned": 1,
@@ -25,7 +25,7 @@ CHECKPOINTING = {
 
 
 def line(iteration: int, loss: Any = 2.0, **fields: Any) -> dict[str, Any]:
-    """Of an iteration of one second, one after the other without a gap."""
+    """Return the metrics line of an iteration of one second; consecutive iterations have no gap."""
     return {
         "iteration": iteration, "loss": loss, "grad_norm": 1.5, "learning_rate": 0.01, "tokens_per_s": 512.0,
         "iteration_s": 1.0, "time": BEGAN_AT + iteration, **CHECKPOINTING, **fields,
@@ -42,29 +42,32 @@ STANDSTILL = NothingPersisted("no newer window has come to all peers for 9 itera
 
 
 def failure(generation: int = 1, at: float = BEGAN_AT + 5.5, **fields: Any) -> Account:
-    """Of a rank, with parts of 0.5, 0.25, 0.25, 1, 0.5 and 1.5 seconds."""
-    given: dict[str, Any] = {
+    """Return the account of a rank's failure, with parts of 0.5, 0.25, 0.25, 1, 0.5 and 1.5 seconds."""
+    defaults: dict[str, Any] = {
         "generation": generation, "failures": ["rank 2 (pid 12) was killed by signal 9"], "noticed_by": "by supervisor",
         "scope": "stage 1 of 2 lost its state; only it rolled back", "recovery": RECOVERY.as_dict(), "effective": 0.9,
         "kept": "2 ranks kept their state", "spares": 0, "copies": "all are there",
         "failed_at": at, "interrupted_at": at + 0.5, "left_at": at + 0.75, "formed_at": at + 0.8,
         "usable_at": at + 1.0, "prepared_at": at + 2.0, "replay_at": at + 2.5, "resumed_at": at + 4.0,
     }  # fmt: skip
-    return Account(**given | fields)
+    return Account(**defaults | fields)
 
 
 def job(**fields: Any) -> JobEntry:
-    """Of a job of four ranks and a spare that runs on another machine."""
-    given: dict[str, Any] = {
+    """Return the entry of a job of four ranks and a spare; its launcher is on another machine."""
+    defaults: dict[str, Any] = {
         "command": "moevement launch --nproc 4 --spares 1 train.py", "began_at": BEGAN_AT - 3.0, "host": "host0",
         "pid": 7, "machine": "another", "started": "1", "hardware": "2 cores", "ranks": 4, "spares": 1,
         "versions": {"moevement": "0.1.0", "torch": "2.13.0"},
     }  # fmt: skip
-    return JobEntry(**given | fields)
+    return JobEntry(**defaults | fields)
 
 
 def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
-    """Ten iterations of two nodes; a failure after the fifth, which took four seconds and repeated two."""
+    """Write the record of ten iterations on two nodes, with a failure after the fifth.
+
+    The recovery took four seconds and repeated two iterations.
+    """
     run = RunRecord(folder)
     run.begin({"train_iters": 10, "seed": 1}, first_iteration=1)
     run.write_job(job())

@@ -1,4 +1,4 @@
-"""What Prometheus would have."""
+"""Samples that Prometheus would scrape from an endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def free_port() -> int:
 
 
 def scraped(url: str) -> dict[str, float]:
-    """Each sample by its name, with the value of its label behind it; by Prometheus's own parser."""
+    """Return the value of each sample by its name and the value of its label, read by Prometheus's own parser."""
     with urllib.request.urlopen(url, timeout=30) as answer:
         if not answer.headers:
             raise ConnectionResetError("the endpoint ended in the middle of its headers")

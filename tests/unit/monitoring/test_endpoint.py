@@ -1,4 +1,4 @@
-"""Figures are served to whoever asks in Prometheus's format, by a process that is started again should it end."""
+"""A process serves the figures of a run in Prometheus's format; the launcher restarts it if it ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_figure_has_its_name_help_and_kind(tmp_path: Path) -> None:
     run.update()
     exported = {family.name: family for family in families(run.samples())}
     for figure in FIGURES:
-        if figure.name == "expert_imbalance":  # of elastic jobs alone
+        if figure.name == "expert_imbalance":  # only elastic jobs have it
             continue
         family = exported[f"moevement_{figure.name}"]
         assert (family.documentation, family.type) == (figure.help, str(figure.kind))
@@ -66,17 +66,17 @@ def test_every_figure_has_its_name_help_and_kind(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_is_followed_by_another(endpoint: Endpoint) -> None:
-    said: list[str] = []
+    reports: list[str] = []
     assert scraped(endpoint.url)
     assert endpoint.pid is not None
     before = endpoint.pid
     os.kill(before, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while endpoint.pid == before:
-        endpoint.step(said.append)
+        endpoint.step(reports.append)
         assert time.monotonic() < deadline
     assert scraped(endpoint.url)
-    (text,) = said
+    (text,) = reports
     assert re.search(rf"{re.escape(endpoint.url)}.*-{int(signal.SIGKILL)}\b", text)
 
 
@@ -122,7 +122,7 @@ def test_figures_need_a_record() -> None:
 
 
 def test_where_nothing_outlives_the_ranks_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under srun without spares, or where a script is started by something else."""
+    """Check a script that no launcher of this project has started, as under srun without spares."""
     monkeypatch.setenv(STORE_ENV, "127.0.0.1:1")
     assert unserved("9400") is None
     monkeypatch.delenv(STORE_ENV)

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts ask for figures that there are, by labels that they have."""
+"""The dashboard and the alerts ask for figures that exist, by labels that these figures have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_figure_that_is_asked_for_is_served() -> None:
     asked = {name for text in expressions() for name in re.findall(r"moevement_\w+", text)}
     assert asked <= LABELS.keys()
     missing = LABELS.keys() - asked
-    # What only few jobs have, and what says the same as another one.
+    # Only few jobs have the first two figures, and the third repeats another one.
     assert missing == {
         "moevement_tokens_owed", "moevement_expert_imbalance", "moevement_last_recovery_timestamp_seconds"
     }  # fmt: skip

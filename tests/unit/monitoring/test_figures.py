@@ -1,4 +1,4 @@
-"""Figures of a run are what its record says, also while it grows and when a run resumes into it."""
+"""Figures of a run agree with its record, also while the record grows and when a run resumes into it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.monitoring.runs import append, failure, line, recovered_run
 
 def values(run: WatchedRun) -> dict[str, float]:
     run.update()
-    return {its.figure.name + (f"/{its.label}" if its.label else ""): its.value for its in run.samples()}
+    return {sample.figure.name + (f"/{sample.label}" if sample.label else ""): sample.value for sample in run.samples()}
 
 
 def test_the_table_of_metrics_is_up_to_date() -> None:
@@ -60,14 +60,14 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
     assert {name: value for name, value in values(WatchedRun(tmp_path / "none")).items() if value} == {}
     figures = RunFigures()
     figures.take_line({"iteration": 1, "loss": 3.0, "persisted_from": None, "iteration_s": None})
-    names = {its.figure.name for its in figures.samples() if its.figure.kind is Kind.GAUGE}
+    names = {sample.figure.name for sample in figures.samples() if sample.figure.kind is Kind.GAUGE}
     assert names == {"iteration", "loss"}
 
 
 def test_a_loss_that_is_no_number_is_seen() -> None:
     figures = RunFigures()
     figures.take_line(line(1, "nan"))
-    (loss,) = [its.value for its in figures.samples() if its.figure.name == "loss"]
+    (loss,) = [sample.value for sample in figures.samples() if sample.figure.name == "loss"]
     assert math.isnan(loss)
 
 
@@ -75,7 +75,7 @@ def test_a_recovered_iteration_says_nothing_of_checkpoints() -> None:
     figures = RunFigures()
     figures.take_line(line(1))
     figures.take_line({"iteration": 2, "loss": 1.0, "iteration_s": None, "recovered": True, "time": 1_000_003.0})
-    has = {its.figure.name: its.value for its in figures.samples()}
+    has = {sample.figure.name: sample.value for sample in figures.samples()}
     assert (has["iteration"], has["loss"], has["window_iterations"], has["copied_bytes"]) == (2, 1.0, 3, 1000)
 
 
@@ -91,7 +91,7 @@ def test_a_record_is_followed_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_is_counted_from_its_record_alone(tmp_path: Path) -> None:
-    """Lines of iterations that it does again leave the file, and with them what they had added."""
+    """Check that lines of repeated iterations leave the file, and their amounts leave the figures."""
     run = recovered_run(tmp_path)
     watched = WatchedRun(tmp_path)
     assert values(watched)["copied_bytes"] == 10_000

@@ -1,4 +1,4 @@
-"""``job.json`` says how a job was launched, and how it ended."""
+"""The file ``job.json`` records how a job was launched, and how it ended."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_what_ends_a_job_is_kept(error: BaseException, code: int, reason: str, t
     record = RunRecord(tmp_path)
     with pytest.raises(type(error)), JobFile(record, entry()):
         raise error
-    found = record.job()
-    assert found is not None
-    assert (found.code, found.reason) == (code, reason)
+    written = record.job()
+    assert written is not None
+    assert (written.code, written.reason) == (code, reason)
 
 
 def test_the_entry_of_a_job_that_trains_is_left_alone(tmp_path: Path) -> None:
-    """A coordinator does not know whose the run directory is until its own job has trained."""
+    """Check a coordinator, which may write its entry only when its own job has begun to train."""
     record, other = RunRecord(tmp_path), entry()
     record.write_job(other)
     with JobFile(record, entry(), begins=False) as file:
@@ -63,13 +63,13 @@ def test_the_entry_of_a_job_that_trains_is_left_alone(tmp_path: Path) -> None:
     with JobFile(record, replace(entry(), command="mine"), begins=False) as file:
         file.begin()
         file.outcome = Outcome(0)
-    found = record.job()
-    assert found is not None
-    assert (found.command, found.code) == ("mine", 0)
+    written = record.job()
+    assert written is not None
+    assert (written.command, written.code) == ("mine", 0)
 
 
 def test_a_refused_launch_leaves_the_entry_of_the_finished_job(tmp_path: Path) -> None:
-    """Unless it trained: then the run directory is its own."""
+    """Check that a launch replaces the entry only if its job has trained."""
     record, finished = RunRecord(tmp_path), replace(entry(), command="finished", code=0)
     record.begin({}, first_iteration=1)
     record.metric(iteration=1, loss=2.0)
@@ -80,9 +80,9 @@ def test_a_refused_launch_leaves_the_entry_of_the_finished_job(tmp_path: Path) -
     with JobFile(record, replace(entry(), command="trained")) as file:
         record.metric(iteration=2, loss=2.0)
         file.outcome = Outcome(2, "found later")
-    found = record.job()
-    assert found is not None
-    assert (found.command, found.code) == ("trained", 2)
+    written = record.job()
+    assert written is not None
+    assert (written.command, written.code) == ("trained", 2)
 
 
 def test_a_job_whose_launcher_was_killed_is_abandoned(tmp_path: Path) -> None:

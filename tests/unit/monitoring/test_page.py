@@ -1,4 +1,4 @@
-"""The page of ``moevement report --html``: what stands in it, and what is seen of it in a browser without a window."""
+"""Page of ``moevement report --html``: its contents, and its appearance in a headless browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = failure().parts()
 
 
 class Page(HTMLParser):
-    """Every element is closed in order; keeps texts and tables."""
+    """Parser that checks that a page closes all elements in order, and keeps its texts and tables."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -65,11 +65,11 @@ class Page(HTMLParser):
 
 
 def planned(run: RunRecord, **fields: float) -> None:
-    given: dict[str, float | int | None] = {
+    defaults: dict[str, float | int | None] = {
         "iteration": 0, "window": 3, "copied_bytes": 900.0, "replicated_bytes": 1800.0, "memory_bytes": 6_000_000,
         "memory_limit_bytes": None, "expected_rollback": 4.5, "most_replayed": 5,
     }  # fmt: skip
-    run.event(Planned(strategy="moevement", **given | fields))  # type: ignore[arg-type]
+    run.event(Planned(strategy="moevement", **defaults | fields))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -158,10 +158,10 @@ def test_a_run_without_checkpoints_has_a_page(tmp_path: Path) -> None:
 
 
 def widths_of(chart: Element) -> dict[str, float]:
-    """Percent of the width of the page that each part's bar has, by name."""
+    """Return the width of each part's bar by its title, in percent of the page's width."""
     bars = [part for part in chart.iter("span") if part.get("class") == "part"]
-    found = {bar.attrib["title"]: re.search(r"width: ([\d.]+)%", bar.attrib["style"]) for bar in bars}
-    return {name: float(width[1]) for name, width in found.items() if width is not None}
+    matches = {bar.attrib["title"]: re.search(r"width: ([\d.]+)%", bar.attrib["style"]) for bar in bars}
+    return {name: float(width[1]) for name, width in matches.items() if width is not None}
 
 
 def test_bars_of_what_saving_costs_have_one_scale(tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_what_saving_costs_is_drawn_with_its_interval(tmp_path: Path) -> None:
 
 def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
     run = recovered_run(tmp_path / "run")
-    lines = [{name: value for name, value in one.items() if name not in FIELDS} for one in run.metrics()[:4]]
-    run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    lines = [{name: value for name, value in metrics.items() if name not in FIELDS} for metrics in run.metrics()[:4]]
+    run.metrics_path.write_text("".join(f"{json.dumps(metrics)}\n" for metrics in lines))
     (measured,) = facts(run)
     parsed = Page(page([measured]))
     (row,) = [row for row in parsed.rows if row[0] == "saving costs"]
@@ -204,7 +204,7 @@ def test_each_plan_is_compared_with_the_iterations_under_it(tmp_path: Path) -> N
     planned(run)
     planned(run, iteration=5, window=1, most_replayed=1)
     first, second = compare(run.metrics(), run.events())
-    assert [(one.first, one.last, one.window) for one in (first, second)] == [(0, 5, 3), (5, 10, 1)]
+    assert [(plan.first, plan.last, plan.window) for plan in (first, second)] == [(0, 5, 3), (5, 10, 1)]
     assert [row.measured for row in second.rows] == [1000, 2000, 5_000_000, 2, 2]
     assert [row.measured for row in first.rows] == [1000, 2000, 5_000_000, None, None]
     assert list(compare(run.metrics(), [])) == []
@@ -218,7 +218,7 @@ def test_the_command_writes_it(run: RunRecord, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (
             ["{}/run", "--html", "/proc/none/page.html"],
@@ -228,13 +228,13 @@ def test_the_command_writes_it(run: RunRecord, tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_what_cannot_be_written_is_one_line_and_two(
-    words: list[str], found: str, run: RunRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], pattern: str, run: RunRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["report", *(word.format(tmp_path) for word in words)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
-    assert re.search(f"^moevement: {found.format(re.escape(str(tmp_path)))}", error), error
+    assert re.search(f"^moevement: {pattern.format(re.escape(str(tmp_path)))}", error), error
     assert error.count("\n") == 1
 
 
@@ -285,7 +285,9 @@ def test_a_band_has_gaps_and_ends_at_the_edge_of_what_is_shown() -> None:
     line = Line("run", "#000", [(1.0, 2.0), (2.0, 2.5), (3.0, 2.0), (4.0, 2.0)], band=band)
     drawn = Chart("costs", [line], view=(0.0, 4.0)).draw()
     polygons = drawn.findall(".//polygon")
-    places = [[tuple(map(float, place.split(","))) for place in one.attrib["points"].split()] for one in polygons]
+    places = [
+        [tuple(map(float, place.split(","))) for place in polygon.attrib["points"].split()] for polygon in polygons
+    ]
     assert [len(place) for place in places] == [2, 4]
     heights = [y for _, y in places[0]]
     assert (min(heights), max(heights)) == (TOP, HEIGHT - BOTTOM)
@@ -369,7 +371,7 @@ def test_everything_has_its_place_at_any_width(shown: Path, tmp_path: Path, widt
     for chart in seen["charts"]:
         left, top, right, bottom = chart["frame"]
         assert right - left > 300
-        boxes = [*chart["lines"], *(its[1:] for its in (*chart["texts"], *chart["bars"]))]
+        boxes = [*chart["lines"], *(element[1:] for element in (*chart["texts"], *chart["bars"]))]
         assert boxes
         for a, b, c, d in boxes:
             assert left - 1 <= a <= c <= right + 1, chart

@@ -1,4 +1,4 @@
-"""What reports say of the cost of saving is what the record has."""
+"""Reports show the cost of saving as the record has it."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def watching(folder: Path) -> WatchedRun:
 
 
 def values_of(text: str, first: str) -> dict[str, str]:
-    """Names and values below each other, of the row whose first name it is."""
+    """Return the values of a row by their names in the row above, which begins with ``first``."""
     rows = text.splitlines()
     at = next(number for number, row in enumerate(rows) if row.startswith(first))
     starts = [
@@ -77,8 +77,8 @@ def test_a_frame_has_what_the_record_has_in_eighty_columns(tmp_path: Path) -> No
     assert (values_of(text, "clock")["up"], values_of(text, "clock")["last iteration"]) == ("23 s", "4 s ago")
     assert re.search(r"\bn0: 0-1\b", text)
     assert re.search(r"\bn1: 2-3\b\D*\b1\b", text)
-    (who,) = failure().failures
-    assert re.search(rf"\brecovery 1\b.*\b10 s\b.*\b4\.00 s\b.*{re.escape(who)}", text)
+    (reason,) = failure().failures
+    assert re.search(rf"\brecovery 1\b.*\b10 s\b.*\b4\.00 s\b.*{re.escape(reason)}", text)
     for part, seconds in failure().parts().items():
         assert f" {part} {seconds:.2f}" in text
 
@@ -94,7 +94,7 @@ def test_before_anything_is_measured_it_says_so(tmp_path: Path, *, has_ended: bo
 def test_the_bar_of_a_recovery_is_as_long_as_its_parts(tmp_path: Path) -> None:
     recovered_run(tmp_path)
     bar = shown(tmp_path).splitlines()[-1]
-    assert [bar.count(shade) for shade in "█▓▒░▚▄"] == [9, 4, 4, 18, 9, 27]  # of 72, as 0.5, 0.25, 0.25, 1, 0.5, 1.5
+    assert [bar.count(shade) for shade in "█▓▒░▚▄"] == [9, 4, 4, 18, 9, 27]  # of 72, for 0.5, 0.25, 0.25, 1, 0.5, 1.5
 
 
 def test_a_part_that_took_any_time_is_seen(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_no_word_is_cut(width: int, tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= width
     assert re.search(r"\biteration\b.*\bloss\b", text)
     assert all(re.search(rf"\b{name}\b", text) for name in ("recoveries", "tokens/s", "unsent copies", "on disk"))
-    (who,) = failure().failures
-    assert who in " ".join(text.split())
+    (reason,) = failure().failures
+    assert reason in " ".join(text.split())
     assert text.splitlines()[0].split("  ")[0].endswith("/run"), "the end of its path tells runs apart"
 
 
 def test_a_large_job_fits_the_terminal(tmp_path: Path) -> None:
-    """32 nodes of eight ranks, a node of spares, and ten failures."""
+    """Check a job of 32 nodes with eight ranks each, a node of spares, and ten further failures."""
     run = recovered_run(tmp_path / "run", has_ended=False)
     for generation in range(2, 12):
         run.event(failure(generation))
@@ -193,7 +193,7 @@ def test_a_run_that_has_just_begun_and_one_of_an_older_version(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("ended", "has_trained", "kind", "found"),
+    ("ended", "has_trained", "kind", "pattern"),
     [
         (
             {"code": 2, "reason": "--lr 0: needs more\nlast"},
@@ -207,7 +207,7 @@ def test_a_run_that_has_just_begun_and_one_of_an_older_version(tmp_path: Path) -
     ],
 )
 def test_how_a_run_ended_is_said(
-    ended: dict[str, Any], has_trained: bool, kind: Kind, found: str, tmp_path: Path
+    ended: dict[str, Any], has_trained: bool, kind: Kind, pattern: str, tmp_path: Path
 ) -> None:
     run = recovered_run(tmp_path, has_ended=False)
     if not has_trained:
@@ -215,7 +215,7 @@ def test_how_a_run_ended_is_said(
     run.write_job(job(ended_at=NOW - 5.0, **ended))
     state = state_of(watching(tmp_path), NOW)
     assert state.kind is kind
-    assert re.search(found, state.text)
+    assert re.search(pattern, state.text)
     assert "up" not in values_of(shown(tmp_path), "clock")
 
 
@@ -272,7 +272,7 @@ def test_spares_that_start_are_not_those_that_are_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (["{}/none"], r"{}/none\b.*--run-dir\b"),
         (["{}"], r"{}\b[^/].*--run-dir\b"),
@@ -282,13 +282,13 @@ def test_spares_that_start_are_not_those_that_are_ready(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_two(
-    words: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["top", *(word.format(tmp_path) for word in words)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
-    assert re.fullmatch(f"moevement: .*{found.format(re.escape(str(tmp_path)))}.*\n", error), error
+    assert re.fullmatch(f"moevement: .*{pattern.format(re.escape(str(tmp_path)))}.*\n", error), error
 
 
 def test_a_damaged_record_is_one_line_and_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,25 +305,25 @@ def test_ranks_in_a_row_are_a_range() -> None:
 
 
 class Terminal:
-    """The command in a terminal of its own."""
+    """Terminal of its own in which the command runs."""
 
     def __init__(self, folder: Path, *, has_keyboard: bool = True) -> None:
-        self.keyboard, theirs = pty.openpty()
+        self.keyboard, command_end = pty.openpty()
         words = [sys.executable, "-m", "moevement_cli.main", "top", str(folder), "--interval", "0.05"]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-        keys = theirs if has_keyboard else subprocess.DEVNULL
-        self.process = subprocess.Popen(words, stdin=keys, stdout=theirs, stderr=theirs, env=environment)
-        os.close(theirs)
+        keys = command_end if has_keyboard else subprocess.DEVNULL
+        self.process = subprocess.Popen(words, stdin=keys, stdout=command_end, stderr=command_end, env=environment)
+        os.close(command_end)
         self.text = ""
 
     def until(self, text: str) -> None:
-        """Read until it shows ``text`` anew."""
+        """Read until the terminal shows ``text`` after all that was read before."""
         begin, deadline = len(self.text), time.monotonic() + 60
         while text not in self.text[begin:]:
             assert time.monotonic() < deadline, self.text
             try:
                 self.text += os.read(self.keyboard, 1 << 16).decode(errors="replace")
-            except OSError:  # it has ended
+            except OSError:  # the command has ended
                 assert text in self.text[begin:], self.text
         assert self.process.stdin is None
 

@@ -1,4 +1,4 @@
-"""The estimate of what saving costs, on series whose cost is known."""
+"""Estimate of the cost of saving, checked on series of iterations whose cost is known."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def estimated(
     stall_s: float = 0.0,
     seed: int = 0,
 ) -> Overhead:
-    """Return the estimate of a job whose iterations take ``QUIET_S``, and ``cost`` times as much more while it saves.
+    """Return the estimate of a job whose iterations take ``QUIET_S``, and longer by the share ``cost`` while it saves.
 
     Args:
-        iterations: how many the job has.
-        cost: share of an iteration's time by its number.
-        speed: factor of the machine by iteration.
+        iterations: number of iterations of the job.
+        cost: cost of saving in an iteration, as a share of its quiet time, by its number.
+        speed: factor of the machine on an iteration's time, by its number.
         noise: standard deviation of an iteration's time, as a share.
         copy_s: seconds of the training thread in each iteration.
         stall_s: seconds of waiting in each iteration.
-        seed: of the noise.
+        seed: seed of the noise.
     """
     draw, estimate = Random(seed), OverheadEstimate()
     for iteration in range(1, iterations + 1):
@@ -66,7 +66,7 @@ def test_a_known_cost_is_found_without_noise(cost: float, iterations: int) -> No
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cost", [0.0, 0.2, 0.5])
 def test_a_known_cost_is_found_under_noise_and_drift(cost: float, seed: int) -> None:
-    """The machine becomes twice as slow while the job runs, and iterations vary by a tenth."""
+    """Check a machine that becomes twice as slow while the job runs, with iterations that vary by a tenth."""
     measured = estimated(
         1200, lambda iteration: cost, speed=lambda iteration: 1 + iteration / 1200, noise=0.1, seed=seed
     )
@@ -92,7 +92,7 @@ def test_what_the_training_thread_does_is_counted_in_quiet_iterations_too() -> N
 
 
 def test_an_iteration_with_something_else_beside_it_does_not_count() -> None:
-    """A dense save every 20 iterations takes ten times as long as an iteration."""
+    """Check a dense save every 20 iterations that takes ten times as long as an iteration."""
     measured = estimated(600, lambda iteration: 0.1 if iteration % 20 else 10.0)
     assert measured.share == pytest.approx(0.1 * saving_share(600))
 
@@ -100,7 +100,7 @@ def test_an_iteration_with_something_else_beside_it_does_not_count() -> None:
 @pytest.mark.parametrize("factor", [1.5, 4.0, 20.0])
 @pytest.mark.parametrize("interval", [5, 10, 40])
 def test_the_cost_of_rare_snapshots_is_that_of_their_iterations(interval: int, factor: float) -> None:
-    """Every so many iterations one saves everything and takes so many times as long; all others are quiet."""
+    """Check a job that saves everything in one of ``interval`` iterations; all others are quiet."""
     estimate = OverheadEstimate()
     for iteration in range(1, 400):
         saves = iteration % interval == 0
@@ -159,5 +159,5 @@ def test_few_quiet_iterations_give_no_interval() -> None:
     ("count", "wanted"), [(1, (None, None)), (5, (None, None)), (6, (0, 5)), (9, (1, 7)), (20, (5, 14))]
 )
 def test_ends_are_the_order_statistics_of_the_binomial(count: int, wanted: tuple[int | None, int | None]) -> None:
-    """The values are tabulated for 95%: n = 6 takes the extremes, n = 20 the 6th smallest and the 6th largest."""
+    """Compare with tables for 95%: n = 6 takes the extremes, n = 20 the 6th smallest and the 6th largest value."""
     assert median_interval(list(range(count))) == wanted

@@ -1,4 +1,4 @@
-"""What a metrics line has of the overhead is what was measured."""
+"""Fields of the overhead in a metrics line have the measured values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pause stops digests and sends, and nothing else; whoever waits for them ends it."""
+"""A pause stops digests and sends, and nothing else; a thread that waits for digests ends it."""
 
 from __future__ import annotations
 

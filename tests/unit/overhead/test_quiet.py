@@ -1,4 +1,4 @@
-"""Which iterations are quiet."""
+"""Quiet iterations follow from the age of the job alone, and become rarer."""
 
 from __future__ import annotations
 

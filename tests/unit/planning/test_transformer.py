@@ -1,4 +1,4 @@
-"""A model by numbers is the one that Megatron makes of the same flags, operator by operator and tensor by tensor."""
+"""A model described by numbers equals the model that Megatron builds from the same flags, operator by operator."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_it_is_megatrons(model: dict[str, object], layout: dict[str, object], fl
             words += [flag, str(placed[name])]
     if placed.get("sequence_parallel"):
         words.append("--sequence-parallel")
-    made = megatron.describe("made", words, 16)
-    assert as_plain(own) == as_plain(made)
+    built = megatron.describe("made", words, 16)
+    assert as_plain(own) == as_plain(built)
 
 
 def _words(name: str, value: object, model: dict[str, object]) -> list[str]:
@@ -54,7 +54,7 @@ def _words(name: str, value: object, model: dict[str, object]) -> list[str]:
         return [flag] if value else []
     if isinstance(value, MultiLatentAttention):
         words = ["--multi-latent-attention", "--qk-layernorm", "--rope-type", "rope"]
-        return words + [word for key, one in LATENT.items() for word in ("--" + key.replace("_", "-"), str(one))]
+        return words + [word for key, size in LATENT.items() for word in ("--" + key.replace("_", "-"), str(size))]
     if name == "num_query_groups":
         return ["--group-query-attention", flag, str(value)]
     if name == "dense_layers":
@@ -83,15 +83,15 @@ def test_what_cannot_be_is_refused(model: dict[str, object], layout: dict[str, o
 
 
 def test_presets_are_their_own_sizes() -> None:
-    """Of the models of MoEvement's section 5.4, within 2%."""
+    """Check that presets of the models in MoEvement's section 5.4 have their parameters, within 2%."""
     from moevement_cli.simulate import SCENARIOS
     from moevement_core.simulator.scenario import load
 
     for path in sorted(Path(SCENARIOS).glob("deepseek_*b.yaml")):
         job = load(path).job
         held = sum(
-            one.parameters * (job.expert_parallel if one.kind.value == "expert" else 1)
+            operator.parameters * (job.expert_parallel if operator.kind.value == "expert" else 1)
             for stage in job.stages
-            for one in stage.operators
+            for operator in stage.operators
         )
         assert held == pytest.approx(float(path.stem.split("_")[1][:-1]) * 1e9, rel=0.02), path.stem

@@ -9,12 +9,12 @@ from moevement_core.operators import Operator, OperatorKind, OperatorTable, Stat
 
 
 def equal_experts(count: int, compute: int = 2, full: int = 12) -> OperatorTable:
-    """``count`` experts of one layer, all of one size."""
+    """Return a table of ``count`` experts of one layer, all of the same size."""
     return table_of([(compute, full)] * count)
 
 
 def table_of(sizes: list[tuple[int, int]]) -> OperatorTable:
-    """Experts of one layer with (compute, full) bytes each, on one rank."""
+    """Return a table of experts of one layer on one rank, with (compute, full) bytes each."""
     return OperatorTable(
         Operator(expert_name(0, index), OperatorKind.EXPERT, StateBytes(compute, full, 0))
         for index, (compute, full) in enumerate(sizes)
@@ -23,7 +23,7 @@ def table_of(sizes: list[tuple[int, int]]) -> OperatorTable:
 
 @st.composite
 def stages(draw: st.DrawFn, most: int = 12) -> OperatorTable:
-    """Stages of one to three ranks; some ranks hold nothing of some operators."""
+    """Draw the table of a stage of one to three ranks; some ranks hold nothing of some operators."""
     ranks = draw(st.integers(1, 3))
     count = draw(st.integers(1, most))
     rows = []

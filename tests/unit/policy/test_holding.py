@@ -1,4 +1,4 @@
-"""What is given back early is what no way back needs, and what is held stays within the stated bound."""
+"""Snapshots free only parts that no restore point needs, and stay within the bound of :func:`most_held`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moevement_core.strategies import DenseToPeers, RedoSchedule, SparseSchedule
 
 def schedule_of(kind: str, size: int, sizes: list[int], rest: int = 0) -> Schedule:
     table = OperatorTable(
-        Operator(expert_name(0, place), OperatorKind.EXPERT, StateBytes(2 * its, 12 * its, 4 * its))
-        for place, its in enumerate(sizes)
+        Operator(expert_name(0, place), OperatorKind.EXPERT, StateBytes(2 * unit, 12 * unit, 4 * unit))
+        for place, unit in enumerate(sizes)
     )
     if kind == "redo":
         return RedoSchedule.of(table, size, rest=rest)
@@ -42,10 +42,10 @@ def states_of(schedule: Schedule, sizes: list[int]) -> Mapping[str, OperatorStat
 
     return {
         name: OperatorState(
-            tensor(name, Saved.COMPUTE, 2 * its), tensor(name, Saved.FULL, 12 * its),
-            tensor(name, Saved.GRADIENT, 4 * its),
+            tensor(name, Saved.COMPUTE, 2 * unit), tensor(name, Saved.FULL, 12 * unit),
+            tensor(name, Saved.GRADIENT, 4 * unit),
         )
-        for name, its in zip(schedule.table.names, sizes, strict=True)
+        for name, unit in zip(schedule.table.names, sizes, strict=True)
     }  # fmt: skip
 
 
@@ -61,33 +61,33 @@ def test_a_failure_at_any_moment_finds_what_it_needs_and_no_more_is_held_than_is
     bound = most_held(kept, schedule.slots_at_first(LAG_ALLOWANCE, to_disk=False))
     whole = {slot: int(row[0]) for slot, row in zip(schedule.slots(), kept, strict=True)}
     held: dict[int, Contents] = {}
-    had: set[int] = set()  # by all peers
+    acknowledged: set[int] = set()  # iterations whose snapshots all peers have
     persisted, ends, proposed = -1, -1, -1
     most = 0
     for iteration in range(8 * schedule.size + 20):
-        agreed = proposed  # an iteration ago
+        agreed = proposed  # proposed an iteration ago
         if agreed > persisted:
             persisted, ends = agreed, schedule.last_of_run(agreed)
         for old in [at for at in held if at < persisted]:
             del held[old]
         if persisted >= 0:
-            for at, gone in superseded(held, ends).items():
-                held[at] = np.where(gone, np.int8(Saved.NOTHING), held[at])
-            check_way_back(schedule, {at: held[at] for at in had if at in held}, persisted, ends)
-        had |= {one for one in held if one < iteration - random.randint(0, LAG_ALLOWANCE)}
-        its = {at: held[at] for at in had if at in held}
-        runs = [run for run in restore_points(its) if run.last >= schedule.last_of_run(run.first)]
+            for at, unneeded in superseded(held, ends).items():
+                held[at] = np.where(unneeded, np.int8(Saved.NOTHING), held[at])
+            check_way_back(schedule, {at: held[at] for at in acknowledged if at in held}, persisted, ends)
+        acknowledged |= {taken for taken in held if taken < iteration - random.randint(0, LAG_ALLOWANCE)}
+        delivered = {at: held[at] for at in acknowledged if at in held}
+        runs = [run for run in restore_points(delivered) if run.last >= schedule.last_of_run(run.first)]
         proposed = max((run.first for run in runs), default=-1)
         if (contents := schedule.contents(iteration)) is not None:
             held[iteration] = contents.copy()
-        most = max(most, sum(bytes_of(schedule, kept, at, its) for at, its in held.items()))
+        most = max(most, sum(bytes_of(schedule, kept, at, parts) for at, parts in held.items()))
     assert most <= bound, (most, bound)
     assert persisted > 0, "windows are persisted"
     assert bound <= sum(whole.values()) * 6
 
 
 def check_way_back(schedule: Schedule, held: Mapping[int, Contents], first: int, last: int) -> None:
-    """From what is had by peers, to the end of the persisted run or a newer one."""
+    """Check that snapshots of all peers restore the persisted run or a newer one, with every part that they need."""
     runs = list(redo_runs(held)) if schedule.supersedes and schedule.snapshots > 1 else list(restore_points(held))
     assert runs
     assert runs[0].last >= last
@@ -105,7 +105,7 @@ def check_way_back(schedule: Schedule, held: Mapping[int, Contents], first: int,
 
 
 def bytes_of(schedule: Schedule, kept: np.ndarray, iteration: int, contents: Contents) -> int:
-    """As a live rank has it: by how many of the next slots have superseded something."""
+    """Return the bytes that a live rank holds of a snapshot, from the number of slots that superseded its parts."""
     slot = schedule.slot(iteration)
     row = schedule.slots().index(slot)
     if not schedule.supersedes:
@@ -121,7 +121,7 @@ def _after(schedule: Schedule, slot: int, step: int) -> Contents:
 
 
 def test_what_is_given_back_is_whole_pages_as_the_arena_counts_them() -> None:
-    """The bound is of the same pages that a live arena gives back."""
+    """Check that the bound counts the pages that a live arena frees."""
     sizes = [PAGE, PAGE // 3, 2 * PAGE, 77, 5 * PAGE, PAGE]
     schedule = schedule_of("redo", 3, sizes)
     states = states_of(schedule, sizes)

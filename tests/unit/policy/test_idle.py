@@ -1,4 +1,4 @@
-"""When the network is idle in an iteration, from what was seen of some."""
+"""Idle spans of the network in an iteration, from samples of some iterations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.policy.idle import FILLED, IdleSpans, Sample, idle_spans
 
 
 def _iteration(random: Random, length_s: float, busy: list[tuple[float, float]]) -> tuple[float, list[Sample]]:
-    """Looks every few milliseconds; 1 GB/s where training communicates, a little elsewhere."""
+    """Return an iteration's length and samples: 1 GB/s while training communicates, and a little at other times."""
     samples, at = [], 0.0
     while at < length_s:
         step = random.uniform(0.001, 0.003)
@@ -25,11 +25,11 @@ def test_spans_are_where_training_is_silent() -> None:
     seed = Random().randrange(1 << 32)
     print(f"seed {seed}")
     random, busy = Random(seed), [(0.1, 0.2), (0.55, 0.6), (0.9, 1.0)]
-    found = idle_spans([_iteration(random, 1.0, busy) for _ in range(8)])
-    assert found.iteration_s == 1.0
-    assert found.idle_s == pytest.approx(0.75, abs=0.05), seed
-    for begin, end in found.spans:
-        assert all(end <= one[0] + 0.011 or begin >= one[1] - 0.011 for one in busy), (seed, found)
+    idle = idle_spans([_iteration(random, 1.0, busy) for _ in range(8)])
+    assert idle.iteration_s == 1.0
+    assert idle.idle_s == pytest.approx(0.75, abs=0.05), seed
+    for begin, end in idle.spans:
+        assert all(end <= span[0] + 0.011 or begin >= span[1] - 0.011 for span in busy), (seed, idle)
 
 
 def test_what_was_busy_once_is_idle_and_what_often_was_is_not() -> None:

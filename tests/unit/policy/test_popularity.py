@@ -1,4 +1,4 @@
-"""Operators are ordered by what their experts were given to do, the same way everywhere."""
+"""Operators are ordered by the tokens of their experts, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_counts_that_cannot_be_are_refused_by_name_and_change_nothing(wrong: flo
 
 
 @pytest.mark.parametrize(
-    ("counts", "found"),
+    ("counts", "pattern"),
     [
         (COUNTS | {"layers.5.experts.0": 1}, r"'layers\.5\.experts\.0'"),
         (COUNTS | {"layers.0.gate": 1}, r"\blayers\.0\.gate\b.*\bgate\b"),
@@ -120,8 +120,8 @@ def test_counts_that_cannot_be_are_refused_by_name_and_change_nothing(wrong: flo
         (COUNTS | {"layers.0.experts.0": math.nan}, r"\blayers\.0\.experts\.0\b.*\bnan\b"),
     ],
 )
-def test_counts_by_name_are_those_of_the_experts_all_of_them_and_no_others(counts: dict, found: str) -> None:
-    with pytest.raises(PopularityError, match=found):
+def test_counts_by_name_are_those_of_the_experts_all_of_them_and_no_others(counts: dict, pattern: str) -> None:
+    with pytest.raises(PopularityError, match=pattern):
         counts_of(MOE, counts)
 
 
@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_ranks_are_saved_evenly_and_each_by_popularity(ranks: int, experts: int, random: Random) -> None:
-    """Of any two ranks neither is more than an expert ahead, and the order of a rank's own experts is its own."""
+    """Check that no rank is more than an expert ahead of another, and that its experts come by popularity."""
     rows = [
         [Operator(expert_name(0, rank * experts + number), OperatorKind.EXPERT, SOME) for number in range(experts)]
         for rank in range(ranks)

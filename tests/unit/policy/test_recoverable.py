@@ -1,4 +1,4 @@
-"""From what snapshots hold it follows which state comes back, across every change of schedule."""
+"""Contents of snapshots determine the state that they restore, across every change of schedule."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def history_of(count: int, size: int, kind: WindowKind) -> ScheduleHistory:
 
 
 def taken(history: ScheduleHistory, last: int, first: int = 0) -> dict[int, Contents]:
-    every = {iteration: history.contents(iteration) for iteration in range(first, last + 1)}
-    return {iteration: contents for iteration, contents in every.items() if contents is not None}
+    planned = {iteration: history.contents(iteration) for iteration in range(first, last + 1)}
+    return {iteration: contents for iteration, contents in planned.items() if contents is not None}
 
 
 def check_by_replaying(run: RecoverableRun, snapshots: dict[int, Contents]) -> None:
@@ -84,10 +84,10 @@ def test_bounds_are_reached_and_the_mean_is_the_expected_one(kind: WindowKind, s
     data=st.data(),
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
     last=st.integers(0, 60),
-    gone=st.sets(st.integers(0, 60), max_size=3),
+    missing=st.sets(st.integers(0, 60), max_size=3),
 )
 def test_across_reorders_new_windows_and_gaps_the_newest_run_is_found_and_recovers(
-    data: st.DataObject, kinds: list[WindowKind], last: int, gone: set[int]
+    data: st.DataObject, kinds: list[WindowKind], last: int, missing: set[int]
 ) -> None:
     history = history_of(6, 3, kinds[0])
     table = history.newest.table
@@ -95,7 +95,7 @@ def test_across_reorders_new_windows_and_gaps_the_newest_run_is_found_and_recove
         order = data.draw(orders(table))
         window = impose_window(table, order, data.draw(st.integers(1, 5)), kind)
         history.change(10 * change + 7, SparseSchedule(table, order, window))
-    snapshots = {i: contents for i, contents in taken(history, last).items() if i not in gone}
+    snapshots = {i: contents for i, contents in taken(history, last).items() if i not in missing}
     run = newest_recoverable_run(snapshots)
     begins = [first for first in snapshots if _recovers_from(first, snapshots)]
     assert (run.first if run else None) == max(begins, default=None)
@@ -104,7 +104,7 @@ def test_across_reorders_new_windows_and_gaps_the_newest_run_is_found_and_recove
 
 
 def _recovers_from(first: int, snapshots: dict[int, Contents]) -> bool:
-    """The slow obvious way: load and replay until all are active, if that works."""
+    """Return True if loading and replaying from ``first`` makes all operators active; the slow, obvious way."""
     active = np.zeros(len(snapshots[first]), dtype=bool)
     iteration = first
     while not active.all():
@@ -121,7 +121,7 @@ def test_right_after_a_reorder_a_rolling_window_reaches_further_back() -> None:
     table = history.newest.table
     order = np.array([2, 1, 0])
     history.change(3, SparseSchedule(table, order, impose_window(table, order, 3, WindowKind.ROLLING)))
-    run = newest_recoverable_run(taken(history, 7))  # 6 and 7 saved operators 2 and 1; 0 was last saved at 3
+    run = newest_recoverable_run(taken(history, 7))  # 6 and 7 saved operators 2 and 1; operator 0 was last saved at 3
     assert run is not None
     assert (run.first, run.last, list(run.full_at)) == (3, 5, [3, 4, 5])
 

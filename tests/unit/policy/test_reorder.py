@@ -14,9 +14,9 @@ REFERENCE = np.array([100.0, 100.0, 100.0, 100.0])
 
 
 def trigger(reference: np.ndarray = REFERENCE, **thresholds: float) -> ReorderTrigger:
-    made = ReorderTrigger(equal_experts(len(reference)), ReorderThresholds(**thresholds))
-    made.ordered(reference)
-    return made
+    reorder_trigger = ReorderTrigger(equal_experts(len(reference)), ReorderThresholds(**thresholds))
+    reorder_trigger.ordered(reference)
+    return reorder_trigger
 
 
 @pytest.mark.parametrize(
@@ -24,16 +24,16 @@ def trigger(reference: np.ndarray = REFERENCE, **thresholds: float) -> ReorderTr
     [
         ([100, 100, 100, 100], 0.0, False),
         ([200, 200, 200, 200], 0.0, False),  # twice the tokens, the same shares
-        ([110, 90, 100, 100], 0.0, False),  # by 10%, not by more
+        ([110, 90, 100, 100], 0.0, False),  # changed by 10%, not by more
         ([111, 89, 100, 100], 0.5, True),
-        ([112, 96, 96, 96], 0.25, False),  # of a quarter, not of more
+        ([112, 96, 96, 96], 0.25, False),  # a quarter of the experts, not more
         ([400, 0, 0, 0], 1.0, True),
     ],
 )
 def test_more_than_a_tenth_for_more_than_a_quarter(scores: list[float], fraction: float, fires: bool) -> None:
-    made = trigger()
-    assert made.changed_fraction(np.array(scores, dtype=float)) == fraction
-    assert made.should_reorder(np.array(scores, dtype=float)) == fires
+    reorder_trigger = trigger()
+    assert reorder_trigger.changed_fraction(np.array(scores, dtype=float)) == fraction
+    assert reorder_trigger.should_reorder(np.array(scores, dtype=float)) == fires
 
 
 def test_thresholds_can_be_set() -> None:
@@ -44,14 +44,14 @@ def test_thresholds_can_be_set() -> None:
 
 
 def test_the_first_order_is_always_made_and_a_change_is_measured_from_the_last_one() -> None:
-    made = ReorderTrigger(equal_experts(4))
-    assert made.should_reorder(REFERENCE)
+    reorder_trigger = ReorderTrigger(equal_experts(4))
+    assert reorder_trigger.should_reorder(REFERENCE)
     scores = REFERENCE.copy()
-    made.ordered(scores)
+    reorder_trigger.ordered(scores)
     scores += [100, 0, 0, 0]  # the trigger keeps a copy
-    assert made.should_reorder(scores)
-    made.ordered(scores)
-    assert not made.should_reorder(scores)
+    assert reorder_trigger.should_reorder(scores)
+    reorder_trigger.ordered(scores)
+    assert not reorder_trigger.should_reorder(scores)
 
 
 def test_an_expert_that_wakes_has_changed_and_one_that_sleeps_on_has_not() -> None:
@@ -63,10 +63,10 @@ def test_shares_are_those_of_a_layer() -> None:
         [Operator(expert_name(layer, e), OperatorKind.EXPERT, StateBytes(1, 1, 1)) for layer in (0, 1) for e in (0, 1)]
         + [Operator(gate_name(0), OperatorKind.GATE, StateBytes(1, 1, 1))]
     )
-    made = ReorderTrigger(table)
-    made.ordered(np.array([10.0, 10.0, 0.0, 10.0, 10.0]))
-    assert made.changed_fraction(np.array([10.0, 10.0, 0.0, 99.0, 99.0])) == 0.0
-    assert made.changed_fraction(np.array([10.0, 10.0, 0.0, 10.0, 15.0])) == 0.5
+    reorder_trigger = ReorderTrigger(table)
+    reorder_trigger.ordered(np.array([10.0, 10.0, 0.0, 10.0, 10.0]))
+    assert reorder_trigger.changed_fraction(np.array([10.0, 10.0, 0.0, 99.0, 99.0])) == 0.0
+    assert reorder_trigger.changed_fraction(np.array([10.0, 10.0, 0.0, 10.0, 15.0])) == 0.5
 
 
 def test_a_model_without_experts_never_reorders() -> None:

@@ -1,4 +1,4 @@
-"""What a snapshot holds follows from the iteration, and windows stay whole through every change."""
+"""Contents of a snapshot follow from its iteration, and windows stay whole through every change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def schedule(table: OperatorTable, size: int, kind: WindowKind, order: np.ndarra
 
 
 def test_figure_6() -> None:
-    """Six operators in three slots: E1 and E2, then E3 and E4, then the non-expert and the gate."""
+    """Check six operators in three slots: E1 and E2, then E3 and E4, then the non-expert and the gate."""
     aligned = schedule(equal_experts(6), 3, WindowKind.ALIGNED, start=10)
     e1, e2, e3, e4, non_expert, gate = aligned.table.names
     assert [aligned.active(slot) for slot in range(3)] == [(e1, e2), (e3, e4), (non_expert, gate)]
@@ -47,40 +47,40 @@ def test_figure_6() -> None:
 def test_full_state_once_a_window_and_compute_weights_of_exactly_the_right_others(
     data: st.DataObject, table: OperatorTable, size: int, kind: WindowKind, start: int, window: int
 ) -> None:
-    made = schedule(table, size, kind, data.draw(orders(table)), start)
+    drawn = schedule(table, size, kind, data.draw(orders(table)), start)
     first = start + window * size
-    contents = np.stack([made.contents(first + slot) for slot in range(size)])
+    contents = np.stack([drawn.contents(first + slot) for slot in range(size)])
     np.testing.assert_array_equal((contents == Saved.FULL).sum(axis=0), 1)
     full_at = (contents == Saved.FULL).argmax(axis=0)
     for slot in range(size):
         frozen = (full_at > slot) if kind is WindowKind.ALIGNED else (full_at != slot)
         np.testing.assert_array_equal(contents[slot] == Saved.COMPUTE, frozen)
         by_name = {n for n, saved in zip(table.names, contents[slot], strict=True) if saved == Saved.FULL}
-        assert by_name == set(made.active(slot))
-        assert {n for n, is_frozen in zip(table.names, frozen, strict=True) if is_frozen} == set(made.frozen(slot))
+        assert by_name == set(drawn.active(slot))
+        assert {n for n, is_frozen in zip(table.names, frozen, strict=True) if is_frozen} == set(drawn.frozen(slot))
         weight = (contents[slot] == Saved.FULL) * table.full + (contents[slot] == Saved.COMPUTE) * table.compute
-        np.testing.assert_array_equal(made.snapshot_bytes(first + slot), weight.sum(axis=1))
+        np.testing.assert_array_equal(drawn.snapshot_bytes(first + slot), weight.sum(axis=1))
 
 
 @given(size=st.integers(1, 9), start=st.integers(0, 30), iteration=st.integers(0, 60))
 def test_boundaries_are_where_slot_0_is(size: int, start: int, iteration: int) -> None:
-    made = schedule(equal_experts(9), size, WindowKind.ALIGNED, start=start)
-    boundary = made.next_boundary(iteration)
+    aligned = schedule(equal_experts(9), size, WindowKind.ALIGNED, start=start)
+    boundary = aligned.next_boundary(iteration)
     assert boundary >= iteration
-    assert made.slot(boundary) == 0
+    assert aligned.slot(boundary) == 0
     assert boundary - max(iteration, start) < size
     if iteration >= start:
-        assert made.slot(made.window_start(iteration)) == 0
-        assert 0 <= iteration - made.window_start(iteration) < size
+        assert aligned.slot(aligned.window_start(iteration)) == 0
+        assert 0 <= iteration - aligned.window_start(iteration) < size
 
 
 def test_equal_schedules_share_an_id_and_others_do_not() -> None:
-    def made(count: int = 4, size: int = 2, kind: WindowKind = WindowKind.ALIGNED, order: str = "0123", start: int = 0):
+    def name(count: int = 4, size: int = 2, kind: WindowKind = WindowKind.ALIGNED, order: str = "0123", start: int = 0):
         return schedule(equal_experts(count), size, kind, np.array([int(place) for place in order]), start).id
 
-    assert made() == made()
-    others = [made(order="1023"), made(size=3), made(kind=WindowKind.ROLLING), made(start=2), made(5, order="01234")]
-    assert len({made(), *others}) == 6
+    assert name() == name()
+    others = [name(order="1023"), name(size=3), name(kind=WindowKind.ROLLING), name(start=2), name(5, order="01234")]
+    assert len({name(), *others}) == 6
 
 
 def test_a_change_begins_where_the_next_window_would() -> None:
@@ -95,7 +95,7 @@ def test_a_change_begins_where_the_next_window_would() -> None:
     np.testing.assert_array_equal(history.contents(6), [1, 1, 1, 2, 2, 2])
     again = history.change(
         5, SparseSchedule(table, np.arange(6), impose_window(table, np.arange(6), 3))
-    )  # instead: 6 has not come
+    )  # replaces the change at 6, which has not begun
     assert (again.start, history.at(6).size) == (6, 3)
     later = history.change(6, SparseSchedule(table, np.arange(6), impose_window(table, np.arange(6), 1)))
     assert (later.start, history.at(8).size, history.at(9).size) == (9, 3, 1)

@@ -1,4 +1,4 @@
-"""Skewness is the paper's, and popularities can be drawn of a wanted one."""
+"""Skewness follows the paper's definition, and popularities can be drawn with a wanted skewness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_samples_are_shares_of_the_wanted_skewness(wanted: float, experts: int) 
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for call, found in (
+    for call, pattern in (
         (lambda: skewness([1.0]), r"\b1 experts?\b.*\b2\b"),
         (lambda: skewness([1.0, np.nan]), r"\bcount\b.*\bnan\b"),
         (lambda: skewness([1.0, -1.0]), r"\bcount\b.*-1\.0\b"),
@@ -40,5 +40,5 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: dirichlet_alpha(1.5, 8), r"\bskewness\b.*\b1\.5\b"),
         (lambda: dirichlet_alpha(0.5, 1), r"\b1 experts?\b.*\b2\b"),
     ):
-        with pytest.raises(PopularityError, match=found):
+        with pytest.raises(PopularityError, match=pattern):
             call()

@@ -1,4 +1,4 @@
-"""MoEtion's choice of experts, and which versions its snapshots restore."""
+"""Choice of experts by MoEtion and by load, and the versions that their snapshots restore."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_all_that_the_budget_has_is_shared_in_proportion() -> None:
         risk = {layer: random.choice([0, random.randint(0, 1000)]) for layer in layers}
         experts = {layer: random.randint(1, 9) for layer in layers}
         total = random.randint(0, 40)
-        given = shares(risk, experts, total)
-        assert sum(given.values()) == min(total, sum(experts.values())), seed
-        assert all(0 <= given[layer] <= experts[layer] for layer in layers), seed
-        # Nobody is an expert ahead of whom has more tokens at risk and experts left.
+        allotted = shares(risk, experts, total)
+        assert sum(allotted.values()) == min(total, sum(experts.values())), seed
+        assert all(0 <= allotted[layer] <= experts[layer] for layer in layers), seed
+        # No layer is more than an expert ahead of a layer with more tokens at risk and experts left.
         for more in layers:
             for less in layers:
-                if risk[more] > risk[less] and given[more] < experts[more]:
-                    assert given[less] <= given[more] + 1, (seed, risk, experts, total, given)
+                if risk[more] > risk[less] and allotted[more] < experts[more]:
+                    assert allotted[less] <= allotted[more] + 1, (seed, risk, experts, total, allotted)
 
 
 def test_the_experts_with_the_most_tokens_are_chosen_and_those_that_are_due() -> None:
@@ -100,7 +100,7 @@ def test_a_version_is_full_state_and_the_gradients_right_after_it() -> None:
         [False, True, False], [False, True, False], [False, False, True],
     ]  # fmt: skip
     assert newest.snapshots == {1, 2, 3, 4, 5}
-    without = next(version_runs({one: its for one, its in held.items() if one != 2}))
+    without = next(version_runs({at: saved for at, saved in held.items() if at != 2}))
     assert without.version_at.tolist() == [5, 1, 5]
     assert without.snapshots == {1, 4, 5}
 
@@ -123,7 +123,7 @@ def test_random_snapshots_restore_what_an_update_by_update_account_says() -> Non
                         state = iteration
                 assert run.version_at[operator] == state, (seed, held)
                 path = range(run.full_at[operator], run.version_at[operator] + 1)
-                assert [held[one][operator] for one in path] == [F] + [G] * (len(path) - 1), (seed, held)
+                assert [held[at][operator] for at in path] == [F] + [G] * (len(path) - 1), (seed, held)
                 assert set(path) <= run.snapshots
 
 
@@ -141,16 +141,16 @@ def test_every_expert_is_saved_in_full_in_any_span_of_snapshots(experts: int) ->
         assert isinstance(wanted, SelectedSchedule)
         schedule = wanted.starting_at(iteration)
         taken.append(schedule.contents(iteration))
-    its = [one for one in taken if one is not None]
-    assert len(its) == len(taken)
-    for begin in range(len(its) - strategy.span + 1):
-        assert np.any([one == F for one in its[begin : begin + strategy.span]], axis=0).all(), seed
-    before = its[:-1]
-    for earlier, later in zip(before, its[1:], strict=True):
+    snapshots = [saved for saved in taken if saved is not None]
+    assert len(snapshots) == len(taken)
+    for begin in range(len(snapshots) - strategy.span + 1):
+        assert np.any([saved == F for saved in snapshots[begin : begin + strategy.span]], axis=0).all(), seed
+    before = snapshots[:-1]
+    for earlier, later in zip(before, snapshots[1:], strict=True):
         assert not ((later == G) & (earlier == O)).any(), f"{seed}: a gradient follows what it is an update of"
     if experts == 8:
-        assert not any((one == O).any() for one in its)
-    runs = list(strategy.restore_points(dict(enumerate(its))))
+        assert not any((saved == O).any() for saved in snapshots)
+    runs = list(strategy.restore_points(dict(enumerate(snapshots))))
     assert all(run.last - run.first >= min(strategy.span - 1, run.last) for run in runs)
 
 
@@ -189,11 +189,11 @@ def test_by_load_each_layer_saves_its_busiest_experts_and_none_waits_for_ever() 
         held = experts & (contents == Saved.FULL)
         assert (contents[~experts] == Saved.FULL).all()
         for layer in range(3):
-            its = experts & (strategy.table.layers == layer)
-            assert (held & its).sum() >= 2
-            if (held & its).sum() == 2 and number > strategy.span:
-                waiting = its & ~held & (number - full_at < strategy.span)
-                chosen = its & held & (number - full_at < strategy.span)
+            in_layer = experts & (strategy.table.layers == layer)
+            assert (held & in_layer).sum() >= 2
+            if (held & in_layer).sum() == 2 and number > strategy.span:
+                waiting = in_layer & ~held & (number - full_at < strategy.span)
+                chosen = in_layer & held & (number - full_at < strategy.span)
                 assert not chosen.any() or (routed - saved)[chosen].min() >= (routed - saved)[waiting].max()
         full_at[held] = number
         saved[held] = routed[held]
@@ -242,8 +242,8 @@ def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:
 
 
 def test_a_reach_that_ranks_cannot_agree_on_is_refused() -> None:
-    found = rf"--moevement-snapshot-experts 1\b.*\b8\b.*\b40 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
-    with pytest.raises(ConfigError, match=found):
+    pattern = rf"--moevement-snapshot-experts 1\b.*\b8\b.*\b40 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
+    with pytest.raises(ConfigError, match=pattern):
         MoEtion(table(), 40, 1)
 
 

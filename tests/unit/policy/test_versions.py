@@ -1,4 +1,4 @@
-"""Operators of different age: which versions a recovery takes, and what that costs."""
+"""Versions of different age that a recovery restores, and the tokens that it loses with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEASURED = Measured(iteration_s=1.0, d2h_bytes_per_s=1e9, replication_bytes_per_
 
 
 def table(layers: int = 4, experts: int = 6, expert_parallel: int = 3) -> OperatorTable:
-    """A stage: experts over ranks as Megatron places them, gates on all."""
+    """Return a stage with experts over ranks as Megatron places them, and gates on all ranks."""
     each = experts // expert_parallel
     rows = [
         [Operator(gate_name(layer), OperatorKind.GATE, STATE) for layer in range(layers)]
@@ -40,7 +40,7 @@ def table(layers: int = 4, experts: int = 6, expert_parallel: int = 3) -> Operat
 
 
 def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:
-    """Figure 5 of MoC-System: four layers with experts on three ranks, one of each layer in a checkpoint."""
+    """Check figure 5 of MoC-System: four layers with experts on three ranks, one of each layer in a checkpoint."""
     stage = table()
     order = turns(stage)
     rank_of = {int(place): int(np.flatnonzero(stage.full[:, place])[0]) for place in np.flatnonzero(stage.is_expert)}
@@ -75,8 +75,8 @@ def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int
         assert (written[~is_expert] == Saved.FULL).all()
         assert (held[written == Saved.FULL] == Saved.FULL).all()
         for layer in range(4):
-            its = is_expert & (schedule.table.layers == layer)
-            assert (written[its] == Saved.FULL).sum() <= on_disk
+            in_layer = is_expert & (schedule.table.layers == layer)
+            assert (written[in_layer] == Saved.FULL).sum() <= on_disk
         waits = np.where(written == Saved.FULL, 0, waits + 1)
         assert waits.max() <= 2 * rounds * schedule.checkpoints
     assert PartialSchedule(table(), 3, experts, 6).on_disk_of_slot(0) is None
@@ -95,11 +95,11 @@ def test_versions_are_the_newest_that_are_there() -> None:
         for run in version_runs(held, until):
             assert run.last in held, seed
             for operator, version in enumerate(run.full_at):
-                older = [one for one in held if one <= run.last and held[one][operator] == Saved.FULL]
+                older = [at for at in held if at <= run.last and held[at][operator] == Saved.FULL]
                 assert version == max(older), seed
         reached = [run.last for run in version_runs(held, until)]
         assert reached == sorted(reached, reverse=True), seed
-        assert all(one <= until for one in reached), seed
+        assert all(at <= until for at in reached), seed
 
 
 def test_slices_of_other_strategies_are_no_versions() -> None:
@@ -108,7 +108,7 @@ def test_slices_of_other_strategies_are_no_versions() -> None:
 
 
 def test_what_may_still_be_needed_is_kept() -> None:
-    """Whatever is lost on the way, a rank keeps a run that all have until there is a newer one."""
+    """Check that a rank keeps a run that all peers have until a newer one exists, with some snapshots missing."""
     for seed in range(50):
         random = Random(seed)
         schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6), 6)
@@ -118,17 +118,17 @@ def test_what_may_still_be_needed_is_kept() -> None:
         for iteration in range(120):
             if pending is not None:
                 unneeded = lifetime.learn(Agreed(*pending), held)
-                for gone in {*unneeded.old, *unneeded.lost}:
-                    assert gone in held
-                    del held[gone]
-            delivered |= {one for one in held if iteration - one > 1}
+                for freed in {*unneeded.old, *unneeded.lost}:
+                    assert freed in held
+                    del held[freed]
+            delivered |= {at for at in held if iteration - at > 1}
             pending = (
                 iteration,
-                lifetime.statuses(iteration, held, {one: held[one] for one in held.keys() & delivered}),
+                lifetime.statuses(iteration, held, {at: held[at] for at in held.keys() & delivered}),
             )
             if (saved := schedule.contents(iteration)) is not None and random.random() < 0.9:
                 held[iteration] = saved
-            reached = next(restore_points({one: held[one] for one in held.keys() & delivered}), None)
+            reached = next(restore_points({at: held[at] for at in held.keys() & delivered}), None)
             assert newest == NONE or (reached is not None and reached.last >= newest), seed
             newest = reached.last if reached is not None else newest
             assert len(held) <= schedule.slots_kept(2) + 2, seed
@@ -144,7 +144,7 @@ def test_a_start_stays_open_over_a_gap() -> None:
 
 
 def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
-    """Against a recount of each token."""
+    """Compare the lost tokens with a recount of each token."""
     for seed in range(20):
         random = Random(seed)
         stage = table(layers=2, experts=4, expert_parallel=2)
@@ -163,14 +163,14 @@ def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
         run = next(version_runs(held, random.randrange(12, 30)))
         lost = sum(tokens[t - 1][place] for place in experts for t in range(int(run.full_at[place]) + 1, run.last + 1))
         assert strategy.restored(run, learned).total == lost, seed
-        assert strategy.account.routed.sum() == sum(sum(its.values()) for its in tokens[: run.last]), seed
-        # Back to the same checkpoint once more, no token is lost twice.
+        assert strategy.account.routed.sum() == sum(sum(by_expert.values()) for by_expert in tokens[: run.last]), seed
+        # A second return to the same checkpoint loses no token again.
         assert strategy.restored(run, learned).total == lost, seed
         assert strategy.account.lost.sum() == lost, seed
 
 
 def test_what_was_lost_already_is_not_lost_again() -> None:
-    """Experts that go back behind the loss before; updates are told apart one by one."""
+    """Compare with sets of single tokens, where experts go back behind an earlier loss."""
     seed = Random().randrange(1 << 32)
     random = Random(seed)
     stage = table(layers=1, experts=6, expert_parallel=1)
@@ -178,32 +178,32 @@ def test_what_was_lost_already_is_not_lost_again() -> None:
     strategy = MoC(stage, 1, 1)
     schedule = strategy.first(0, 0)
     updates: dict[int, set[tuple[int, int]]] = {place: set() for place in experts}
-    every: dict[int, set[tuple[int, int]]] = {place: set() for place in experts}
+    history: dict[int, set[tuple[int, int]]] = {place: set() for place in experts}
     saved_updates: dict[int, dict[int, set[tuple[int, int]]]] = {}
     learned, held, now = {}, {}, 0
     for number in range(200):
         contents = schedule.contents(now)
         if contents is not None:
             learned[now], held[now] = strategy.learned(), contents
-            saved_updates[now] = {place: set(its) for place, its in updates.items()}
+            saved_updates[now] = {place: set(applied) for place, applied in updates.items()}
         if now > 8 and random.random() < 0.15:
             run = next(version_runs(held, random.randrange(now - 3, now)))
             strategy.restored(run, learned)
-            for late in [one for one in held if one > run.last]:
+            for late in [at for at in held if at > run.last]:
                 del held[late]
             now = run.last
             for place in experts:
                 updates[place] = set(saved_updates[int(run.full_at[place])][place])
-                every[place] = {one for one in every[place] if one[0] <= now}
-            missing = {place: every[place] - updates[place] for place in experts}
+                history[place] = {update for update in history[place] if update[0] <= now}
+            missing = {place: history[place] - updates[place] for place in experts}
             assert strategy.account.lost[experts].tolist() == [len(missing[place]) for place in experts], seed
         now += 1
         counts = np.zeros(len(stage))
         for place in experts:
-            its = {(now, number * 100 + one) for one in range(random.randrange(4))}
-            updates[place] |= its
-            every[place] |= its
-            counts[place] = len(its)
+            applied = {(now, number * 100 + token) for token in range(random.randrange(4))}
+            updates[place] |= applied
+            history[place] |= applied
+            counts[place] = len(applied)
         strategy.observe(counts)
 
 
@@ -231,10 +231,10 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
         learned[iteration], held[iteration] = strategy.learned(), schedule.contents_of_slot(iteration % schedule.size)
     assert strategy.wanted_sizes(schedule, MEASURED) == (1,)
     for until in (20, 40, 59):
-        saved = {one: contents for one, contents in held.items() if contents is not None}
+        saved = {at: contents for at, contents in held.items() if contents is not None}
         strategy.restored(next(version_runs(saved, until)), learned)
         wanted.append(*strategy.wanted_sizes(schedule, MEASURED))
-        learned[until] = strategy.learned()  # what goes along with the next snapshots
+        learned[until] = strategy.learned()  # kept with the next snapshots
     assert wanted == sorted(wanted)
     assert wanted[-1] > 1
     proposal = strategy.propose(schedule, (wanted[-1],))
@@ -244,7 +244,7 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
 
 
 def test_another_k_is_in_force_with_the_next_snapshot() -> None:
-    """And not when every expert has had its turn: failures come sooner."""
+    """Check that a change does not wait until every expert has had its turn, because failures come sooner."""
     strategy = MoC(table(layers=1, experts=8, expert_parallel=1), 10, 1)
     history = ScheduleHistory(strategy.first(0, 0))
     changed = history.change(40, strategy.propose(history.newest, (4,)).schedules[0])
@@ -269,7 +269,7 @@ def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_his
 
 
 def test_a_stage_with_fewer_experts_saves_when_the_others_do() -> None:
-    """Runs of all stages begin and end alike, also of one without experts."""
+    """Check that runs of all stages begin and end alike, also those of a stage without experts."""
     few = MoC(table(experts=3), 2, 1, most=6).first(0, 9)
     many = MoC(table(), 2, 1).first(0, 9)
     assert (few.start, few.checkpoints, few.last_of_run(0)) == (many.start, many.checkpoints, many.last_of_run(0))
@@ -283,6 +283,6 @@ def test_an_eighth_is_saved_where_nothing_was_asked_for() -> None:
 
 
 def test_too_long_until_every_expert_was_saved_is_refused() -> None:
-    found = rf"--moevement-snapshot-experts 1\b.*\b64\b.*\b10 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
-    with pytest.raises(ConfigError, match=found):
+    pattern = rf"--moevement-snapshot-experts 1\b.*\b64\b.*\b10 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
+    with pytest.raises(ConfigError, match=pattern):
         MoC(table(layers=1, experts=64, expert_parallel=1), 10, 1)

@@ -1,4 +1,4 @@
-"""The window is the smallest that fits, and Algorithm 1 is the paper's to the letter."""
+"""The chosen window is the smallest that fits, and algorithm 1 follows the paper exactly."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def test_algorithm_1(operators: int, bandwidth: float, expected: PaperWindow) ->
 def test_for_equal_operators_both_policies_agree_where_the_papers_fits() -> None:
     for count, capacity in itertools.product((1, 2, 7, 24, 100), (15, 60, 150, 700, 1300)):
         paper = find_window_size(count, 1.0, 2, 4, 8, capacity)
-        ours = choose_window(equal_experts(count), np.arange(count), budget_of(capacity))
-        if paper.fits:  # the paper holds every slot to the first one's size; ours lets later slots hold more
-            assert ours.size <= paper.window
+        chosen = choose_window(equal_experts(count), np.arange(count), budget_of(capacity))
+        # The paper limits every slot to as many operators as the first; here later slots may hold more.
+        if paper.fits:
+            assert chosen.size <= paper.window
         if paper.window == 1 and paper.fits:
-            assert ours.size == 1
+            assert chosen.size == 1
 
 
 @given(data=st.data(), table=stages(most=8), kind=st.sampled_from(KINDS))
@@ -150,7 +151,7 @@ def test_from_the_peak_of_a_window_on_that_window_suffices(count: int, size: int
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "pattern"),
     [
         ({"iteration_s": 0.0}, r"\biteration time\b.*\b0\.0 s\b"),
         ({"iteration_s": math.nan}, r"\biteration time\b.*\bnan s\b"),
@@ -161,10 +162,10 @@ def test_from_the_peak_of_a_window_on_that_window_suffices(count: int, size: int
         ({"reserved_d2h_bytes": 100.0}, r"\bboundary log.*\b100 bytes\b"),
     ],
 )
-def test_budgets_that_cannot_be_are_refused(change: dict[str, float], found: str) -> None:
-    given = {"iteration_s": 1.0, "d2h_bytes_per_s": 10.0, "replication_bytes_per_s": 10.0, "replicas": 2}
-    with pytest.raises(WindowError, match=found):
-        Budget(**(given | change))  # type: ignore[arg-type]
+def test_budgets_that_cannot_be_are_refused(change: dict[str, float], pattern: str) -> None:
+    valid = {"iteration_s": 1.0, "d2h_bytes_per_s": 10.0, "replication_bytes_per_s": 10.0, "replicas": 2}
+    with pytest.raises(WindowError, match=pattern):
+        Budget(**(valid | change))  # type: ignore[arg-type]
 
 
 def test_an_idle_network_is_no_matter_without_replicas() -> None:
@@ -172,7 +173,7 @@ def test_an_idle_network_is_no_matter_without_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "pattern"),
     [
         ((0, 1.0, 2, 4, 8, 1.0), r"\b0 operators\b"),
         ((3, 0.0, 2, 4, 8, 1.0), r"\biteration time\b.*\b0\.0 s\b"),
@@ -181,8 +182,8 @@ def test_an_idle_network_is_no_matter_without_replicas() -> None:
         ((3, 1.0, 2, math.nan, 8, 1.0), r"\bmaster\b.*\bnan bytes\b"),
     ],
 )
-def test_algorithm_1_refuses_what_cannot_be(arguments: tuple, found: str) -> None:
-    with pytest.raises(WindowError, match=found):
+def test_algorithm_1_refuses_what_cannot_be(arguments: tuple, pattern: str) -> None:
+    with pytest.raises(WindowError, match=pattern):
         find_window_size(*arguments)
 
 
@@ -195,7 +196,7 @@ def test_windows_of_no_iterations_and_orders_that_are_none_are_refused() -> None
 
 
 def _weights(table: OperatorTable, order: np.ndarray, ends: tuple[int, ...], kind: WindowKind) -> np.ndarray:
-    """Bytes of each slot on each rank, the slow obvious way."""
+    """Return the bytes of each slot on each rank, computed the slow, obvious way."""
     weights = np.zeros((len(table.full), len(ends)), dtype=np.int64)
     for slot, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         for place, operator in enumerate(order):

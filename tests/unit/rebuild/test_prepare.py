@@ -1,4 +1,4 @@
-"""A recovery is planned again from where snapshots are then, not from where they were when it was planned first."""
+"""A recovery that is planned again uses the snapshots' current places, not those of the first plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 
 class Moving(SnapshotSource):
-    """A snapshot is dropped by the rank that took it, because a peer has it now."""
+    """Source of a snapshot that its owner drops between two reports, because a peer has it now."""
 
     def __init__(self, *places: Source) -> None:
         self.places = list(places)
@@ -30,21 +30,21 @@ class Moving(SnapshotSource):
 
 def prepared(monkeypatch: pytest.MonkeyPatch, source: Moving, last: Source) -> module.Prepared:
     def fetch(rank: int, plan: RecoveryPlan, *_: Any) -> dict[int, Any]:
-        one: Fetch = plan.fetches[0]
+        planned: Fetch = plan.fetches[0]
         if len(source.places) > 1:
             source.places.pop(0)
         snapshot = object.__new__(Snapshot)
-        return {1: snapshot if one.source is last else one}
+        return {1: snapshot if planned.source is last else planned}
 
-    monkeypatch.setattr(module, "all_gather_objects", lambda mine, kind: [mine])
+    monkeypatch.setattr(module, "all_gather_objects", lambda local, kind: [local])
     monkeypatch.setattr(module, "fetch", fetch)
     return module.prepare(Report(0, 0, ()), {Source.MEMORY: source, Source.PEER: source}, 1, None)
 
 
 def test_a_snapshot_that_a_peer_has_meanwhile_is_fetched_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed 16 of the simulation: own copies were dropped between the report and the fetch, and the job was lost."""
-    found = prepared(monkeypatch, Moving(Source.MEMORY, Source.PEER), Source.PEER)
-    assert found.plans[0].fetches[0].source is Source.PEER
+    """Reproduce seed 16 of the simulation: a rank dropped its copies between report and fetch, and the job was lost."""
+    recovery = prepared(monkeypatch, Moving(Source.MEMORY, Source.PEER), Source.PEER)
+    assert recovery.plans[0].fetches[0].source is Source.PEER
 
 
 def test_what_was_damaged_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What an operator is told."""
+"""Tests of the report on a recovery that an operator reads, and of its timeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACCOUNT = Account(
 
 
 def texts_of(account: Account, *, is_verbose: bool = False) -> dict[str, str]:
-    """The lines of the block, by the name that each one begins with."""
+    """Return the lines of the report, by the label that each line begins with."""
     return {line[2:11].strip(): line[11:].strip() for line in account.lines(is_verbose=is_verbose)[1:]}
 
 
@@ -90,7 +90,7 @@ def test_recoveries_that_were_interrupted_are_part_of_the_one_that_was_not() -> 
     assert sum(both.parts().values()) == pytest.approx(both.total_s) == pytest.approx(7.0)
     assert both.earlier[0] in texts_of(both)["before"]
     events: list[dict[str, Any]] = [{"event": "failure", "time": 103.0, **both.as_dict()}]
-    whole, *parts = (one for one in trace_events(events)["traceEvents"] if one["ph"] == "X")
+    whole, *parts = (event for event in trace_events(events)["traceEvents"] if event["ph"] == "X")
     assert whole["dur"] == pytest.approx(sum(part["dur"] for part in parts)) == pytest.approx(7e6)
     assert len(whole["args"]["failures"]) == 2
 
@@ -104,9 +104,9 @@ def test_the_timeline_has_a_slice_for_each_part() -> None:
         {"event": "start", "time": 90.0}, {"event": "failure", "time": 103.0, **ACCOUNT.as_dict()},
     ]  # fmt: skip
     shown = trace_events(events)["traceEvents"]
-    replayed = next(one for one in shown if one["name"] == "replay")
+    replayed = next(event for event in shown if event["name"] == "replay")
     assert (replayed["ph"], replayed["ts"], replayed["dur"]) == ("X", pytest.approx(12.2e6), pytest.approx(0.8e6))
-    assert [one["name"] for one in shown if one["ph"] == "i"] == ["start"]
+    assert [event["name"] for event in shown if event["ph"] == "i"] == ["start"]
 
 
 def test_windows_have_a_row_of_the_timeline_to_themselves() -> None:
@@ -115,7 +115,7 @@ def test_windows_have_a_row_of_the_timeline_to_themselves() -> None:
         {"event": "failure", "time": 103.0, **ACCOUNT.as_dict()},
     ]  # fmt: skip
     shown = trace_events(events)["traceEvents"]
-    names = {one["tid"]: one["args"]["name"] for one in shown if one["ph"] == "M"}
-    rows = [(one["name"], names[one["tid"]]) for one in shown if one["ph"] != "M"]
+    names = {event["tid"]: event["args"]["name"] for event in shown if event["ph"] == "M"}
+    rows = [(event["name"], names[event["tid"]]) for event in shown if event["ph"] != "M"]
     assert [name for name, row in rows if row == "windows"] == ["window"]
     assert len(names) == len(set(names.values())) == 4

@@ -1,4 +1,4 @@
-"""Where a job goes on from, for every kind of failure that kills have found so far."""
+"""Iteration that a job resumes, for every kind of failure that kill tests have found so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moevement_core.recovery.agree import NothingToResume, RankStatus, ResumePoi
 
 
 def _at(committed: int | None, stage: int, *, begun: bool = True, replica: int = 0) -> RankStatus:
-    """A rank that took part, and has committed so much."""
+    """Return the status of a rank that trained and last committed iteration ``committed``."""
     return RankStatus(stage, replica, was_training=True, committed=committed, has_begun_next=begun)
 
 
@@ -85,7 +85,7 @@ def test_where_there_is_nothing_to_resume_the_job_restarts(statuses: list[RankSt
 
 
 def test_who_follows_goes_by_a_rank_of_its_own_replica_where_one_is_left() -> None:
-    """Each replica clips by the norm of its own group where the norm does not span the job."""
+    """Check that a follower uses the norm of its own replica, which may clip by another norm than other replicas."""
     statuses = [
         _at(7, 0, replica=0), _at(7, 0, replica=1),
         _at(8, 1, begun=False, replica=0), _at(8, 1, begun=False, replica=1),

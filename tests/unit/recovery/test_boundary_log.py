@@ -1,4 +1,4 @@
-"""The upstream log keeps what was sent, in order, for as long as it is needed, and hands it on undamaged."""
+"""The upstream log keeps sent tensors in order for as long as a recovery may need them, and feeds them undamaged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_it_keeps_what_was_sent_when_it_was_sent() -> None:
         forward, backward = log.sent(iteration, FORWARD), log.sent(iteration, BACKWARD)
         assert forward is not None
         assert backward is not None
-        assert [one.order for one in forward] == [0, 1, 2, 3]
+        assert [entry.order for entry in forward] == [0, 1, 2, 3]
         for order in range(4):
             assert torch.equal(forward[order].tensor, tensor(iteration, order))
             assert torch.equal(backward[order].tensor, -tensor(iteration, order))
@@ -68,10 +68,10 @@ def test_an_exception_between_any_two_steps_leaves_no_buffer_in_two_places() -> 
     log.interrupted()
     assert log.iterations == [2, 3]
     fill(log, range(4, 5))
-    for iteration in range(2, 5):  # nothing was written over
+    for iteration in range(2, 5):  # nothing was overwritten
         sent = log.sent(iteration, FORWARD)
         assert sent is not None
-        assert [torch.equal(one.tensor, tensor(iteration, order)) for order, one in enumerate(sent)] == [True] * 4
+        assert [torch.equal(entry.tensor, tensor(iteration, order)) for order, entry in enumerate(sent)] == [True] * 4
     assert log.memory_bytes <= before, "buffers that are nowhere are not counted"
 
 
@@ -82,11 +82,11 @@ def test_an_iteration_that_an_exception_cuts_off_is_not_to_be_had() -> None:
     log.note(FORWARD, tensor(2, 0))
     log.interrupted()
     assert log.iterations == [1]
-    log.note(FORWARD, tensor(9, 9))  # an evaluation before it begins again
+    log.note(FORWARD, tensor(9, 9))  # an evaluation sends this before iteration 2 begins again
     fill(log, range(2, 3))
     sent = log.sent(2, FORWARD)
     assert sent is not None
-    assert [torch.equal(one.tensor, tensor(2, order)) for order, one in enumerate(sent)] == [True] * 4
+    assert [torch.equal(entry.tensor, tensor(2, order)) for order, entry in enumerate(sent)] == [True] * 4
 
 
 def test_an_iteration_under_way_is_not_told_and_one_begun_again_begins_again() -> None:
@@ -153,7 +153,7 @@ def test_a_long_iteration_is_allocated_by_calls_of_a_bounded_size(monkeypatch: p
 
 
 def test_two_types_of_one_size_do_not_share_a_buffer() -> None:
-    """A view of wider elements may not begin in the middle of one."""
+    """Check that no view of wider elements begins in the middle of an element."""
     log, _ = log_of()
     for iteration in range(1, 4):
         log.begin(iteration)
@@ -163,9 +163,9 @@ def test_two_types_of_one_size_do_not_share_a_buffer() -> None:
         log.note(FORWARD, torch.empty(0))
         log.end()
     for iteration in range(1, 4):
-        sent = [one.tensor for one in log.sent(iteration, FORWARD) or ()]
-        assert [one.dtype for one in sent[:2]] == [torch.bfloat16, torch.float32]
-        assert all((one == iteration).all() for one in sent)
+        sent = [entry.tensor for entry in log.sent(iteration, FORWARD) or ()]
+        assert [entry.dtype for entry in sent[:2]] == [torch.bfloat16, torch.float32]
+        assert all((entry == iteration).all() for entry in sent)
         assert sent[-1].numel() == 0
 
 
@@ -196,12 +196,12 @@ def test_a_neighbour_feeds_what_it_sent() -> None:
         ]
         feeds = {direction: Feed(0, direction, Loopback(wire, 1)) for direction in (FORWARD, BACKWARD)}
         for iteration in (2, 3):
-            for one in feeds.values():
-                one.begin(iteration)
+            for receiver in feeds.values():
+                receiver.begin(iteration)
             for order in range(4):
                 assert torch.equal(feeds[BACKWARD].next(), -tensor(iteration, order))
                 assert torch.equal(feeds[FORWARD].next(), tensor(iteration, order))
-        assert [one.result() for one in sent] == [96, 96]
+        assert [future.result() for future in sent] == [96, 96]
 
 
 @pytest.mark.parametrize("wrong", ["damaged", "another iteration"])
@@ -277,5 +277,5 @@ def test_it_finds_the_first_value_that_is_not_finite_and_begins_again() -> None:
     log.end()
     again = log.sent(1, FORWARD)
     assert again is not None
-    assert [torch.equal(one.tensor, tensor(1, 7)) for one in again] == [True], "what was computed first is gone"
+    assert [torch.equal(entry.tensor, tensor(1, 7)) for entry in again] == [True], "what was computed first is gone"
     assert log.first_not_finite(FORWARD) is None, "no iteration is under way"

@@ -1,4 +1,4 @@
-"""Ranks hand each other snapshots; what is gone or damaged is named, and planned around."""
+"""Ranks send each other snapshots; missing and damaged ones are named, so that the next plan avoids them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def execute(
 def snapshot(owner: int, iteration: int) -> Snapshot:
     from dataclasses import replace
 
-    made = Toy(2, WindowKind.ALIGNED).snapshot(iteration, iteration, {"rank": owner})
-    return Snapshot(replace(made.header, rank=owner), made.buffer)
+    original = Toy(2, WindowKind.ALIGNED).snapshot(iteration, iteration, {"rank": owner})
+    return Snapshot(replace(original.header, rank=owner), original.buffer)
 
 
 def test_everyone_gets_its_own_from_where_it_is() -> None:
@@ -42,8 +42,8 @@ def test_everyone_gets_its_own_from_where_it_is() -> None:
         Fetch(0, 1, 1, Source.PEER), Fetch(1, 1, 1, Source.MEMORY), Fetch(2, 1, 0, Source.FILE),
     ]  # fmt: skip
     held: dict[int, dict[tuple[int, int], Snapshot]] = {0: {}, 1: {}, 2: {}}
-    for one in fetches:
-        held[one.holder][one.owner, one.iteration] = snapshot(one.owner, one.iteration)
+    for request in fetches:
+        held[request.holder][request.owner, request.iteration] = snapshot(request.owner, request.iteration)
     for rank, got in enumerate(execute(fetches, held, Wire())):
         assert set(got) == {0, 1}
         for iteration, received in got.items():

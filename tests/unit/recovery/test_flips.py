@@ -1,4 +1,4 @@
-"""Where drills flip bits: in bytes that a digest covers, once in a job; and how what is found is reported."""
+"""Drills flip a bit that a digest covers, once in a job, and report how the damage was detected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sent_through(channel: str, kind: FlipKind, *frames: torch.Tensor) -> list[torch.Tensor]:
-    """What arrives of ``frames``."""
+    """Return what a peer receives of ``frames`` through a channel that flips a bit."""
     flips.begin((Flip(kind, seed=3),))
     wire = Wire()
     transport = flips.on_the_way(channel, Loopback(wire, 0))
@@ -45,17 +45,17 @@ def sent_through(channel: str, kind: FlipKind, *frames: torch.Tensor) -> list[to
 
 def tensor(iteration: int) -> list[torch.Tensor]:
     header, payload = torch.arange(200, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8)
-    said = Message(Kind.TENSOR, 0, iteration, header.numel(), payload.numel(), check=checksum(header))
-    return [said.encode(), header, payload]
+    message = Message(Kind.TENSOR, 0, iteration, header.numel(), payload.numel(), check=checksum(header))
+    return [message.encode(), header, payload]
 
 
 def test_one_bit_of_one_payload_is_flipped_and_what_is_sent_stays_as_it_is() -> None:
     frames = [*tensor(1), *tensor(2)]
     before = [frame.clone() for frame in frames]
     arrived = sent_through("feeds", FlipKind.FEEDS, *frames)
-    assert all(torch.equal(one, other) for one, other in zip(frames, before, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(frames, before, strict=True))
     differing = [
-        number for number, (one, other) in enumerate(zip(arrived, frames, strict=True)) if (one != other).any()
+        number for number, (left, right) in enumerate(zip(arrived, frames, strict=True)) if (left != right).any()
     ]
     assert differing == [2], "the payload of the first"
     changed = arrived[2] ^ frames[2]
@@ -64,8 +64,8 @@ def test_one_bit_of_one_payload_is_flipped_and_what_is_sent_stays_as_it_is() -> 
 
 
 def test_a_flip_of_a_message_is_refused() -> None:
-    said = Message(Kind.SNAPSHOT, 0, 7, 10, 20)
-    (arrived,) = sent_through("snapshots", FlipKind.MESSAGES, said.encode())
+    message = Message(Kind.SNAPSHOT, 0, 7, 10, 20)
+    (arrived,) = sent_through("snapshots", FlipKind.MESSAGES, message.encode())
     with pytest.raises(SnapshotError):
         Message.decode(arrived)
 
@@ -77,8 +77,8 @@ def test_nothing_is_between_who_sends_and_the_wire_without_such_a_flip() -> None
 
 
 def test_a_flip_of_a_header_is_found_by_its_checksum() -> None:
-    said, header, _ = tensor(1)
-    message = Message.decode(said)
+    encoded, header, _ = tensor(1)
+    message = Message.decode(encoded)
     message.refuse_unless_whole(header)
     header[77] ^= 1
     with pytest.raises(SnapshotError, match=r"\biteration 1\b"):
@@ -91,10 +91,10 @@ def test_a_line_of_the_log_says_what_was_found_and_is_read_back() -> None:
     assert Damage.parse("iteration 3: no memory") is None
 
 
-def lines(folder: Path, *said: tuple[float, str]) -> None:
+def lines(folder: Path, *entries: tuple[float, str]) -> None:
     (folder / "logs").mkdir(parents=True)
-    told = [json.dumps({log.NAME: text, "level": "INFO", "rank": 2, "time": at}) for at, text in said]
-    (folder / "logs" / "rank_2.out").write_text("\n".join(["something else", *told]) + "\n")
+    records = [json.dumps({log.NAME: text, "level": "INFO", "rank": 2, "time": at}) for at, text in entries]
+    (folder / "logs" / "rank_2.out").write_text("\n".join(["something else", *records]) + "\n")
 
 
 FLIP = flips.PREFIX + json.dumps(
@@ -104,7 +104,7 @@ DAMAGE = str(Damage("a digest", "snapshot 3", "another one"))
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "is_right", "after_s"),
+    ("entries", "code", "is_right", "after_s"),
     [
         ([(1.0, FLIP), (1.5, DAMAGE)], 1, True, 0.5),
         ([(1.0, FLIP)], 1, False, None),
@@ -113,24 +113,24 @@ DAMAGE = str(Damage("a digest", "snapshot 3", "another one"))
     ],
 )
 def test_only_what_is_found_after_it_was_flipped_counts(
-    tmp_path: Path, said: list[tuple[float, str]], code: int, is_right: bool, after_s: float | None
+    tmp_path: Path, entries: list[tuple[float, str]], code: int, is_right: bool, after_s: float | None
 ) -> None:
-    """Here every job ended, with a reason."""
-    lines(tmp_path / "own", *said)
+    """Judge the flip of a job that ended with a reason."""
+    lines(tmp_path / "own", *entries)
     (tmp_path / "own.console").write_text("moevement: why\n")
-    found = drill._found(FlipKind.OWN, tmp_path / "own", code, "digest")
-    assert found.is_right == is_right
-    assert found.after_s == after_s
-    assert found.ended_by is not None
-    assert re.search(r"\b1\b.*\bmoevement: why$", found.ended_by), "the exit code, and the last line"
-    assert found.ended_by in found.outcome
+    result = drill._found(FlipKind.OWN, tmp_path / "own", code, "digest")
+    assert result.is_right == is_right
+    assert result.after_s == after_s
+    assert result.ended_by is not None
+    assert re.search(r"\b1\b.*\bmoevement: why$", result.ended_by), "the exit code, and the last line"
+    assert result.ended_by in result.outcome
 
 
 def test_another_final_state_is_never_right(tmp_path: Path) -> None:
     lines(tmp_path / "own", (1.0, FLIP), (1.5, DAMAGE))
     digest = {"all": "other", "parts": {}, "ranks": []}
     (tmp_path / "own" / "summary.json").write_text(json.dumps({"state_digest": digest}))
-    found = drill._found(FlipKind.OWN, tmp_path / "own", 0, "digest")
-    assert not found.is_right
-    assert (found.is_equal, found.ended_by) == (False, None)
-    assert found.outcome != replace(found, is_equal=True).outcome
+    result = drill._found(FlipKind.OWN, tmp_path / "own", 0, "digest")
+    assert not result.is_right
+    assert (result.is_equal, result.ended_by) == (False, None)
+    assert result.outcome != replace(result, is_equal=True).outcome

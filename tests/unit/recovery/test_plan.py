@@ -1,4 +1,4 @@
-"""Plans are made from what ranks report: the newest run that is there for everyone, from the quickest sources."""
+"""Plans use the newest run of snapshots that all ranks report, and fetch it from the quickest sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moevement_core.recovery.places import Fetch, Holding, Source
 from moevement_core.recovery.plan import Report, plan_from_replicas, plan_recovery
 
 WINDOW = {0: "2111", 1: "0211", 2: "0021", 3: "0002"}
-"""Four operators in four slots, aligned."""
+"""Contents of each slot of an aligned window of four slots, with four operators."""
 
 
 def held(owner: int, *iterations: int, source: Source = Source.MEMORY, schedule: str = "s") -> list[Holding]:
@@ -63,10 +63,10 @@ def test_without_a_target_the_first_dense_state_is_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("iterations", "there"), [((1, 2, 3), r"1\b\D+\b3\b"), ((), r"none\b"), ((0, 1, 3), r"0\b\D+\b1\b\D+\b3\b")]
+    ("iterations", "listed"), [((1, 2, 3), r"1\b\D+\b3\b"), ((), r"none\b"), ((0, 1, 3), r"0\b\D+\b1\b\D+\b3\b")]
 )
-def test_no_way_back_is_said_with_what_there_is(iterations: tuple[int, ...], there: str) -> None:
-    with pytest.raises(RecoveryError, match=rf"\biteration 4\b.*\bstage 0\W+{there}"):
+def test_no_way_back_is_said_with_what_there_is(iterations: tuple[int, ...], listed: str) -> None:
+    with pytest.raises(RecoveryError, match=rf"\biteration 4\b.*\bstage 0\W+{listed}"):
         plan_recovery([report(0, *held(0, *iterations))], 4)
 
 
@@ -81,7 +81,7 @@ def test_a_lost_rank_takes_state_from_the_first_that_has_it_live() -> None:
     reports = [Report(0, 0, ()), Report(1, 0, (), stands_for={0: 3, 2: 3}), Report(2, 0, ()), Report(3, 1, ())]
     plan = plan_from_replicas(reports, 17, {0, 2})
     assert plan is not None
-    assert [(one.owner, one.holder, one.source, one.iteration) for one in plan.fetches] == [
+    assert [(fetch.owner, fetch.holder, fetch.source, fetch.iteration) for fetch in plan.fetches] == [
         (0, 1, Source.REPLICA, 17), (2, 1, Source.REPLICA, 17),
     ]  # fmt: skip
     assert (list(plan.iterations), list(plan.redone), plan.ranks) == ([], [], {0, 2})

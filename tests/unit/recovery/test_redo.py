@@ -1,4 +1,4 @@
-"""State comes back bit for bit by updates that are made again, from whichever snapshots are left."""
+"""Re-executed updates restore the state bit for bit, from any snapshots that are left."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _toy(size: int) -> Toy:
 
 def _holdings(snapshots: dict[int, Snapshot]) -> tuple[Holding, ...]:
     return tuple(
-        Holding(0, iteration, one.header.state, one.header.schedule, one.header.contents, Source.MEMORY)
-        for iteration, one in snapshots.items()
+        Holding(0, iteration, snapshot.header.state, snapshot.header.schedule, snapshot.header.contents, Source.MEMORY)
+        for iteration, snapshot in snapshots.items()
     )
 
 
@@ -97,7 +97,7 @@ def test_any_window_any_change_any_snapshots_left(seed: int) -> None:
     for iteration in list(snapshots):
         if random.random() < 0.12:
             del snapshots[iteration]
-    if next(restore_points({i: one.contents for i, one in snapshots.items()}, until), None) is None:
+    if next(restore_points({i: snapshot.contents for i, snapshot in snapshots.items()}, until), None) is None:
         return
     plan, check = _restore(toy, snapshots, until)
     assert toy.whole() == truth, (plan.first, plan.redone_until)
@@ -106,9 +106,9 @@ def test_any_window_any_change_any_snapshots_left(seed: int) -> None:
 
 
 def _by_hand(snapshots: dict[int, Contents], until: int) -> set[int]:
-    """Iterations that updates lead to, operator by operator."""
+    """Return the iterations that re-executed updates reach, computed operator by operator."""
     reached = set()
-    for last in (one for one in snapshots if one <= until):
+    for last in (iteration for iteration in snapshots if iteration <= until):
         firsts = []
         for operator in range(len(snapshots[last])):
             at = last

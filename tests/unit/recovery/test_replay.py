@@ -1,4 +1,4 @@
-"""A wiped state comes back bit for bit, whatever the schedule, from whichever snapshots are left."""
+"""A replay restores a wiped state bit for bit, for any schedule, from any snapshots that are left."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.unit.recovery.toy import OPERATORS, Toy, run_until
 
 def plan_of(snapshots: dict[int, Snapshot], until: int | None) -> RecoveryPlan:
     holdings = [
-        Holding(0, iteration, one.header.state, one.header.schedule, one.header.contents, Source.MEMORY)
-        for iteration, one in snapshots.items()
+        Holding(0, iteration, snapshot.header.state, snapshot.header.schedule, snapshot.header.contents, Source.MEMORY)
+        for iteration, snapshot in snapshots.items()
     ]
     return plan_recovery([Report(0, 0, tuple(holdings))], until)
 
@@ -53,7 +53,7 @@ def test_figure_8(kind: WindowKind, size: int) -> None:
     assert toy.rng == rng
     assert not check.differences
     assert not toy.weights_of_frozen_moved
-    # An operator is frozen in every iteration before its slot, so fewer and fewer are; from the last slot on, none.
+    # An operator is frozen until its slot. So the number of frozen operators falls, and is 0 from the last slot on.
     assert [iteration for iteration, _ in toy.ran] == list(range(plan.first + 1, until + 1))
     frozen = [count for _, count in toy.ran]
     assert frozen == sorted(frozen, reverse=True)
@@ -76,7 +76,7 @@ def test_any_schedule_any_iteration_any_snapshots_left(seed: int) -> None:
         if random.random() < 0.1:
             del snapshots[iteration]
     toy.wipe()
-    if not list(recoverable_runs({iteration: one.contents for iteration, one in snapshots.items()}, until)):
+    if not list(recoverable_runs({iteration: snapshot.contents for iteration, snapshot in snapshots.items()}, until)):
         with pytest.raises(RecoveryError, match=rf"\biteration {until}\b"):
             plan_of(snapshots, until)
         return
@@ -188,7 +188,7 @@ def test_a_loss_that_differs_is_found() -> None:
 
 
 def test_frozen_weights_matter() -> None:
-    """Shown to fail without: with stale compute weights of frozen operators the state is another one."""
+    """Check that a replay with stale compute weights of frozen operators ends in another state."""
     toy = Toy(3, WindowKind.ALIGNED)
     snapshots = run_until(toy, 8, {})
     truth = toy.whole()

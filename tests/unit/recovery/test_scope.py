@@ -1,4 +1,4 @@
-"""Which stages roll back together, and who feeds them."""
+"""Tests of the stages that roll back together, and of the neighbours that feed them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 
 LINE, RING, TIED = Pipeline(6), Pipeline(6, is_ring=True), Pipeline(6, tied=frozenset({0, 5}))
 PREDICTING = Pipeline(6, tied=frozenset({0, 4, 5}))
-"""Multi-token prediction on a stage of its own, and tied embeddings."""
+"""Pipeline with tied embeddings, and with multi-token prediction on a stage of its own."""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ PREDICTING = Pipeline(6, tied=frozenset({0, 4, 5}))
     ],
 )
 def test_segments(pipeline: Pipeline, lost: set[int], expected: list[set[int]]) -> None:
-    assert segments(pipeline, lost) == sorted((frozenset(one) for one in expected), key=min)
+    assert segments(pipeline, lost) == sorted((frozenset(segment) for segment in expected), key=min)
 
 
 def test_neighbours_feed() -> None:

@@ -1,6 +1,6 @@
-"""A job without Megatron: a few numbers for each operator, whose update depends on all weights, as in a model.
+"""Job without Megatron: a few numbers for each operator, whose update depends on all weights, as in a model.
 
-It is exact in floating point, so a replay that does anything else than what was done gives other bits.
+Its floating-point results are reproducible, so a replay that computes anything else gives other bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPERATORS, NUMBERS = 7, 5
 
 
 class Toy(Trainer):
-    """The job: weights in half precision, masters, momenta, and a random state that every iteration moves."""
+    """Job with half-precision weights, FP32 masters and momenta, and a random state that every iteration advances."""
 
     def __init__(self, size: int, kind: WindowKind) -> None:
         self.names = [expert_name(0, index) for index in range(OPERATORS)]
@@ -45,13 +45,13 @@ class Toy(Trainer):
         self.momenta = {name: torch.zeros(NUMBERS) for name in self.names}
         self.weights = {name: master.half() for name, master in self.masters.items()}
         self.gradients = {name: torch.full((NUMBERS,), float("nan")) for name in self.names}
-        """Of the last update, clipped."""
+        """Clipped gradients of the last update."""
         self.redone: list[tuple[int, int]] = []
-        """Iterations whose update was made again, and of how many operators."""
+        """Iterations whose update was re-executed, each with its number of updated operators."""
         self.kind = kind
         self.rng, self.norm, self.frozen = 12345, 0.0, frozenset[str]()
         self.ran: list[tuple[int, int]] = []
-        """Iterations that were run, and how many operators were frozen in each."""
+        """Executed iterations, each with its number of frozen operators."""
         self.weights_of_frozen_moved = False
         table = OperatorTable(Operator(n, OperatorKind.EXPERT, StateBytes(2, 4, 4, 4)) for n in self.names)
         order = np.arange(OPERATORS)
@@ -75,7 +75,7 @@ class Toy(Trainer):
     def whole(self) -> dict[str, str]:
         return begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in self.states().items()})()
 
-    # One iteration, the first time or again
+    # One iteration, in training and in a replay
 
     def step(self, iteration: int, norm: float | None) -> float:
         self.rng = (self.rng * 1103515245 + iteration) % 2**31
@@ -97,7 +97,7 @@ class Toy(Trainer):
         self.masters[name].sub_(0.1 * self.momenta[name])
         self.weights[name].copy_(self.masters[name])
 
-    # What the state machine asks for
+    # Interface that the replay calls
 
     @override
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
@@ -111,8 +111,8 @@ class Toy(Trainer):
     @override
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
         self.redone.append((iteration, len(gradients)))
-        for name, its in gradients.items():
-            for _, gradient in its:
+        for name, parts in gradients.items():
+            for _, gradient in parts:
                 self.gradients[name].copy_(gradient)
             self.update(name)
 
@@ -136,7 +136,7 @@ class Toy(Trainer):
         self.weights_of_frozen_moved |= any(not torch.equal(self.weights[name], before[name]) for name in before)
         return {"loss": torch.tensor(loss)}
 
-    # Snapshots, and what is wiped
+    # Snapshots, and the loss of the state
 
     def snapshot(self, iteration: int, state: int, outcome: dict[str, Any], *, whole: bool = True) -> Snapshot:
         schedule = self.history.at(iteration)
@@ -167,7 +167,7 @@ class Toy(Trainer):
 def run_until(
     toy: Toy, iterations: int, change_at: Mapping[int, tuple[np.ndarray, int] | Schedule]
 ) -> dict[int, Snapshot]:
-    """Run the job and keep every snapshot up to ``iterations - 1``; orders and windows change where it is said."""
+    """Run the job and return its snapshots up to ``iterations - 1``; ``change_at`` changes orders and windows."""
     table, kind = toy.history.newest.table, toy.kind
     first = toy.history.newest.start
     snapshots = {iteration: toy.snapshot(iteration, 0, {}) for iteration in range(first, 0)}

@@ -1,4 +1,4 @@
-"""When a job that fails again and again is given up."""
+"""Tests of when the coordinator gives up a job that fails repeatedly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moevement_core.rendezvous.attempts import DEATHS, FAILURES, Attempts
 def test_a_rank_that_dies_in_one_iteration_again_and_again_ends_the_job() -> None:
     attempts = Attempts()
     attempts.committed(46)
-    said = [attempts.failed(generation, [1], []) for generation in range(DEATHS)]
-    assert said[:-1] == [None] * (DEATHS - 1)
-    assert re.search(rf"\brank 1\b.*\b{DEATHS} times\b.*\biteration 47\b.*--iterations-to-skip 47\b", str(said[-1]))
+    reasons = [attempts.failed(generation, [1], []) for generation in range(DEATHS)]
+    assert reasons[:-1] == [None] * (DEATHS - 1)
+    assert re.search(rf"\brank 1\b.*\b{DEATHS} times\b.*\biteration 47\b.*--iterations-to-skip 47\b", str(reasons[-1]))
 
 
 def test_ranks_that_die_while_they_wait_died_in_no_iteration() -> None:
@@ -30,13 +30,13 @@ def test_an_attempt_that_began_from_an_older_window_died_where_it_was() -> None:
     for generation in range(3 * DEATHS):
         assert attempts.failed(generation, [3], []) is None
         attempts.formed()
-        attempts.committed(16 + generation % 4)  # each time it comes to another iteration
-    said = []
+        attempts.committed(16 + generation % 4)  # each attempt reaches another iteration
+    reasons = []
     for generation in range(100, 100 + DEATHS):
         attempts.formed()
         attempts.committed(21)
-        said.append(attempts.failed(generation, [3], []))
-    assert any("iteration 22" in str(one) for one in said)
+        reasons.append(attempts.failed(generation, [3], []))
+    assert any("iteration 22" in str(reason) for reason in reasons)
 
 
 def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
@@ -49,9 +49,9 @@ def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
 
 def test_a_failure_without_a_death_is_given_up_sooner() -> None:
     attempts, reason = Attempts(), "rank 0: ValueError: no"
-    said = [attempts.failed(generation, [], [reason]) for generation in range(FAILURES)]
-    assert said[:-1] == [None] * (FAILURES - 1)
-    assert reason in str(said[-1])
+    reasons = [attempts.failed(generation, [], [reason]) for generation in range(FAILURES)]
+    assert reasons[:-1] == [None] * (FAILURES - 1)
+    assert reason in str(reasons[-1])
 
 
 def test_it_waits_longer_and_longer() -> None:

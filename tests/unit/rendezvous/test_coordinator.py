@@ -1,4 +1,4 @@
-"""The coordinator and members over a real store, as processes come and go."""
+"""Coordinator and members over a real store, while processes join, die and leave."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KILLED = "was killed by signal 9"
 
 
 def another(store: SignedStore) -> SignedStore:
-    """Another client of the same store."""
+    """Return another client of the same store."""
     return SignedStore(dist.TCPStore("127.0.0.1", store.base.port, is_master=False), TOKEN)
 
 
@@ -50,7 +50,7 @@ def store() -> Any:
 
 
 class Job:
-    """A coordinator and its members, without processes; time passes only by :meth:`passes`."""
+    """Coordinator and members without processes; time passes only in :meth:`passes`."""
 
     def __init__(
         self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0, lease_s: float = 1e9
@@ -73,7 +73,7 @@ class Job:
         self.settle()
 
     def settle(self, *, but: tuple[int, ...] = ()) -> None:
-        """Let everyone who is in a proposed roster acknowledge it, but for those who do not answer."""
+        """Let the members of a proposed roster acknowledge it, except those in ``but`` and those that are silent."""
         for _ in range(4):
             self.coordinator.step()
             if self.coordinator.state is State.PROPOSED:
@@ -83,7 +83,7 @@ class Job:
                     self.members[number]._write(ACKNOWLEDGED, "")
 
     def passes(self, seconds: float, alive: Iterable[int] = (), committed: int | None = None) -> None:
-        """Time in which the members in ``alive`` are heard of, and the coordinator looks often."""
+        """Let time pass, in which the members in ``alive`` renew their leases and the coordinator steps often."""
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.2)
@@ -171,7 +171,7 @@ def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: An
     job.coordinator.step()
     assert job.coordinator.roster.ranks == {0: 4, 1: 1, 2: 3}, "member 3 is on the node of member 2"
     assert len(job.coordinator.roster.deaths) == 2
-    # One of the new ones dies before it has begun; there is nobody left but the one who joins next.
+    # A replacement dies before it has begun. The only spare left is the member that joins next.
     job.coordinator.died(3, 1003, KILLED)
     job.leave(1, 4)
     assert job.coordinator.state is State.FORMING
@@ -192,7 +192,7 @@ def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -
         assert [death.rank for death in roster.deaths] == [rank]
         assert [death.rank for death in roster.earlier] == earlier
         assert Roster.decode(roster.encode()) == roster
-    job.passes(40.0, alive=job.members, committed=9)  # so that the next attempt need not wait
+    job.passes(40.0, alive=job.members, committed=9)  # progress, so that the next attempt need not wait
     job.coordinator.died(job.coordinator.roster.ranks[0], 1000, KILLED)
     job.members[job.coordinator.roster.ranks[1]].leave("", 9, had_recovered=True)
     job.settle()
@@ -213,7 +213,7 @@ def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: An
 
 
 def test_each_death_is_given_the_whole_time(store: Any) -> None:
-    """The process that was started for a rank that dies late has as long to come as that for the first."""
+    """Check that a replacement for a rank that dies late has as long to join as one for the first."""
     job = Job(store, 3, 3, spare_timeout_s=4.0)
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
@@ -266,13 +266,13 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_name
     assert [re.findall(r"\b(\d+) s\b", text) for text in job.reported] == [["1"], ["2"]], "later attempts wait"
     _kill_rank_1(job, committed=6)
     assert job.coordinator.state is State.STOPPED
-    found = rf"\brank 1\b.*\b{attempts.DEATHS} times\b.*\biteration 7\b.*--iterations-to-skip 7\b"
-    with pytest.raises(JobStopped, match=found):
+    pattern = rf"\brank 1\b.*\b{attempts.DEATHS} times\b.*\biteration 7\b.*--iterations-to-skip 7\b"
+    with pytest.raises(JobStopped, match=pattern):
         job.members[0].wait_for_rank()
 
 
 def test_what_supervisors_hear_of_progress_counts_too(store: Any) -> None:
-    """All ranks die at once, again and again; between that they come further, as their supervisors know."""
+    """Kill all ranks repeatedly; they progress between kills, which only their supervisors report."""
     job = Job(store, 1, 1)
     for kill in range(2 * attempts.DEATHS):
         job.join(kill + 1)
@@ -450,7 +450,7 @@ def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(store:
 
 
 def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> None:
-    """Many join while the coordinator goes on forming the job; each is given a rank once all before it have died."""
+    """Join many members while the coordinator forms the job; each gets a rank after all before it have died."""
     job = Job(store, 1, 1)
     got: list[int] = []
 
@@ -468,7 +468,7 @@ def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> N
         job.settle(but=tuple(range(1, 9)))
         current = job.coordinator.roster.ranks[0]
         if current == 0 or current in got:
-            job.coordinator.renew({current: len(got) + 1})  # comes further each time
+            job.coordinator.renew({current: len(got) + 1})  # each member makes progress
             job.coordinator.died(current, 0, KILLED)
     assert sorted(got) == list(range(1, 9))
 
@@ -482,7 +482,7 @@ def test_a_roster_names_who_died() -> None:
 
 
 def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
-    """Tasks with one device each: the first spare was bound to the device of rank 0, and both call it 0."""
+    """Use tasks with one device each: the first spare has the device of rank 0, and both call it device 0."""
     job = Job(store, 2, 0)
     for number, device in enumerate(["GPU-a", "GPU-b", "GPU-a", "GPU-c"]):
         job.join(number, "node", (device,))
@@ -490,15 +490,15 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
     job.leave(0)
     assert job.coordinator.waiting() == []
     assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
-    assert [one["pid"] for one in job.coordinator.who()] == [1000, 1003, 1002, None]
-    assert [one["role"] for one in job.coordinator.who()] == ["active", "active", "spare", "starting"]
+    assert [process["pid"] for process in job.coordinator.who()] == [1000, 1003, 1002, None]
+    assert [process["role"] for process in job.coordinator.who()] == ["active", "active", "spare", "starting"]
     assert (job.coordinator.roster.spares, job.coordinator.roster.starting) == (0, 1)
     job.join(4, "node", ("GPU-d",))
-    assert [one["role"] for one in job.coordinator.who()][2:] == ["spare", "spare"]
+    assert [process["role"] for process in job.coordinator.who()][2:] == ["spare", "spare"]
 
 
 def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
-    """A job of three ranks; two processes on each node, which see all of its devices."""
+    """Return a job of three ranks with two processes on each node, which see all devices of their node."""
     job = Job(store, 3, 0, lease_s=10.0)
     for number in range(members):
         node = f"node{number // 2}"
@@ -508,7 +508,7 @@ def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
 
 @pytest.mark.parametrize("is_seen_first", [True, False])
 def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(store: Any, is_seen_first: bool) -> None:
-    """Its supervisor sees it end, or never does because the driver holds it."""
+    """Let the supervisor see the process end, or never see it because the driver holds the process."""
     job = two_nodes(store)
     job.members[1].give_back(GivenBack("illegal access", "node0-1"))
     if is_seen_first:
@@ -536,7 +536,7 @@ def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(store: A
 
 def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_enters(store: Any) -> None:
     job = two_nodes(store)
-    job.silent.add(3)  # it checks its device
+    job.silent.add(3)  # it is still checking its device
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
     assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 2}
@@ -594,7 +594,7 @@ def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(store: Any
 
 
 def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(store: Any) -> None:
-    """Two at once could be all that have a copy. Then the batch is to blame, and the job stops."""
+    """Replace one suspect at a time, because two could hold all copies; then blame the batch and stop the job."""
     job = Job(store, 2, 6)
     job.coordinator.renew({0: 41, 1: 41})
     for lost, others in ((0, (0, 1)), (1, (1, 2))):
@@ -628,7 +628,7 @@ def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
 
 
 def blocks(store: Any, nodes: str, *, sizes: str = "2", lease_s: float = 10.0) -> Job:
-    """A job of four ranks in groups of such sizes; members 0, 1, ... are on these nodes."""
+    """Return a job of four ranks in groups of ``sizes``; ``nodes`` has one letter for the node of each member."""
     store.set(BLOCKS, sizes)
     job = Job(store, 4, 0, lease_s=lease_s)
     for number, node in enumerate(nodes):
@@ -676,7 +676,7 @@ def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(store: Any, noti
 
 
 def test_a_process_that_waits_on_the_same_node_takes_over_at_once(store: Any) -> None:
-    """So on one host, where all spares are."""
+    """Use a single host, on which all spares are."""
     job = blocks(store, "aaaaaa")
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
@@ -722,7 +722,7 @@ def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_
 
 
 def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
-    """Its lease runs out, and its supervisor, which is heard, starts another one."""
+    """Let the lease of a stopped process run out while its supervisor, still connected, starts a replacement."""
     job = blocks(store, "aabbcc")
     job.passes(1.0, range(6))
     job.passes(10.5, {0, 2, 3, 4, 5})
@@ -734,7 +734,7 @@ def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
 
 
 def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(store: Any) -> None:
-    """Four ranks of expert parallelism are on two nodes on purpose; two of tensor parallelism are on one."""
+    """Place four ranks of expert parallelism on two nodes on purpose, and two of tensor parallelism on one."""
     job = blocks(store, "aabbcc", sizes="2,4")
     assert (job.coordinator.roster.split, job.reported) == ((), [])
     job.coordinator.died(1, 1001, KILLED)

@@ -1,4 +1,4 @@
-"""What stands in the store and comes over the wire is decoded, or refused by name, whatever bytes it is."""
+"""Any bytes from the store or the network are decoded, or refused with an error of the right type."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_whatever_comes_is_refused_by_name_or_of_the_type(
     value: object, data: bytes, decode: Callable[[bytes], object], refusal: type[Exception]
 ) -> None:
     seeded, refused = random.Random(11), 0
-    huge = [b"", b"[" * 100_000, b"{" * 100_000, b"9" * 5000, b"null", b"[]", b"{}", b'"x"', b"\xff" * 64]
+    inputs = [b"", b"[" * 100_000, b"{" * 100_000, b"9" * 5000, b"null", b"[]", b"{}", b'"x"', b"\xff" * 64]
     for _ in range(4000):
         damaged = bytearray(data)
         match seeded.randrange(4):
@@ -57,10 +57,10 @@ def test_whatever_comes_is_refused_by_name_or_of_the_type(
                 damaged[at:at] = seeded.randbytes(seeded.randrange(1, 9))
             case _:
                 damaged = bytearray(seeded.randbytes(seeded.randrange(100)))
-        huge.append(bytes(damaged))
-    for one in huge:
+        inputs.append(bytes(damaged))
+    for raw in inputs:
         try:
-            assert isinstance(decode(one), type(value))
+            assert isinstance(decode(raw), type(value))
         except refusal:
             refused += 1
     assert refused > 2000

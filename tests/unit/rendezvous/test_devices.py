@@ -1,4 +1,4 @@
-"""Ranks get devices by what these are, whatever numbers processes give them."""
+"""Ranks get devices by identity, whatever numbers processes give them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moevement_core.rendezvous.roster import MemberInfo
 
 
 def on(node: str, member: int, number: int, devices: int) -> MemberInfo:
-    """A process that sees all devices of its node."""
-    return MemberInfo(member, 1000 + member, node, node, number, tuple(f"{node}-{one}" for one in range(devices)))
+    """Return a process that sees all devices of its node."""
+    return MemberInfo(member, 1000 + member, node, node, number, tuple(f"{node}-{device}" for device in range(devices)))
 
 
 def task(node: str, member: int, number: int, device: str) -> MemberInfo:
-    """A task that sees the device that it was bound to, and no other one."""
+    """Return a task that sees only the device that it is bound to."""
     return MemberInfo(member, 1000 + member, node, node, number, (device,))
 
 
 def test_a_promoted_spare_takes_the_device_of_the_rank_that_it_replaces() -> None:
-    """Eight ranks and a spare on a host of eight GPUs: the spare was started as number 8, which there is not."""
+    """Promote a spare on a host with eight GPUs and eight ranks; its local rank 8 is the number of no GPU."""
     before = {rank: rank for rank in range(8) if rank != 3}
     members = {rank: on("a", rank, rank, 8) for rank in before} | {3: on("a", 8, 8, 8)}
     assert assign_devices(members, before)[3] == 3
@@ -43,7 +43,7 @@ def test_tasks_that_see_one_device_each_have_number_0_all_of_them() -> None:
 
 
 def test_a_task_whose_only_device_is_taken_is_not_given_a_rank() -> None:
-    """It was bound to the device of a rank that lives: both call it 0."""
+    """Refuse a task that is bound to the device of a live rank, although both call it device 0."""
     beside, free = task("a", 4, 0, "GPU-1"), task("a", 5, 0, "GPU-2")
     assert with_free_device([beside, free], {"GPU-1"}) == [free]
 
@@ -76,11 +76,11 @@ def test_without_uuids_tasks_on_one_host_know_their_devices_apart(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace())
-    found = list[str]()
+    names = list[str]()
     for visible in ("3", "5"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found += visible_devices()
-    assert len(set(found)) == 2
+        names += visible_devices()
+    assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize(("devices", "local_rank"), [(0, "3"), (1, "0"), (4, "3")])
@@ -89,5 +89,5 @@ def test_a_task_of_slurm_that_sees_one_device_has_local_rank_0(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     trainer = Trainer("", lambda _: None, lambda: None, lambda: devices > 0)
-    found = task_environment(3, 4, 3, meets_at_master=False, devices=trainer.count_devices())
-    assert (found["RANK"], found["LOCAL_RANK"]) == ("3", local_rank)
+    environment = task_environment(3, 4, 3, meets_at_master=False, devices=trainer.count_devices())
+    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", local_rank)

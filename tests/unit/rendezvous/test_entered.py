@@ -1,4 +1,4 @@
-"""What ranks of a generation have written, beside an unauthenticated peer that changes it at any moment."""
+"""Reports of a generation's ranks, which an unauthenticated peer may change in the store at any moment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LEFT = json.dumps({"at": 1.0}).encode()
 
 
 def test_a_member_has_left_though_its_word_is_destroyed_right_after_it_was_seen() -> None:
-    """Else it would be waited for until it is given up, and with it the only state that is left."""
-    values = iter([LEFT, None, LEFT, LEFT, LEFT, LEFT])  # a value that does not count is none
+    """Check that a report counts once seen, else the coordinator would give up a member with the only state left."""
+    values = iter([LEFT, None, LEFT, LEFT, LEFT, LEFT])  # the store reads a forged value as None
     store = Mock(read=lambda key: next(values), has_rung=lambda bell: True)
     store.check = lambda keys: all(store.read(key) is not None for key in keys)
     entered = Entered(store)

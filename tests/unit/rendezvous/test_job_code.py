@@ -1,4 +1,4 @@
-"""Who would run other code than the job does not join it."""
+"""A process that would run other code than the job cannot join it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases over real connections on loopback: beats, a broken connection, silence, what is asked and answered."""
+"""Leases over real loopback connections: heartbeats, broken connections, silence, requests and answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KILLED = "was killed by signal 9"
 
 
 class Holder:
-    """Writes down what a coordinator would act on."""
+    """Recorder of the calls on which a coordinator would act."""
 
     def __init__(self) -> None:
         self.lease_s = 10.0
@@ -45,7 +45,7 @@ class Holder:
 
 
 class Both:
-    """A server and a client, stepped in turns."""
+    """Server and client that are stepped in turns."""
 
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -69,10 +69,10 @@ class Both:
 
 @pytest.fixture
 def both() -> Iterator[Both]:
-    it = Both()
-    yield it
-    it.client.close()
-    it.server.close()
+    pair = Both()
+    yield pair
+    pair.client.close()
+    pair.server.close()
 
 
 def test_beats_renew_the_leases_of_those_that_live_and_tell_how_far_they_are(both: Both) -> None:
@@ -84,7 +84,7 @@ def test_beats_renew_the_leases_of_those_that_live_and_tell_how_far_they_are(bot
 
 
 def test_a_lease_is_counted_from_when_the_beat_was_sent_not_from_its_answer(both: Both) -> None:
-    """So that a supervisor gives up its processes before the coordinator gives them away."""
+    """Check that a supervisor gives up its processes before the coordinator replaces them."""
     both.until(lambda: both.client.is_connected)
     both.client._beat_at = -1e9
     sent_at = boot_time_s()
@@ -100,7 +100,7 @@ def test_without_answers_the_lease_runs_out(both: Both) -> None:
     both.until(lambda: both.client.is_connected)
     deadline = time.monotonic() + 10
     while boot_time_s() < both.client.held_until:
-        both.client.step([4, 5], {4: 7})  # nobody polls the server
+        both.client.step([4, 5], {4: 7})  # the server is not polled
         time.sleep(0.02)
         assert time.monotonic() < deadline
     both.until(lambda: boot_time_s() < both.client.held_until)
@@ -125,7 +125,7 @@ def test_a_broken_connection_is_noticed_with_those_it_spoke_for(both: Both) -> N
 
 
 def test_an_older_connection_of_the_same_supervisor_means_nothing(both: Both) -> None:
-    """After a silence a new one is made at once: what the old one had to send may wait for long."""
+    """Close an old connection after a new one was opened, as a client does at once after a silence."""
     both.until(lambda: both.client.is_connected)
     old = both.client._lines
     both.client._lines = None
@@ -193,7 +193,7 @@ def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
 
 def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -> None:
     with socket.create_server(("127.0.0.1", 0)) as between, socket.create_connection(both.address) as onward:
-        # A client whose lease runs out connects again, and then this is not its connection any more.
+        # The lease is long, because a client whose lease runs out leaves this connection for another.
         client = LeaseClient("task 0", between.getsockname()[:2], 100 * LEASE_S, TOKEN)
         client.died(4, 1234, "was killed")
         client.step([4], {4: 1})
@@ -205,7 +205,7 @@ def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -
             again.sendall(recorded)
             for _ in range(20):
                 both.server.poll(0.005, both.answer)
-        onward.sendall(recorded.split(b"\n", 1)[1])  # and a line that was heard is not heard twice
+        onward.sendall(recorded.split(b"\n", 1)[1])  # lines do not count twice on one connection, either
         for _ in range(20):
             both.server.poll(0.005, both.answer)
         assert both.holder.dead == []
@@ -214,10 +214,10 @@ def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -
 
 
 def _carry(here: socket.socket, onward: socket.socket, both: Both, client: LeaseClient) -> bytes:
-    """Between a client and the server, until one beat was answered; returns what the client sent."""
+    """Relay bytes between a client and the server until a beat is answered; return what the client sent."""
     sent, deadline = b"", time.monotonic() + 10
-    for one in (here, onward):
-        one.setblocking(False)
+    for connection in (here, onward):
+        connection.setblocking(False)
     while not client.is_connected and time.monotonic() < deadline:
         both.server.poll(0.005, both.answer)
         with suppress(BlockingIOError):
@@ -245,8 +245,8 @@ def test_half_open_connections_are_few_and_do_not_stay(both: Both, monkeypatch: 
     both.server.poll(0.05, both.answer)
     assert len(both.server._connections) == 1
     assert both.holder.lost == []
-    for one in silent:
-        one.close()
+    for caller in silent:
+        caller.close()
 
 
 def test_a_new_supervisor_is_heard_behind_callers_that_never_greet(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,30 +289,30 @@ def test_calls_back_off_and_never_pause_for_long() -> None:
 def test_edited_lines_close_the_connection(both: Both) -> None:
     seeded = random.Random(7)
     for _ in range(60):
-        one = SignedLines(socket.create_connection(both.address), TOKEN, Side.CALLER)
+        lines = SignedLines(socket.create_connection(both.address), TOKEN, Side.CALLER)
         deadline = time.monotonic() + 5
-        while not one.is_open and time.monotonic() < deadline:
+        while not lines.is_open and time.monotonic() < deadline:
             both.server.poll(0.001, both.answer)
-            one.receive()
-        line = _signed_line(one, {"beat": 1, "alive": {"7": 3}, "died": [{"member": 7, "pid": 1, "how": "x"}]})
+            lines.receive()
+        line = _signed_line(lines, {"beat": 1, "alive": {"7": 3}, "died": [{"member": 7, "pid": 1, "how": "x"}]})
         data = bytearray(line)
         at = seeded.randrange(len(data) - 1)
         if seeded.random() < 0.5:
             data[at] ^= 1 << seeded.randrange(8)
         else:
             data[at:at] = seeded.randbytes(3)
-        one.socket.sendall(bytes(data) + b"\n")
+        lines.socket.sendall(bytes(data) + b"\n")
         for _ in range(4):
             both.server.poll(0.002, both.answer)
-        one.close()
+        lines.close()
     assert both.holder.dead == []
     assert both.holder.alive == {}
 
 
 def _signed_line(lines: SignedLines, message: dict[str, Any]) -> bytes:
-    ours, theirs = socket.socketpair()
-    connection, lines.socket = lines.socket, ours
+    near, far = socket.socketpair()
+    connection, lines.socket = lines.socket, near
     lines.send(message)
     lines.socket = connection
-    with ours, theirs:
-        return theirs.recv(1 << 16)
+    with near, far:
+        return far.recv(1 << 16)

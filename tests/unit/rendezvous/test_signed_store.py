@@ -1,4 +1,4 @@
-"""Over a real store that a stranger writes to: what this job did not write does not count, and what it wrote stays."""
+"""Signed values in a real store that an unauthenticated peer changes: only the job's values count, and they stay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = f"{prefix_of(TOKEN)}/key"
 
 
 class Stranger:
-    """Somebody else at the same store; what it did is done when it says so. The store's own ``set`` does not wait."""
+    """Unauthenticated peer at the same store; unlike ``TCPStore.set``, its methods return once a write is done."""
 
     def __init__(self) -> None:
         self._store = dist.TCPStore(
@@ -40,7 +40,7 @@ class Stranger:
 
 
 class Settled(SignedStore):
-    """Likewise."""
+    """Signed store whose writes are done when its methods return."""
 
     def set(self, key: str, value: str | bytes) -> None:
         super().set(key, value)

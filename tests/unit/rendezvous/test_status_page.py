@@ -1,4 +1,4 @@
-"""What a process and its supervisor share."""
+"""Tests of the memory page that a process shares with its supervisor."""
 
 from __future__ import annotations
 

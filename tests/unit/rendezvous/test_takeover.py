@@ -1,4 +1,4 @@
-"""Who takes over which rank, as tables; and how long the job waits for a process that starts."""
+"""Tests of which spare takes over which rank, and of how long the job waits for a starting process."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from moevement_core.rendezvous.takeover import split_blocks, take_over
 
 
 def waiting(*nodes: str) -> list[MemberInfo]:
-    """Members 100, 101, ... on these nodes, in the order in which they came."""
+    """Return members 100, 101, ... on ``nodes``, in the order in which they joined."""
     return [MemberInfo(100 + number, number, node, node) for number, node in enumerate(nodes)]
 
 
 BEFORE = dict(enumerate("aaaabbbb"))
-"""Eight ranks on two nodes."""
+"""Node of each of eight ranks before a failure."""
 
 
 @pytest.mark.parametrize(
     ("missing", "nodes", "block", "avoided", "taken"),
     [
-        # A process of the same node, though the others came first.
+        # A process of the same node, although others joined first.
         ([1], "cca", 1, "", {1: 102}),
         ([1], "cca", 4, "", {1: 102}),
         ([1, 5], "ba", 4, "", {1: 101, 5: 100}),
         ([0, 5], "cb", 1, "", {0: 100, 5: 101}),
-        # None there: whoever came first.
+        # No process of the same node: the first that joined.
         ([1], "cd", 4, "", {1: 100}),
-        # A node is gone: its ranks move together, to the first node with enough processes.
+        # A node is lost: its ranks move together, to the first node with enough processes.
         ([4, 5, 6, 7], "cddccdd", 4, "", {4: 101, 5: 102, 6: 105, 7: 106}),
         ([4, 5, 6, 7], "cddcdbbbb", 4, "", {4: 105, 5: 106, 6: 107, 7: 108}),
         ([4, 5, 6, 7], "cccbd", 4, "", {4: 103, 5: 100, 6: 101, 7: 102}),
-        # Two groups on it: each is on one node afterwards.
+        # Two groups on the lost node: each moves to a single node.
         ([4, 5, 6, 7], "cddc", 2, "", {4: 101, 5: 102, 6: 100, 7: 103}),
-        # What is left of a group comes before a whole one.
+        # A group with survivors gets a process before a group that is lost as a whole.
         ([0, 1, 2, 3, 4], "bccccb", 4, "", {0: 101, 1: 102, 2: 103, 3: 104, 4: 100}),
         ([2, 4, 5, 6, 7], "abbbba", 4, "", {2: 100, 4: 101, 5: 102, 6: 103, 7: 104}),
-        # Not on a node that may be lost, or whose processes compute no numbers, while there is another one.
+        # A node to avoid, which may be lost or compute non-finite results, gets a rank only if no other can.
         ([1], "ac", 1, "a", {1: 100}),
         ([1], "ca", 4, "a", {1: 100}),
         ([1], "a", 4, "a", {1: 100}),
@@ -63,12 +63,12 @@ def test_every_rank_gets_a_process_of_its_own_whatever_is_missing() -> None:
         block, ranks = seeded.choice([1, 2, 4]), 8
         before = {rank: seeded.choice("abc") for rank in range(ranks)}
         missing = sorted(seeded.sample(range(ranks), seeded.randint(1, ranks)))
-        there = waiting(*(seeded.choice("abcd") for _ in range(len(missing) + seeded.randrange(4))))
+        candidates = waiting(*(seeded.choice("abcd") for _ in range(len(missing) + seeded.randrange(4))))
         kept = {rank: node for rank, node in before.items() if rank not in missing}
-        taken = take_over(missing, kept, before, there, block, seeded.choice(["", "a", "ab"]))
+        taken = take_over(missing, kept, before, candidates, block, seeded.choice(["", "a", "ab"]))
         assert sorted(taken) == missing
         assert len(set(taken.values())) == len(missing)
-        assert set(taken.values()) <= {info.member for info in there}
+        assert set(taken.values()) <= {info.member for info in candidates}
 
 
 def test_which_groups_span_nodes() -> None:
@@ -89,49 +89,49 @@ class Clock:
 
 def test_a_process_is_expected_until_it_is_there_or_should_have_been() -> None:
     clock = Clock()
-    its = Respawns(clock)
-    assert not its.is_expected("a")
-    its.begins("a")
-    its.begins("a")
+    tracker = Respawns(clock)
+    assert not tracker.is_expected("a")
+    tracker.begins("a")
+    tracker.begins("a")
     clock.now = respawns.WAIT_S - 1
-    assert (its.is_expected("a"), its.is_expected("b")) == (True, False)
-    its.has_joined("a")
-    assert its.is_expected("a"), "two have ended there"
-    its.has_joined("a")
-    assert not its.is_expected("a")
+    assert (tracker.is_expected("a"), tracker.is_expected("b")) == (True, False)
+    tracker.has_joined("a")
+    assert tracker.is_expected("a"), "two have ended there"
+    tracker.has_joined("a")
+    assert not tracker.is_expected("a")
 
 
 def test_starts_that_were_measured_say_how_long_the_next_may_take() -> None:
     clock = Clock()
-    its = Respawns(clock)
+    tracker = Respawns(clock)
     for seconds in (3.0, 1.0):
-        its.begins("a")
+        tracker.begins("a")
         clock.now += seconds
-        its.has_joined("a")
-    its.begins("b")
+        tracker.has_joined("a")
+    tracker.begins("b")
     clock.now += 6.9
-    assert its.is_expected("b"), "twice the slowest, and a second"
+    assert tracker.is_expected("b"), "twice the slowest, and a second"
     clock.now += 0.2
-    assert not its.is_expected("b")
+    assert not tracker.is_expected("b")
 
 
 def test_nobody_is_expected_where_the_node_is_gone_or_nothing_is_started() -> None:
     clock = Clock()
-    its, never = Respawns(clock), Respawns(clock, wait_s=0.0)
-    for one in (its, never):
-        one.begins("a")
-    its.are_lost("a")
-    assert (its.is_expected("a"), never.is_expected("a")) == (False, False)
-    its.has_joined("a")
-    assert not its.is_expected("a")
+    tracker, never = Respawns(clock), Respawns(clock, wait_s=0.0)
+    for each_tracker in (tracker, never):
+        each_tracker.begins("a")
+    tracker.are_lost("a")
+    assert (tracker.is_expected("a"), never.is_expected("a")) == (False, False)
+    tracker.has_joined("a")
+    assert not tracker.is_expected("a")
 
 
 def test_a_node_that_comes_back_much_later_says_nothing_of_how_long_starts_take() -> None:
     clock = Clock()
-    its = Respawns(clock)
-    its.begins("a")
+    tracker = Respawns(clock)
+    tracker.begins("a")
     clock.now = 4000.0
-    its.has_joined("a")
-    its.begins("a")
+    tracker.has_joined("a")
+    tracker.begins("a")
     clock.now += respawns.WAIT_S + 1
-    assert not its.is_expected("a")
+    assert not tracker.is_expected("a")

@@ -1,4 +1,4 @@
-"""The job token: where it comes from, what is refused, and what it signs."""
+"""Job token: its sources, the values that are refused, and what it signs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_file_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "pattern"),
     [
         (None, rf"\b{TOKEN_FILE_ENV}\b.*{os.strerror(errno.ENOENT)}"),
         (b"short", r"\b5 characters\b.*\b32\b"),
@@ -74,14 +74,14 @@ def test_a_file_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_file_without_a_token(
-    content: bytes | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes | None, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
         path.chmod(0o600)
     monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=pattern):
         own_token()
 
 
@@ -94,9 +94,9 @@ def test_what_is_signed_for_one_purpose_is_of_no_use_for_another() -> None:
     assert not Token.new().verifies(mac, "value", b"ab", b"c")
 
 
-@pytest.mark.parametrize("given", [None, "b" * 40])
+@pytest.mark.parametrize("text", [None, "b" * 40])
 def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
-    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     SignedStore(base, Token(TEXT)).announce()
@@ -106,13 +106,13 @@ def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
     monkeypatch.setenv("MOEVEMENT_STORE", f"127.0.0.1:{base.port}")
     for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "3"), ("SLURM_LOCALID", "0")):
         monkeypatch.setenv(name, value)
-    if given is not None:
-        monkeypatch.setenv(TOKEN_ENV, given)
+    if text is not None:
+        monkeypatch.setenv(TOKEN_ENV, text)
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "--trainer", "torch", "--spares", "1", str(script)])
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"^moevement: .*\btoken\b.*\b{TOKEN_ENV}\b", line)
-    assert (f"MOEVEMENT_STORE=127.0.0.1:{base.port} " in line) == (given is not None)
+    assert (f"MOEVEMENT_STORE=127.0.0.1:{base.port} " in line) == (text is not None)
 
 
 def test_a_coordinator_whose_tasks_others_start_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:

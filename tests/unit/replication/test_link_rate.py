@@ -1,4 +1,4 @@
-"""What links carry, by what senders have brought."""
+"""Rates of links, estimated from the bytes that senders have delivered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDED = 8e6
 
 
 class OfferedState:
-    """A sender, as far as its figures go."""
+    """Stand-in for a sender, with nothing but its counters."""
 
     def __init__(self) -> None:
         self.sent_bytes, self.send_s, self.spread = 0, 0.0, Spread()
@@ -47,8 +47,8 @@ def test_one_silent_peer_of_two_is_enough_and_its_first_answer_ends_that() -> No
     rate, quick, silent = LinkRate(), OfferedState(), OfferedState()
     for _ in range(2):
         quick.brings(10_000_000, 1.0)
-        found = taken(rate, quick, silent)
-    assert found == NEEDED / 4
+        estimate = taken(rate, quick, silent)
+    assert estimate == NEEDED / 4
     quick.brings(10_000_000, 1.0)
     silent.brings(1_000_000, 1.0)
     assert taken(rate, quick, silent) == pytest.approx(11e6)

@@ -1,4 +1,4 @@
-"""Copies that wait until training leaves the network alone."""
+"""Copies wait until training leaves the network idle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.replication.pace import PATIENCE, PROFILED, Pace, Profile
 
 @pytest.mark.parametrize("longest_s", [0.002, 0.02])
 def test_it_is_learned_when_training_communicates(longest_s: float) -> None:
-    """Iterations of 100 ms, in the first half of which bytes go; looks come when the machine lets them."""
+    """Profile iterations of 100 ms that send in their first half, at the irregular moments at which threads look."""
     random = Random(7)
     profile, spans = Profile(), IdleSpans()
     began_s, moved = 1e6, 5 << 30
@@ -26,7 +26,7 @@ def test_it_is_learned_when_training_communicates(longest_s: float) -> None:
         offset_s = 0.0
         while (offset_s := offset_s + random.uniform(0.001, longest_s)) < 0.1:
             profile.look(began_s + offset_s, moved + int(min(offset_s, 0.05) * 1e9))
-            profile.look(began_s + offset_s - 0.0005, moved)  # by another thread, which comes too late
+            profile.look(began_s + offset_s - 0.0005, moved)  # a late look by another thread
         began_s, moved = began_s + 0.1, moved + 50_000_000
     assert spans.iteration_s == pytest.approx(0.1)
     ((first, last),) = spans.spans
@@ -77,7 +77,7 @@ def test_chunks_fit_into_what_is_left_of_a_span() -> None:
 def test_the_counters_of_this_host_count_what_goes_over_it() -> None:
     moved = bytes_moved("127.0.0.1")
     if moved is None:
-        return  # this host does not tell, and copies are sent at once
+        return  # this host has no counters, so copies are sent at once
     before = moved()
     receiver = socket.create_server(("127.0.0.1", 0))
     with receiver, socket.create_connection(receiver.getsockname()) as sender:

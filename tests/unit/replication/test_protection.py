@@ -1,4 +1,4 @@
-"""What --moevement-protection and moevement plan --protection take."""
+"""Values that --moevement-protection and moevement plan --protection accept."""
 
 from __future__ import annotations
 

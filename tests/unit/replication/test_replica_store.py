@@ -1,4 +1,4 @@
-"""What a peer keeps of a rank, and refuses of it."""
+"""Snapshots that a peer keeps for a rank, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.unit.recovery.toy import Toy
 
 @pytest.fixture
 def store() -> ReplicaStore:
-    its = ReplicaStore(0, CpuDevice())
-    its.make_room(1 << 20)
-    return its
+    replicas = ReplicaStore(0, CpuDevice())
+    replicas.make_room(1 << 20)
+    return replicas
 
 
 def bring(store: ReplicaStore, iteration: int) -> None:
-    made = Toy(2, WindowKind.ALIGNED).snapshot(iteration, iteration, {})
-    buffer = store.begin(iteration, made.buffer.nbytes)
+    original = Toy(2, WindowKind.ALIGNED).snapshot(iteration, iteration, {})
+    buffer = store.begin(iteration, original.buffer.nbytes)
     assert buffer is not None
-    store.add(Snapshot(made.header, buffer))
+    store.add(Snapshot(original.header, buffer))
 
 
 def test_what_no_recovery_needs_any_more_is_refused_until_the_source_goes_back_behind_it(store: ReplicaStore) -> None:

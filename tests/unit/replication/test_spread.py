@@ -1,4 +1,4 @@
-"""The rate at which copies leave follows what comes, and what sends have shown of the link."""
+"""The rate at which copies leave follows the rate of new copies and the measured bandwidth of the link."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ NBYTES = 10_000_000
 
 
 def spread(window: int = 1) -> Spread:
-    made = Spread()
-    made.needed_bytes_per_s, made.usual_backlog = NEEDED, window
-    return made
+    pacing = Spread()
+    pacing.needed_bytes_per_s, pacing.usual_backlog = NEEDED, window
+    return pacing
 
 
-def send_over(made: Spread, link: float, sends: int) -> list[float]:
-    """Return the rates of so many sends of 10 MB over a link of so many bytes a second."""
+def send_over(pacing: Spread, link: float, sends: int) -> list[float]:
+    """Return the rates of ``sends`` sends of 10 MB each over a link of ``link`` bytes per second."""
     rates = []
     for _ in range(sends):
-        rates.append(made.bytes_per_s(0))
-        made.sent(NBYTES, NBYTES / min(rates[-1], link), rates[-1])
+        rates.append(pacing.bytes_per_s(0))
+        pacing.sent(NBYTES, NBYTES / min(rates[-1], link), rates[-1])
     return rates
 
 
@@ -39,9 +39,9 @@ def test_nothing_is_paced_before_it_is_known_what_comes() -> None:
 
 
 def test_sends_as_fast_as_they_can_be_show_what_the_link_carries() -> None:
-    made = Spread()
-    send_over(made, 50e6, 3)
-    assert made.link_bytes_per_s == pytest.approx(50e6)
+    pacing = Spread()
+    send_over(pacing, 50e6, 3)
+    assert pacing.link_bytes_per_s == pytest.approx(50e6)
 
 
 def test_a_link_that_is_not_known_yet_is_asked_for_what_is_needed() -> None:
@@ -50,11 +50,11 @@ def test_a_link_that_is_not_known_yet_is_asked_for_what_is_needed() -> None:
 
 @pytest.mark.parametrize("link", [4 * NEEDED, 100 * NEEDED])
 def test_a_quick_link_is_used_in_part_and_not_filled(link: float) -> None:
-    made = Spread()
-    send_over(made, link, 1)
-    made.needed_bytes_per_s = NEEDED
-    assert made.bytes_per_s(0) == pytest.approx(LINK_SHARE * link)
-    rates = send_over(made, link, 10 * TRIED_EVERY)
+    pacing = Spread()
+    send_over(pacing, link, 1)
+    pacing.needed_bytes_per_s = NEEDED
+    assert pacing.bytes_per_s(0) == pytest.approx(LINK_SHARE * link)
+    rates = send_over(pacing, link, 10 * TRIED_EVERY)
     assert sum(map(math.isinf, rates)) == 10, "one in so many tries the link"
     assert [rate for rate in rates if math.isfinite(rate)] == pytest.approx([LINK_SHARE * link] * (len(rates) - 10))
 
@@ -65,21 +65,21 @@ def test_a_link_that_carries_too_little_is_asked_for_no_less_than_is_needed() ->
 
 
 def test_a_link_that_halves_and_comes_back_is_followed() -> None:
-    made = Spread()
-    send_over(made, 80e6, 1)
-    made.needed_bytes_per_s = NEEDED
+    pacing = Spread()
+    send_over(pacing, 80e6, 1)
+    pacing.needed_bytes_per_s = NEEDED
     assert LINK_SHARE * 80e6 < 40e6, "half of the link still carries that, and nobody notices"
     for link in (40e6, 80e6, 20e6):
-        send_over(made, link, TRIED_EVERY)
-        assert made.link_bytes_per_s == pytest.approx(link)
+        send_over(pacing, link, TRIED_EVERY)
+        assert pacing.link_bytes_per_s == pytest.approx(link)
 
 
 def test_who_has_fallen_behind_sends_at_twice_the_rate() -> None:
-    made = spread(window=3)
-    assert made.bytes_per_s(4) == CATCH_UP * made.bytes_per_s(3)
+    pacing = spread(window=3)
+    assert pacing.bytes_per_s(4) == CATCH_UP * pacing.bytes_per_s(3)
 
 
 def test_short_sends_say_nothing() -> None:
-    made = spread()
-    made.sent(MEASURED_BYTES - 1, 100.0, math.inf)
-    assert math.isinf(made.link_bytes_per_s)
+    pacing = spread()
+    pacing.sent(MEASURED_BYTES - 1, 100.0, math.inf)
+    assert math.isinf(pacing.link_bytes_per_s)

@@ -1,4 +1,4 @@
-"""What GEMINI's placement survives, counted over every set of nodes there is (GEMINI, SOSP '23, section 4)."""
+"""Losses that GEMINI's placement survives, counted over every set of nodes (GEMINI, SOSP '23, section 4)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def surviving_sets(nodes: int, replicas: int, lost: int) -> int:
 
 
 def _counted(nodes: int, peers: Sequence[Sequence[int]], lost: int) -> int:
-    holders = [{node, *its} for node, its in enumerate(peers)]
-    return sum(all(not its <= set(gone) for its in holders) for gone in combinations(range(nodes), lost))
+    holders = [{node, *group} for node, group in enumerate(peers)]
+    return sum(all(not group <= set(failed) for group in holders) for failed in combinations(range(nodes), lost))
 
 
 JOBS = [(nodes, replicas) for replicas in (1, 2, 3) for nodes in range(replicas + 1, 12)]
@@ -33,13 +33,13 @@ def test_as_many_losses_as_there_are_copies_are_survived(nodes: int, replicas: i
 
 @pytest.mark.parametrize(("nodes", "replicas"), JOBS)
 def test_groups_survive_at_least_as_many_sets_as_a_ring(nodes: int, replicas: int) -> None:
-    """Its theorem 1: where nodes are a multiple of r + 1 no placement survives more losses of r + 1."""
+    """Check theorem 1: if r + 1 divides the number of nodes, no placement survives more losses of r + 1 nodes."""
     ring = [[(node + step) % nodes for step in range(1, replicas + 1)] for node in range(nodes)]
     assert surviving_sets(nodes, replicas, replicas + 1) >= _counted(nodes, ring, replicas + 1)
 
 
 def test_the_papers_example() -> None:
-    """Of 16 machines in pairs, losing two at once: 8 of 120 sets are pairs."""
+    """Lose two of 16 machines in pairs at once: 8 of the 120 sets are pairs."""
     assert surviving_sets(16, 1, 2) == 120 - 8
     assert surviving_sets(16, 1, 1) == 16
 
@@ -48,5 +48,5 @@ def test_ranks_keep_copies_of_the_rank_at_their_place() -> None:
     nodes = [node for node in range(5) for _ in range(2)]
     peers = place(nodes, 1, PlacementKind.GROUPS)
     assert peers == [(2,), (3,), (0,), (1,), (6,), (7,), (8,), (9,), (4,), (5,)], "one pair, and a ring of three"
-    load = [sum(rank in its for its in peers) for rank in range(10)]
+    load = [sum(rank in kept_by_rank for kept_by_rank in peers) for rank in range(10)]
     assert load == [1] * 10

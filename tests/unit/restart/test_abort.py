@@ -1,4 +1,4 @@
-"""Connections that are shut down free whoever waits on them; the store's stay."""
+"""A shutdown of connections frees the threads that wait on them; connections of the store stay."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_every_wait_ends_but_those_of_the_store() -> None:
         assert ended.wait(10), "nobody sent anything, and the wait is over"
         to_store.sendall(b"x")
         assert served.recv(1) == b"x"
-        for one in (peer, to_store, others, served):
-            one.close()
+        for connection in (peer, to_store, others, served):
+            connection.close()
 
 
 def test_user_buffers_are_destroyed_and_the_registry_of_fp8_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The main thread may be in the middle of an FP8 region; what it leaves is taken away when it has stopped."""
+    """Keep the registry of FP8: the main thread may be in an FP8 region, and modules never register again."""
     called: list[str] = []
     engine, fp8 = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.fp8")
     engine.module = SimpleNamespace(base=SimpleNamespace(destroy_ub=lambda: called.append("destroy_ub")))  # type: ignore[attr-defined]
@@ -60,14 +60,14 @@ def test_user_buffers_are_destroyed_and_the_registry_of_fp8_stays(monkeypatch: p
 
 
 def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
-    """At a thousand ranks some connection has that number by chance, on another host."""
+    """Reproduce a coincidence of large jobs: a connection on another host has the number of the store's port."""
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.3", 0)) as peers:
         port = store.getsockname()[1]
         peer = socket.create_connection(peers.getsockname(), source_address=("127.0.0.2", port))
         to_store = socket.create_connection(store.getsockname())
         for_groups = socket.create_connection(store.getsockname())
         (others, _), *served = peers.accept(), store.accept()[0], store.accept()[0]
-        groups = {one.ends for one in connections() if one.ends.local == for_groups.getsockname()}
+        groups = {connection.ends for connection in connections() if connection.ends.local == for_groups.getsockname()}
         leaving, kept = Leaving(), listening()
         AbortAll({("127.0.0.1", port)}, groups, lambda: None, leaving, kept)(State(0, 1).freeze())
         assert list(leaving.seconds) == ["shut_down", "drain", "abort"]
@@ -75,15 +75,15 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
         assert served[1].recv(1) == b"", "what process groups are made through, too"
         to_store.sendall(b"x")
         assert served[0].recv(1) == b"x"
-        for one in (peer, others, to_store, for_groups, *served):
-            one.close()
+        for connection in (peer, others, to_store, for_groups, *served):
+            connection.close()
 
 
 def test_who_waits_for_a_caller_is_freed_and_other_servers_go_on() -> None:
-    """A rank that makes a communicator of NCCL may wait so, for one that is lost; no exception reaches it there."""
-    with socket.create_server(("127.0.0.1", 0)) as of_the_script:
+    """Free a thread in ``accept``, where a rank that creates an NCCL communicator may wait; no exception ends that."""
+    with socket.create_server(("127.0.0.1", 0)) as script_server:
         kept = listening()
-        assert os.fstat(of_the_script.fileno()).st_ino in kept
+        assert os.fstat(script_server.fileno()).st_ino in kept
         with (
             socket.create_server(("127.0.0.1", 0)) as waiting,
             socket.create_server(("127.0.0.1", 0)) as watched,
@@ -105,7 +105,7 @@ def test_who_waits_for_a_caller_is_freed_and_other_servers_go_on() -> None:
             assert len(failed) == 1
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(waiting.getsockname())
-            for server in (of_the_script, watched):
+            for server in (script_server, watched):
                 with socket.create_connection(server.getsockname()):
                     server.accept()[0].close()
 
@@ -117,24 +117,24 @@ def test_nothing_but_connections_is_touched(tmp_path: Path) -> None:
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
         (tmp_path / "file").open("w+") as file,
     ):
-        one, other = socket.socketpair()
+        left, right = socket.socketpair()
         datagrams.connect(server.getsockname())
         shut_down(lambda _: True)
         late = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
         accepted.sendall(b"a")
         assert late.recv(1) == b"a"
-        one.sendall(b"b")
-        assert other.recv(1) == b"b"
+        left.sendall(b"b")
+        assert right.recv(1) == b"b"
         assert datagrams.send(b"c") == 1
         assert file.write("d") == 1
-        for each in (one, other, late, accepted):
+        for each in (left, right, late, accepted):
             each.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_many_connections_end_while_others_go() -> None:
-    """What somebody else closes meanwhile hides none of them."""
+    """Check that connections which another thread closes meanwhile hide none of the others."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
         pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]
         going = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]
@@ -158,15 +158,15 @@ def _abort_while_receiving(is_half_received: bool) -> None:
     rank = dist.get_rank()
     connections = Connections("127.0.0.1")
     connections.open(rank, all_gather_objects(connections.address, Address))
-    mine = connections.channel("test")
+    channel = connections.channel("test")
     failed: list[Exception] = []
     wanted = torch.ones(64 << 20, dtype=torch.uint8)
     if is_half_received:
-        mine.send(1 - rank, 1, torch.zeros(1 << 20, dtype=torch.uint8))
+        channel.send(1 - rank, 1, torch.zeros(1 << 20, dtype=torch.uint8))
 
     def receive() -> None:
         try:
-            mine.receive(1 - rank, 1, wanted)
+            channel.receive(1 - rank, 1, wanted)
         except RuntimeError as error:
             failed.append(error)
 
@@ -182,7 +182,7 @@ def _abort_while_receiving(is_half_received: bool) -> None:
     thread.join(10)
     assert len(failed) == 1
     with pytest.raises(RuntimeError, match="aborted"):
-        mine.send(1 - rank, 1, torch.empty(8, dtype=torch.uint8))
+        channel.send(1 - rank, 1, torch.empty(8, dtype=torch.uint8))
     dist.barrier()
 
 
@@ -192,7 +192,7 @@ def test_an_abort_ends_what_is_under_way_and_refuses_the_rest(is_half_received: 
 
 
 def _abort_in_the_middle_of_a_message() -> None:
-    """Both sides live, and are interrupted while one sends to the other."""
+    """Interrupt two live ranks while one sends to the other."""
     rank = dist.get_rank()
     data = torch.full((100 << 20,), 1 - rank, dtype=torch.uint8)
     ended = threading.Event()

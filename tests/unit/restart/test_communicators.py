@@ -1,4 +1,4 @@
-"""Every group is used once when it has been made, in an order in which no ranks wait for each other in a circle."""
+"""Every new group is used once, in an order in which ranks never wait for each other in a circle."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def _make() -> int:
 
 
 def test_groups_that_overlap_and_neighbours_in_a_pipeline() -> None:
-    """The default group, two pairs, the pipeline, and two neighbours on each rank; a group of one connects nothing."""
+    """Count the default group, two pairs, the pipeline and two neighbours per rank; a group of one connects nothing."""
     assert [rank.result for rank in run_ranks(_make, 4)] == [1 + 2 + 1 + 2] * 4

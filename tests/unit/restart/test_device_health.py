@@ -1,4 +1,4 @@
-"""What is wrong with a device, as exceptions, probes and NVML say it; NVML is a stub."""
+"""Faults of a device that exceptions, probes and NVML report; NVML is a stub."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CUDA = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors
 
 
 class Nvml(ModuleType):
-    """NVML for Python, as far as it is asked."""
+    """Stub of NVML's Python bindings, with the calls that the product makes."""
 
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, NVML_GPU_RECOVERY_ACTION_NONE, NVML_SUCCESS = 274, 0, 0
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     class NVMLError(Exception):
-        """Of the library."""
+        """Error that the library raises."""
 
     def __init__(self) -> None:
         super().__init__("pynvml")
@@ -72,7 +72,7 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Probe:
-    """A device that does what it is asked, until it does not."""
+    """Device that answers until a test sets an error or clears ``answers``."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -98,9 +98,9 @@ def health(probe: Probe) -> DeviceHealth:
 
 
 def test_a_device_that_works_has_no_fault_whatever_errors_it_had_before(probe: Probe, nvml: Nvml) -> None:
-    its = health(probe)
+    checker = health(probe)
     nvml.is_pending = True
-    assert (its.check(), its.check()) == (None, None)
+    assert (checker.check(), checker.check()) == (None, None)
     assert (set(nvml.asked), nvml.is_open) == ({"GPU-5"}, False)
 
 
@@ -111,10 +111,10 @@ def test_a_device_whose_memory_has_no_error_correction_may_be_used(probe: Probe,
 
 @pytest.mark.usefixtures("no_nvml")
 def test_without_nvml_a_device_is_used_all_the_same(probe: Probe) -> None:
-    its = health(probe)
-    assert its.check() is None
+    checker = health(probe)
+    assert checker.check() is None
     probe.error = torch.AcceleratorError(CUDA)
-    fault = its.check()
+    fault = checker.check()
     assert fault is not None
     assert not fault.is_broken, "the context is broken; another process may have the device"
     assert "\n" not in fault.reason
@@ -124,10 +124,10 @@ def test_without_nvml_a_device_is_used_all_the_same(probe: Probe) -> None:
     ("figure", "value"), [("action", 1), ("uncorrected", 4), ("is_pending", True), ("has_failed", True)]
 )
 def test_what_nvml_reports_breaks_the_device(figure: str, value: int, probe: Probe, nvml: Nvml) -> None:
-    its = health(probe)
-    assert its.check() is None
+    checker = health(probe)
+    assert checker.check() is None
     setattr(nvml, figure, value)
-    for fault in (its.check(), its.fault_of(torch.AcceleratorError(CUDA))):
+    for fault in (checker.check(), checker.fault_of(torch.AcceleratorError(CUDA))):
         assert fault is not None
         assert fault.is_broken
 
@@ -154,12 +154,12 @@ def test_a_device_that_does_not_answer_holds_up_nobody(
     probe: Probe, is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_health, "LIMIT_S", 0.3)
-    its = health(probe)
+    checker = health(probe)
     if not is_first:
-        its.check()
+        checker.check()
     probe.answers.clear()
     began = time.monotonic()
-    fault = its.check()
+    fault = checker.check()
     assert time.monotonic() - began < 15
     assert fault is not None
     assert fault.is_broken == is_first, "what this process left undone ends with it"
@@ -169,10 +169,10 @@ def test_an_nvml_that_does_not_answer_holds_up_nobody(
     probe: Probe, nvml: Nvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_health, "NVML_LIMIT_S", 0.3)
-    its, stuck = health(probe), threading.Event()
-    assert its.check() is None
+    checker, stuck = health(probe), threading.Event()
+    assert checker.check() is None
     monkeypatch.setattr(nvml, "nvmlInit", stuck.wait)
-    fault = its.check()
+    fault = checker.check()
     stuck.set()
     assert fault is not None
     assert fault.is_broken
@@ -180,9 +180,9 @@ def test_an_nvml_that_does_not_answer_holds_up_nobody(
 
 @pytest.mark.usefixtures("nvml")
 def test_other_errors_are_none_of_the_device(probe: Probe) -> None:
-    its = health(probe)
+    checker = health(probe)
     for error in (RuntimeError("shapes"), torch.OutOfMemoryError("CUDA out of memory")):
-        assert (its.fault_of(error), fault_of(error)) == (None, None)
+        assert (checker.fault_of(error), fault_of(error)) == (None, None)
 
 
 def test_the_error_of_a_thread_is_found_behind_the_one_that_it_led_to() -> None:

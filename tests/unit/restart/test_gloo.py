@@ -1,4 +1,4 @@
-"""Groups of gloo are made where an interruption can reach the rank that makes them."""
+"""Groups of gloo are created where an interruption can reach the rank that creates them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from moevement_core.restart.gloo import interruptibly, make_gloo_interruptible
 
-made = dist.ProcessGroupGloo
+original_group = dist.ProcessGroupGloo
 
 
 class _Interrupted(Exception):
@@ -26,7 +26,7 @@ class _PeerDies(Exception):
 
 
 class _DiesOnceItsAddressIsKnown(dist.Store):
-    """A member's store: it publishes the member's address, and the member is gone before it is called."""
+    """Store of a member that publishes its address and dies before a peer connects to it."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Rank:
-    """A thread that is interrupted as the main thread of a rank is."""
+    """Thread that is interrupted like the main thread of a rank."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.raised: BaseException | None = None
@@ -92,7 +92,7 @@ def test_what_is_made_and_what_fails_is_handed_on() -> None:
 
 
 def test_a_rank_is_freed_that_waits_for_a_member_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By chance of their addresses it waits to be called, or calls and is refused at once: then once more."""
+    """Repeat until the rank waits for a call; by chance of addresses, it may call instead and be refused at once."""
     make_gloo_interruptible()
     assert any(_is_left_while_it_waits(monkeypatch) for _ in range(50))
 
@@ -100,13 +100,13 @@ def test_a_rank_is_freed_that_waits_for_a_member_that_is_gone(monkeypatch: pytes
 def _is_left_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> bool:
     store = dist.PrefixStore("job", dist.HashStore())
     with pytest.raises((_PeerDies, RuntimeError)):
-        made(_DiesOnceItsAddressIsKnown(store), 0, 2, timedelta(seconds=60))
+        original_group(_DiesOnceItsAddressIsKnown(store), 0, 2, timedelta(seconds=60))
     connects, ended = threading.Event(), threading.Event()
 
     def make(*args: Any, **options: Any) -> Any:
         connects.set()
         try:
-            return made(*args, **options)
+            return original_group(*args, **options)
         finally:
             ended.set()
 

@@ -1,4 +1,4 @@
-"""A generation of one rank: it hangs, is interrupted, and says where; and what torch counts starts again after it."""
+"""A rank that hangs is interrupted and reports where it hung; torch's count of groups starts again after it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
 
 
 def test_what_counts_as_a_hang_depends_on_what_a_rank_does() -> None:
-    """Long calls are expected before the first iteration, and where others work; but not while ranks connect."""
+    """Allow long calls before the first iteration and while other ranks work, but not while ranks connect."""
     store = GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0)
     guard = Guard(0, 1, store, _Free(threading.Lock()), hang_s=60.0, interval_s=0.5, set_up_s=300.0)
     limits = [guard.limit_s]
@@ -67,7 +67,7 @@ def test_what_counts_as_a_hang_depends_on_what_a_rank_does() -> None:
 
 @pytest.mark.parametrize("set_up_s", [None, 600.0])
 def test_a_long_call_before_the_first_iteration_is_no_hang(set_up_s: float | None) -> None:
-    """Page-locking of host memory, say: the main thread runs no Python code meanwhile."""
+    """Run a call during which the main thread executes no Python code, as page-locking of host memory does."""
     lock = threading.Lock()
     lock.acquire()
     store = GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0)
@@ -84,7 +84,7 @@ def test_a_long_call_before_the_first_iteration_is_no_hang(set_up_s: float | Non
 
 
 def test_groups_are_named_from_the_beginning_after_an_interruption() -> None:
-    """An interruption while the default group is made leaves torch's count of groups, and nothing to destroy."""
+    """Interrupt the creation of the default group, which leaves torch's count of groups and no group to destroy."""
     assert not dist.is_initialized()
     with pytest.raises(dist.DistError):
         dist.init_process_group(

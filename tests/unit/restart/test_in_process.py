@@ -29,15 +29,15 @@ FAILS_AT = (3, 6)
 WRONG = -1.0
 STOPPED = "stopped"
 _OVER = "test/over"
-"""In the job's store: a process has ended that nobody replaces here."""
+"""Key in the job's store, set when a process has ended; nothing replaces it here."""
 
 
 class _Sums(Training):
-    """A trainer that adds up ones over all ranks. A reduction that was aborted gives a wrong number, and no error.
+    """Trainer that sums ones over all ranks; an aborted reduction gives a wrong number instead of an error.
 
     Args:
-        failure: what rank 0 raises where it fails.
-        stops: whether rank 0 has rank 1 stopped until it has aborted its own part of the reduction.
+        failure: exception that rank 0 raises when it fails.
+        stops: True if rank 0 stops rank 1 until rank 0 has aborted its own part of the reduction.
     """
 
     def __init__(self, failure: type[BaseException] = ValueError, *, stops: bool = False) -> None:
@@ -48,29 +48,29 @@ class _Sums(Training):
         self.commit = UpdateCommit(self._Step(self), lambda: None)
 
     class _Step:
-        def __init__(self, its: _Sums) -> None:
-            self._its, self.iteration = its, 0
+        def __init__(self, owner: _Sums) -> None:
+            self._owner, self.iteration = owner, 0
 
         def reduce(self) -> Mapping[str, Any]:
-            its, iteration, total = self._its, self.iteration + 1, torch.ones(1)
+            owner, iteration, total = self._owner, self.iteration + 1, torch.ones(1)
             try:
-                its.meet()  # whoever fails does so while the other one waits for it here
-                if dist.get_rank() == 0 and iteration in FAILS_AT and iteration not in its.failed:
-                    its.failed.add(iteration)
-                    its.fail()
+                owner.meet()  # rank 0 fails while rank 1 waits for it in the reduction
+                if dist.get_rank() == 0 and iteration in FAILS_AT and iteration not in owner.failed:
+                    owner.failed.add(iteration)
+                    owner.fail()
                 dist.all_reduce(total)
             except RuntimeError:
                 total.fill_(WRONG)
             return {"sum": float(total)}
 
         def update(self, outcome: Mapping[str, Any]) -> None:
-            self._its.sums.append(outcome["sum"])
+            self._owner.sums.append(outcome["sum"])
 
         def boundary_copy(self) -> dict[str, Any]:
             return {}
 
     def meet(self) -> None:
-        """Return on rank 0 when rank 1 has made every update before."""
+        """Return on rank 0 once rank 1 has applied every earlier update."""
         if dist.get_rank() == 0:
             dist.recv(torch.ones(1), 1)
         else:
@@ -90,11 +90,11 @@ class _Sums(Training):
     def enter(self, store: Any) -> list[float]:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=100))
-        told: list[Any] = [None] * RANKS
-        dist.all_gather_object(told, (os.getpid(), self.iteration))
-        self.pids = [pid for pid, _ in told]
-        if len({iteration for _, iteration in told}) > 1:
-            return self.sums  # a rank has made a step that the other one has not
+        reports: list[Any] = [None] * RANKS
+        dist.all_gather_object(reports, (os.getpid(), self.iteration))
+        self.pids = [pid for pid, _ in reports]
+        if len({iteration for _, iteration in reports}) > 1:
+            return self.sums  # a rank has committed a step that the other has not
         self._has_begun = True
         now = generation()
         assert now is not None
@@ -125,7 +125,7 @@ class _Sums(Training):
 
 
 def _coordinate() -> int:
-    """Coordinate the job of the other processes; returns in how many generations it was done, 0 if it was stopped."""
+    """Coordinate the job of the other processes; return its number of generations, or 0 if it was stopped."""
     address = store_address()
     assert address is not None
     store = connect(address)
@@ -157,7 +157,7 @@ def _train(late: float | str) -> Any:
 
 @pytest.mark.parametrize("late", [*(pytest.param(late, marks=pytest.mark.full) for late in (0.1, 1.0)), STOPPED])
 def test_what_an_aborted_reduction_gives_is_never_committed(late: float | str) -> None:
-    """However late the monitoring thread of the rank is that it is given to."""
+    """Delay or stop rank 1, which gets the wrong result, so that its monitoring thread acts late."""
     *ranks, coordinator = run_ranks(_train, RANKS + 1, late, init_process_group=False)
     assert [rank.result for rank in ranks] == [[float(RANKS)] * ITERATIONS] * RANKS
     assert coordinator.result == 1 + len(FAILS_AT)
@@ -183,7 +183,7 @@ def _end_abruptly() -> Any:
 
 
 def test_a_process_that_is_to_end_interrupts_the_others_before_it_drops_its_groups() -> None:
-    """To drop them is an abort, of which other ranks have to find word in the store."""
+    """Check that the store has word of the interruption first, because dropping groups aborts the other ranks."""
     ended, interrupted, coordinator = run_ranks(_end_abruptly, RANKS + 1, init_process_group=False)
     assert ended.result == (True, True)
     assert interrupted.result is None

@@ -1,4 +1,4 @@
-"""Drills: what their flags say."""
+"""Tests of the flags that define drills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_fault_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "pattern"),
     [
         ("rank=1", r"\bphase\b(?!=)"),
         ("phase=step", r"\brank\b(?!=)"),
@@ -27,8 +27,8 @@ def test_a_fault_is_parsed() -> None:
         ("rank=1,phase=step,when=now", r"\bwhen\b(?!=).*\bphase\b.*\bsignal\b"),
     ],
 )
-def test_what_is_no_fault_is_said(text: str, found: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--moevement-inject {text}\b.*{found}"):
+def test_what_is_no_fault_is_said(text: str, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--moevement-inject {text}\b.*{pattern}"):
         Fault.parse(text)
 
 
@@ -57,7 +57,7 @@ def test_a_flip_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "pattern"),
     [
         ("rank=1", r"\bkind\b(?!=\w).*\bcopies\b.*\bown\b"),
         ("kind=lunch", r"\bkind=lunch\b.*\bcopies\b.*\bown\b"),
@@ -66,6 +66,6 @@ def test_a_flip_is_parsed() -> None:
         ("kind=own,bit=3", r"\bbit\b(?!=).*\bkind\b.*\brank\b"),
     ],
 )
-def test_what_is_no_flip_is_said(text: str, found: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--moevement-inject-flip {text}\b.*{found}"):
+def test_what_is_no_flip_is_said(text: str, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--moevement-inject-flip {text}\b.*{pattern}"):
         Flip.parse(text)

@@ -1,4 +1,4 @@
-"""Phases in which a rank leaves a generation: what each takes, and when the coordinator hears of them."""
+"""Phases in which a rank leaves a generation: how long each takes, and when the coordinator gets reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 
 
 class Clock:
-    """Stands still but for :meth:`passes`."""
+    """Clock that advances only by :meth:`passes`."""
 
     now = 100.0
 

@@ -1,4 +1,4 @@
-"""docs/events.md is what events are, and no kind has two meanings."""
+"""The table in docs/events.md is up to date, and every kind of event is unique."""
 
 from __future__ import annotations
 

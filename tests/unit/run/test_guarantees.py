@@ -1,4 +1,4 @@
-"""What is promised after a failure: the table of the docs, a job's own row, and the widest sum of a layout."""
+"""Guarantees after a failure: the table of the docs, a job's own row, and the widest sum of a layout."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "found"),
+    ("content", "pattern"),
     [
         (None, r"/run\b(?!/)"),
         ("{", r"/run/summary\.json\b.*\bJSON\b"),
@@ -67,12 +67,12 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
         ('{"state_digest": 1}', r"/run/summary\.json\b.*\bstate_digest\b"),
     ],
 )
-def test_a_summary_that_cannot_be_used_says_why(content: str | None, found: str, tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_used_says_why(content: str | None, pattern: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if content is not None:
         folder.mkdir()
         (folder / "summary.json").write_text(content)
-    with pytest.raises(RunRecordError, match=found):
+    with pytest.raises(RunRecordError, match=pattern):
         RunRecord(folder).summary()
 
 
@@ -139,7 +139,7 @@ def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tm
     run.begin({}, first_iteration=1)
     run.metric(iteration=1)
     deadline = time.monotonic() + 10
-    while lock.lost is None:  # a beat may come between, which says that nobody has taken it
+    while lock.lost is None:  # a beat of this job may overwrite the other holder
         (tmp_path / LOCK).write_bytes(Holder.of_this_process("bbbb").encode())
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -153,7 +153,7 @@ def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tm
 
 @pytest.mark.parametrize("torn", ['{"iteration": 2, "lo', '{"iteration": 2, "loss": 1.0}'])
 def test_a_line_after_a_torn_one_begins_a_line_of_its_own(tmp_path: Path, torn: str) -> None:
-    """Its writer was killed in the middle of it; whoever writes next is another process."""
+    """Leave a torn line, as a killed writer does; the next writer is another process."""
     RunRecord(tmp_path).metric(iteration=1, loss=2.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)

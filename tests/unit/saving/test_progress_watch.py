@@ -1,4 +1,4 @@
-"""Who sees that nothing new is persisted, and since when."""
+"""Warnings that nothing new is persisted, and that saving costs more than its cap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.snapshot.agreement import NONE
 
 
 class Heard:
-    """What was warned of."""
+    """Recorder of the warnings that a watch reports."""
 
     is_recorded = False
 
@@ -45,21 +45,21 @@ def test_a_rank_that_comes_late_counts_from_when_it_came() -> None:
 
 def test_what_stays_away_is_said_the_longer_the_rarer_and_what_comes_begins_the_count_again() -> None:
     heard = Heard()
-    its, progress = watch(heard, persisted=NONE)
+    watcher, progress = watch(heard, persisted=NONE)
     for committed in range(40):
-        its.look(committed, [])
+        watcher.look(committed, [])
     first, *later = heard.iterations
     assert later == [first * 2, first * 4][: len(later)]
     assert later
     progress.persisted = 39
     heard.iterations.clear()
     for committed in range(40, 40 + first):
-        its.look(committed, [])
+        watcher.look(committed, [])
     assert not heard.iterations
 
 
 class Meter:
-    """What saving costs, as it is said."""
+    """Meter that reports the cost of saving which the test sets."""
 
     def __init__(self) -> None:
         self.newest = Evidence(0.0, 0.0, 0)
@@ -76,16 +76,16 @@ def test_a_cost_that_stays_above_the_cap_is_said_each_time_that_it_passes_it() -
     )
     reports: Any = heard
     metered: Any = meter
-    watch_ = ProgressWatch(checkpointer, reports, 60.0, NONE, metered, cap=0.02)
+    watcher = ProgressWatch(checkpointer, reports, 60.0, NONE, metered, cap=0.02)
     few, unsure, sure, below = (
         Evidence(0.5, 0.0, RECENT - 1), Evidence(0.05, 0.04, RECENT), Evidence(0.05, 0.01, RECENT),
         Evidence(0.01, 0.001, RECENT),
     )  # fmt: skip
-    said, committed = [], 0
+    counts, committed = [], 0
     for meter.newest in (few, unsure, sure, below, sure):
         for _ in range(4 * RECENT):
-            watch_.look(committed, [])
+            watcher.look(committed, [])
             committed += 1
-        said.append(len(heard.costs))
-    assert said == [0, 0, 1, 1, 2]
+        counts.append(len(heard.costs))
+    assert counts == [0, 0, 1, 1, 2]
     assert (heard.costs[0].overhead, heard.costs[0].cap) == (0.05, 0.02)

@@ -1,4 +1,4 @@
-"""What threads report holds none of them up, and is left out where a failure elsewhere explains it."""
+"""Reports never block the threads that make them, and are dropped if a failure elsewhere explains them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.saving.reports import Reports
 
 
 class Clock:
-    """A clock that the test moves on, so that a busy machine makes no difference."""
+    """Clock that only the test advances, so that a busy machine makes no difference."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -33,22 +33,22 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(generation, "time", made)
-    monkeypatch.setattr(reports_module, "time", made)
+    fake_clock = Clock()
+    monkeypatch.setattr(generation, "time", fake_clock)
+    monkeypatch.setattr(reports_module, "time", fake_clock)
     monkeypatch.setattr(generation, "_generation", generation.Generation(Mock(), 0))
-    return made
+    return fake_clock
 
 
 def on_a_thread(body: Callable[[], None]) -> None:
-    """Run ``body`` on a thread to its end, which comes while the clock stands."""
+    """Run ``body`` on a thread to its end, while the clock stands still."""
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
 
 
 def wait_for_reports(clock: Clock) -> None:
-    """Let as much time pass as a failure takes to be noticed."""
+    """Advance the clock by the time in which a failure is noticed, and wait for the threads that report."""
     clock.now_s += generation.NOTICED_S
     for thread in threading.enumerate():
         if thread.name == "moevement-report":
@@ -66,10 +66,10 @@ def test_a_report_comes_and_does_not_hold_up_who_makes_it(caplog: pytest.LogCapt
 def test_what_ends_because_a_rank_died_is_not_reported(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     reports = Reports(Mock(), 0)
     on_a_thread(lambda: reports.report("gone"))
-    its = generation.generation()
-    assert its is not None
-    its.abort()
-    generation.enter_generation(Mock(), 0)  # before anybody has looked again
+    current = generation.generation()
+    assert current is not None
+    current.abort()
+    generation.enter_generation(Mock(), 0)  # before the reporting thread looks again
     wait_for_reports(clock)
     assert caplog.messages == []
     on_a_thread(lambda: reports.report("new"))
@@ -92,7 +92,7 @@ def test_lines_keep_their_order_whoever_reports_them(caplog: pytest.LogCaptureFi
 def test_where_there_is_no_thread_to_be_had_it_is_said_by_who_reports_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    clock.now_s = math.inf  # nobody is there who could move it on
+    clock.now_s = math.inf  # nothing could advance the clock here
     monkeypatch.setattr(threading, "main_thread", lambda: None)
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     Reports(Mock(), 0).report("full")

@@ -1,4 +1,4 @@
-"""A job to simulate, without a model: operators of round sizes."""
+"""Job to simulate, without a model: operators of round sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def costs(
     skew: float = 0.0,
     tied: bool = False,
 ) -> Costs:
-    """Eight experts, a gate and the rest in each of four layers of a stage; bandwidths in GB/s, of storage a rank's."""
+    """Return the costs of a job whose stages have four layers, each of eight experts, a gate and other weights.
+
+    Bandwidths are in GB/s; that of storage is for each rank.
+    """
     layers = range(4)
     operators = tuple(
         OperatorShape(name, kind_, (precision.TensorShape(size),), 1)

@@ -1,4 +1,4 @@
-"""Advice and the table beside it are of one model: the same failures, spares and copies, every strategy tuned alike."""
+"""Advice and its table use one model: the same failures, spares and copies, and every strategy is tuned alike."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def asked(
 
 
 def with_memory(job: Costs, nbytes: float | None) -> Costs:
-    """Return the job on nodes with so much host memory."""
-    given_ = job.plan.given
-    cluster = replace(given_.cluster, host_memory_bytes=nbytes)
-    return replace(job, plan=CheckpointPlan(replace(given_, cluster=cluster)))
+    """Return the job on nodes with ``nbytes`` of host memory."""
+    plan_input = job.plan.given
+    cluster = replace(plan_input.cluster, host_memory_bytes=nbytes)
+    return replace(job, plan=CheckpointPlan(replace(plan_input, cluster=cluster)))
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -78,7 +78,9 @@ def test_advice_is_no_worse_than_a_row_of_the_table_beside_it(
         (choice.ettr for choice in advice.choices if choice.fits), reverse=True
     )
     for choice in advice.choices:
-        assert [one.failures for one in choice.cell.outcomes] == [one.failures for one in cells[0].outcomes]
+        assert [outcome.failures for outcome in choice.cell.outcomes] == [
+            outcome.failures for outcome in cells[0].outcomes
+        ]
         assert choice.copies == (replicas if choice.strategy.in_memory else 0)
         assert math.isfinite(choice.lost_a_month)
     if advice.next_best is not None and advice.next_best.fits == best.fits:
@@ -87,11 +89,11 @@ def test_advice_is_no_worse_than_a_row_of_the_table_beside_it(
 
 def test_a_table_row_of_every_family_is_tuned_in_the_advice() -> None:
     cells, advice = asked(costs(network=4.0), 1800.0, Spares())
-    of_table = {cell.strategy.name: cell.ettr for cell in cells}
+    listed = {cell.strategy.name: cell.ettr for cell in cells}
     tuned = {choice.strategy.name.split("-")[0]: choice.ettr for choice in advice.choices}
     assert set(tuned) == {"moevement", "redo", "gemini", "checkfreq", "dense"}
     for name, ettr in tuned.items():
-        assert ettr >= of_table[name]
+        assert ettr >= listed[name]
 
 
 def test_spares_that_run_out_are_lost_in_the_advice_too() -> None:
@@ -104,8 +106,8 @@ def test_more_copies_are_lost_less_often_and_are_shown_beside_the_proposal() -> 
     _, together = asked(costs(), 600.0, Spares(), together=0.4)
     assert alone.best.copies == together.best.copies == 2
     for advice in (alone, together):
-        assert [one.copies for one in advice.by_copies] == [1, 2, 3]
-        losses = [one.lost_a_month for one in advice.by_copies]
+        assert [choice.copies for choice in advice.by_copies] == [1, 2, 3]
+        losses = [choice.lost_a_month for choice in advice.by_copies]
         assert losses == sorted(losses, reverse=True)
     assert together.best.lost_a_month > 100 * alone.best.lost_a_month
 
@@ -114,7 +116,7 @@ def test_with_much_bandwidth_the_window_is_short() -> None:
     windows = []
     for job in (costs(d2h=50.0, network=800.0), costs(d2h=0.5, network=16.0)):
         _, advice = asked(job, 1800.0, Spares())
-        (sparse,) = (one for one in advice.choices if one.strategy.name.startswith("moevement"))
+        (sparse,) = (choice for choice in advice.choices if choice.strategy.name.startswith("moevement"))
         windows.append(sparse.strategy.costs.plan.size)
     assert windows[0] == 1 < windows[1]
 
@@ -122,7 +124,7 @@ def test_with_much_bandwidth_the_window_is_short() -> None:
 @pytest.mark.parametrize("kind", list(WindowKind))
 def test_what_is_fixed_is_not_chosen(kind: WindowKind) -> None:
     _, advice = asked(costs(kind=kind, window=5), 1800.0, Spares(), fixed=Fixed(kind, 5))
-    (sparse,) = (one for one in advice.choices if one.strategy.name.startswith("moevement"))
+    (sparse,) = (choice for choice in advice.choices if choice.strategy.name.startswith("moevement"))
     assert (sparse.strategy.costs.plan.size, sparse.strategy.costs.plan.given.kind) == (5, kind)
     assert f"--moevement-window 5 --moevement-window-kind {kind}" in sparse.flags
 

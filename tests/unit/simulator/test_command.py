@@ -26,10 +26,10 @@ def test_a_sweep_is_reported_drawn_and_given_as_json(tmp_path: Path, capsys: pyt
     assert main([*JOB, "--mtbf", "600", "7200", "--seeds", "3", "--best", "--plot", str(plot), "--json"]) == 0
     out = capsys.readouterr().out
     results = json.loads(out.splitlines()[-1])["results"]
-    assert {(one["strategy"], one["mtbf_s"]) for one in results} == {
+    assert {(result["strategy"], result["mtbf_s"]) for result in results} == {
         (name, mtbf_s) for name in ("checkfreq", "gemini", "moc", "moevement") for mtbf_s in (600, 7200)
     }
-    assert all(0 < one["ettr"] <= 1 and len(one["failures"]) == 3 for one in results)
+    assert all(0 < result["ettr"] <= 1 and len(result["failures"]) == 3 for result in results)
     assert plot.stat().st_size > 10_000
     assert re.search(r"(?m)\b96 ranks\b.*\b10 min\s*$", out), "the title of a table"
     shown = " ".join(out.split())
@@ -117,9 +117,9 @@ def test_recorded_failures_are_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n3600000,remove,a\n7200000,remove,b\n")
     assert main([*JOB, "--trace", str(trace), "--strategy", "none", "moevement", "--hours", "3", "--json"]) == 0
-    none, ours = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert none["failures"] == ours["failures"] == [2]
-    assert none["ettr"] < 0.35 < 0.95 < ours["ettr"]
+    none, moevement = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert none["failures"] == moevement["failures"] == [2]
+    assert none["ettr"] < 0.35 < 0.95 < moevement["ettr"]
 
 
 def test_a_trace_without_a_failure_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,7 @@ def test_a_trace_without_a_failure_is_no_input(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "pattern"),
     [
         (["--mtbf", "0"], r"\bmtbf 0\.0\b.*\b0\b"),
         (["--regroup", "-1"], r"\bregroup -1\.0\b.*\b0\b"),
@@ -147,16 +147,18 @@ def test_a_trace_without_a_failure_is_no_input(tmp_path: Path, capsys: pytest.Ca
         (["--trace", "nothing.csv"], rf"\btrace nothing\.csv\b.*{os.strerror(errno.ENOENT)}"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_simulated_is_one_line(
+    words: list[str], pattern: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*JOB, *words])
     error = capsys.readouterr().err
-    assert re.search(found, error), error
+    assert re.search(pattern, error), error
 
 
 def test_what_is_no_scenario_is_named_by_file_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = yaml.safe_load((SCENARIOS / "gpt_moe.yaml").read_text())
-    for change, found in (
+    for change, pattern in (
         ({"jobs": {}}, r"\bjobs\b.*\bjob\b.*\bparallel\b"),
         ({"job": {**whole["job"], "layers": 3}}, r"\bjob\.layers\b.*\bnum_layers\b"),
         ({"job": {**whole["job"], "num_layers": "many"}}, r"\bjob\.num_layers 'many'"),
@@ -181,7 +183,7 @@ def test_what_is_no_scenario_is_named_by_file_and_field(tmp_path: Path, capsys: 
             main(["simulate", str(path)])
         err = capsys.readouterr().err
         assert "made.yaml" in err, err
-        assert re.search(found, err), err
+        assert re.search(pattern, err), err
         assert len(err.splitlines()) == 1
 
 
@@ -189,15 +191,15 @@ def test_scales_and_jobs_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
     words = ["simulate", "qwen_moe", "gpt_moe", "--ranks", "96", "192", "--strategy", "moevement", "--mtbf", "1800"]
     assert main([*words, "--seeds", "2", "--json"]) == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert [(one["job"], one["ranks"]) for one in results] == [
+    assert [(result["job"], result["ranks"]) for result in results] == [
         (job, ranks) for job in ("qwen_moe", "gpt_moe") for ranks in (96, 192)
     ]
 
 
 def test_workers_draw_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
+    outputs = []
     for workers in ("1", "2"):
         words = ["simulate", "gpt_moe", "--mtbf", "1800", "--seeds", "2", "--workers", workers, "--json"]
         assert main(words) == 0
-        told.append(capsys.readouterr().out.splitlines()[-1])
-    assert told[0] == told[1]
+        outputs.append(capsys.readouterr().out.splitlines()[-1])
+    assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""Trainings whose nodes come and go: what is lost, what is waited for, and that elastic experts use every node."""
+"""Trainings whose nodes leave and join: lost work, waits, and elastic experts that use every node."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_elastic_experts_use_three_nodes_of_four_and_lose_nothing() -> None:
 
 
 def test_expert_parallelism_uses_two_of_three() -> None:
-    """Groups of two nodes hold every expert once; a restart loses what came after the checkpoint, too."""
+    """Use groups of two nodes, which hold every expert once; a restart also loses the work after the checkpoint."""
     trace = [Change(150.0, removed=frozenset("d"))]
     assert trained(System.REGROUP, trace, 310.0).done.iterations == pytest.approx(150.0 + 150.0 / 2)
     restarted = trained(System.RESTART, trace, 310.0).done
@@ -60,7 +60,7 @@ def test_both_nodes_of_an_expert_lost_at_once_are_one_too_many() -> None:
 
 
 def test_what_waits_for_nodes_starts_again_from_storage() -> None:
-    """The last group loses a node, and what no checkpoint has; later another one comes."""
+    """Lose a node of the last group, and with it the work after the checkpoint; another node joins later."""
     trace = [Change(150.0, removed=frozenset("bd")), Change(200.0, removed=frozenset("c"))]
     waiting = trained(System.REGROUP, [*trace, Change(300.0, added=frozenset("e"))], 480.0)
     assert waiting.done.lost_s["restart"] == 50.0, "when a group is there again, 30 s after the node came"
@@ -92,13 +92,14 @@ def test_the_command_names_who_is_ahead_and_by_how_much(capsys: pytest.CaptureFi
     words = ["elastic", str(EXAMPLES / "simulate" / "nodes.csv"), "--segment", "20000", "--layers", "2", "--json"]
     assert main(words) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    made = {
-        one["system"]: sum(segment["iterations"] for segment in one["segments"]) for one in json.loads(last)["results"]
+    iterations = {
+        result["system"]: sum(segment["iterations"] for segment in result["segments"])
+        for result in json.loads(last)["results"]
     }
     sentence = " ".join(lines[-3:])
     for other in ("regroup", "restart"):
-        assert f"{made['lazarus'] / made[other] - 1:+.0%}" in sentence
-        assert made["lazarus"] > made[other]
+        assert f"{iterations['lazarus'] / iterations[other] - 1:+.0%}" in sentence
+        assert iterations["lazarus"] > iterations[other]
     assert main([*words, "--system", "regroup"]) == 0
     assert "%" not in capsys.readouterr().out
 
@@ -106,12 +107,12 @@ def test_the_command_names_who_is_ahead_and_by_how_much(capsys: pytest.CaptureFi
 def test_a_segment_of_a_trace_has_a_cluster_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("0,add,a\n0,add,b\n0,add,c\n5000,remove,a\n9000,add,d\n12000,remove,b\n")
-    first, rest = segment(changes(path), 4.0, 20.0, most=2)
+    first, later = segment(changes(path), 4.0, 20.0, most=2)
     assert first == ["a", "b"]
-    assert rest == [
+    assert later == [
         Change(1.0, frozenset("c"), frozenset("a")), Change(8.0, frozenset("d"), frozenset("b")),
     ]  # fmt: skip
-    assert list(nodes_over_time(first, rest, 16.0)) == [(0.0, 1.0, 2), (1.0, 8.0, 2), (8.0, 16.0, 2)]
+    assert list(nodes_over_time(first, later, 16.0)) == [(0.0, 1.0, 2), (1.0, 8.0, 2), (8.0, 16.0, 2)]
 
 
 @pytest.mark.parametrize("line", ["1,move,a", "x,add,a", "1,add"])

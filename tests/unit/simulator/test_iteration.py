@@ -1,4 +1,4 @@
-"""Iteration times from FLOP, bytes and nodes: by hand, and what must hold whatever the numbers."""
+"""Iteration times from FLOP, bytes and nodes: computed by hand, and properties that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ LAYOUT = Layout(ranks=32, pipeline=4, expert=8, global_batch_size=64)
 
 
 def test_a_stage_by_hand() -> None:
-    """One layer without experts, on one GPU that reaches all of 1 TFLOPS: products of 6 h^2 + 2 h f, scores 2 s h."""
+    """Compute one layer without experts by hand, on a GPU that reaches its full 1 TFLOPS."""
     model = Transformer(
         num_layers=1, hidden_size=512, num_attention_heads=8, vocab_size=1024, seq_length=256, ffn_hidden_size=1024,
         swiglu=False,
     )  # fmt: skip
     job = describe("one", model, Layout(ranks=1, global_batch_size=3))
-    made = from_machines(job, Cluster(1, 1e9, 1e9, flops=1e12, utilization=1.0, link_bytes_per_s=1e9))
+    times = from_machines(job, Cluster(1, 1e9, 1e9, flops=1e12, utilization=1.0, link_bytes_per_s=1e9))
     tokens, hidden = 256, 512
     products = 2 * tokens * (4 * hidden**2 + 2 * hidden * 1024 + 2 * hidden + hidden + 1024 * hidden)
     scores = 2 * tokens * 256 * hidden
-    assert made.total_s == pytest.approx(3 * 3 * (products + scores) / 1e12)
-    assert made.closed_form_s == pytest.approx(made.total_s)
+    assert times.total_s == pytest.approx(3 * 3 * (products + scores) / 1e12)
+    assert times.closed_form_s == pytest.approx(times.total_s)
 
 
 def test_an_all_to_all_leaves_the_node_when_the_experts_do() -> None:
@@ -64,7 +64,7 @@ def test_a_faster_machine_is_never_slower(
 
 
 def test_the_slowest_node_sets_the_pace() -> None:
-    """Four nodes, one for each stage; a slow one is as slow as a job of slow ones is at that stage."""
+    """Use four nodes, one for each stage; one slow node costs less than four."""
     job = describe("made", MODEL, LAYOUT)
     even = from_machines(job, A100).total_s
     slow_last, slow_all = (
@@ -76,21 +76,21 @@ def test_the_slowest_node_sets_the_pace() -> None:
 
 
 def test_replicas_on_different_nodes_are_pipelines_of_their_own() -> None:
-    """Two nodes of each stage, of which one of the second stage is slow: two kinds of pipelines."""
+    """Use two nodes for each stage and slow down one node, so that there are two kinds of pipelines."""
     job = describe("made", MODEL, replace(LAYOUT, ranks=64))
-    made = from_machines(job, replace(A100, speeds=((1.0, 2), (0.5, 1))))
-    assert len(made.pipelines) == 2
-    assert made.total_s > from_machines(job, A100).total_s
+    times = from_machines(job, replace(A100, speeds=((1.0, 2), (0.5, 1))))
+    assert len(times.pipelines) == 2
+    assert times.total_s > from_machines(job, A100).total_s
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SCENARIOS.glob("*.yaml")))
 def test_closed_form_and_event_simulation_agree(name: str) -> None:
-    """Exactly for stages that are alike; for others the closed form takes all for the slowest."""
-    given_ = load(SCENARIOS / f"{name}.yaml")
-    even = from_total(3.0, given_.job)
+    """Compare both: they agree for equal stages, and else the closed form takes every stage for the slowest."""
+    scenario = load(SCENARIOS / f"{name}.yaml")
+    even = from_total(3.0, scenario.job)
     assert even.total_s == pytest.approx(even.closed_form_s, rel=0.005)
-    sends = 2 * given_.job.pipeline_parallel * max(one.send_s for one in given_.time.pipelines)
-    assert given_.time.total_s <= (given_.time.closed_form_s + sends) * (1 + 1e-9)
+    sends = 2 * scenario.job.pipeline_parallel * max(pipeline.send_s for pipeline in scenario.time.pipelines)
+    assert scenario.time.total_s <= (scenario.time.closed_form_s + sends) * (1 + 1e-9)
 
 
 def test_a_cluster_that_says_nothing_of_its_gpus_is_refused() -> None:

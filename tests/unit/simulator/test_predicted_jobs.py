@@ -1,4 +1,4 @@
-"""The simulator's word for jobs that ran: calibrated by jobs of other strategies."""
+"""The simulator's predictions for measured jobs, calibrated by jobs of other strategies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _sample(strategy: str, *kills: tuple[float, list[int]], parts_s: float = 0.5
 
 
 def _predicted(samples: list[Sample]) -> list[float]:
-    return [one.predicted or 0.0 for one in predicted(load(SCENARIOS / "laptop.yaml"), samples)]
+    return [sample.predicted or 0.0 for sample in predicted(load(SCENARIOS / "laptop.yaml"), samples)]
 
 
 def test_more_kills_and_slower_regrouping_mean_less_ettr() -> None:
     kills = [(10.0, [1]), (30.0, [2]), (45.0, [0])]
     for name in SIMULATED:
-        calm, one, three = _predicted([_sample(name), _sample(name, kills[0]), _sample(name, *kills)])
-        assert 1 >= calm > one > three > 0, name
+        calm, single, three = _predicted([_sample(name), _sample(name, kills[0]), _sample(name, *kills)])
+        assert 1 >= calm > single > three > 0, name
         _, slow = _predicted([_sample(name), _sample(name, *kills, parts_s=3.0)])
         assert slow < three, name
 
@@ -36,12 +36,12 @@ def test_more_kills_and_slower_regrouping_mean_less_ettr() -> None:
 def test_a_job_is_calibrated_by_those_of_other_strategies() -> None:
     kill = (10.0, [1])
 
-    def told(parts_s: float, overhead: float) -> list[float]:
+    def ettrs(parts_s: float, overhead: float) -> list[float]:
         other = replace(_sample("moevement", kill, parts_s=parts_s), overhead=overhead)
         own = replace(_sample("gemini", kill, parts_s=99.0), overhead=9.0)
         return _predicted([other, own])
 
-    (_, quick), (_, slow), (_, costly) = told(0.1, 0.0), told(5.0, 0.0), told(0.1, 0.5)
+    (_, quick), (_, slow), (_, costly) = ettrs(0.1, 0.0), ettrs(5.0, 0.0), ettrs(0.1, 0.5)
     assert quick > slow > 0.5, "its own notice of 99 s is not used"
     assert quick > costly > 0.3, "nor its own overhead"
 
@@ -63,14 +63,14 @@ def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:
 
 def test_a_slower_machine_is_the_same_job_in_longer_seconds() -> None:
     def jobs(scale: float) -> list[Sample]:
-        its = [_sample(FREE), _sample("gemini", (10.0, [1]), (31.0, [2]))]
+        samples = [_sample(FREE), _sample("gemini", (10.0, [1]), (31.0, [2]))]
         return [
             replace(
-                one, iteration_s=one.iteration_s * scale, training_s=one.training_s * scale,
-                parts={name: seconds * scale for name, seconds in one.parts.items()},
-                kills=[(at_s * scale, ranks) for at_s, ranks in one.kills],
+                sample, iteration_s=sample.iteration_s * scale, training_s=sample.training_s * scale,
+                parts={name: seconds * scale for name, seconds in sample.parts.items()},
+                kills=[(at_s * scale, ranks) for at_s, ranks in sample.kills],
             )
-            for one in its
+            for sample in samples
         ]  # fmt: skip
 
     (_, as_profiled), (_, twice) = (_predicted(jobs(scale)) for scale in (1.0, 2.0))

@@ -1,4 +1,4 @@
-"""Profiles: fits, files, and what the simulator makes of them."""
+"""Profiles: fits, files, and simulations that use them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_contention_is_what_sends_cost_of_the_time_that_they_would_take_of_links
     lines: list[dict[str, Any]] = [{"replicated_bytes": 0}, {"replicated_bytes": 300_000_000}]
     assert contention_of(lines, PROFILE) is None, "no iteration was compared"
     lines.append({"replicated_bytes": 300_000_000, "overhead": 0.15, **parts})
-    # A tenth of 3 s for 200 MB of a rank over 500 MB/s.
+    # Digests and sends take a tenth of 3 s; links of 500 MB/s take 0.4 s for the mean of 200 MB.
     assert contention_of(lines, PROFILE) == pytest.approx(0.3 / 0.4)
     assert contention_of([{**line, "replicated_bytes": 0} for line in lines], PROFILE) is None, "nothing was sent"
     lines[-1] |= {"overhead_send": -0.2}
@@ -114,13 +114,13 @@ def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() ->
     scenario = load(SCENARIOS / "laptop.yaml")
     assert scenario.profile is not None
     measured = replace(scenario, profile=replace(scenario.profile, contention=0.3))
-    given = replace(measured, checkpointing=replace(measured.checkpointing, contention=0.0))
-    assert [one.contention for one in (scenario, measured, given)] == [0.0, 0.3, 0.0]
-    assert [one.costs().plan.given.contention for one in (measured, given)] == [0.3, 0.0]
+    fixed = replace(measured, checkpointing=replace(measured.checkpointing, contention=0.0))
+    assert [variant.contention for variant in (scenario, measured, fixed)] == [0.0, 0.3, 0.0]
+    assert [variant.costs().plan.given.contention for variant in (measured, fixed)] == [0.3, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "pattern"),
     [
         ({"format": 9}, r"\bformat 1\b"),
         ({"pipeline": 3}, r"\b2 stages\b.*\bpipeline 3\b"),
@@ -129,11 +129,11 @@ def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() ->
         ({"speed": 1}, r"'speed'"),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, change: dict[str, object], found: str) -> None:
+def test_a_file_that_is_none_is_refused(tmp_path: Path, change: dict[str, object], pattern: str) -> None:
     path = tmp_path / "profile.yaml"
     PROFILE.save(path)
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
-    with pytest.raises(ConfigError, match=found):
+    with pytest.raises(ConfigError, match=pattern):
         Profile.load(path)
 
 
@@ -148,23 +148,23 @@ def scenario_of(tmp_path: Path, **parallel: int) -> Scenario:
 
 
 def test_the_job_that_was_measured_takes_as_long(tmp_path: Path) -> None:
-    made = scenario_of(tmp_path)
-    assert made.time.total_s == pytest.approx(3.0)
-    assert made.cluster.storage_bytes_per_s == 3e8
-    assert made.costs().plan.given.iteration_s == pytest.approx(3.0)
+    scenario = scenario_of(tmp_path)
+    assert scenario.time.total_s == pytest.approx(3.0)
+    assert scenario.cluster.storage_bytes_per_s == 3e8
+    assert scenario.costs().plan.given.iteration_s == pytest.approx(3.0)
 
 
 def test_other_jobs_follow_from_the_parts(tmp_path: Path) -> None:
-    """Twice the data-parallel ranks have half the micro-batches each: (2 + 1) 0.35 or less, and what is fixed."""
-    made = scenario_of(tmp_path, ranks=8).time
-    assert made.closed_form_s == pytest.approx(3 * 0.35 + 0.3)
-    assert made.total_s <= made.closed_form_s + 4 * 0.01
+    """Double the data-parallel ranks, which halves their micro-batches: at most (2 + 1) 0.35 s, and the fixed parts."""
+    times = scenario_of(tmp_path, ranks=8).time
+    assert times.closed_form_s == pytest.approx(3 * 0.35 + 0.3)
+    assert times.total_s <= times.closed_form_s + 4 * 0.01
     with pytest.raises(ConfigError, match=r"\bprofile\b.*\b2 stages\b.*\bjob\b.*\b4\b"):
         _ = scenario_of(tmp_path, ranks=8, pipeline=4).time
 
 
 def test_ranks_that_share_processors_get_more_of_them_alone(tmp_path: Path) -> None:
-    """Four ranks on two cores: two of them alone are twice as fast."""
+    """Let four ranks share two cores, so that two of them alone are twice as fast."""
     job = scenario_of(tmp_path).job
     shared, own = (from_profile(replace(PROFILE, cores=cores), job) for cores in (2, 0))
     assert shared.segment_s([0]) == pytest.approx(own.segment_s([0]) / 2)

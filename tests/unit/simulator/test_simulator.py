@@ -1,4 +1,4 @@
-"""The simulator: formula against simulation, simulation against what must hold whatever the numbers."""
+"""Simulations agree with formulas, and have the properties that hold for any numbers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ HOURS = 3600.0
 def test_stages_that_are_alike_take_as_long_as_the_formula_says(stages: int, micro_batches: int, chunks: int) -> None:
     if chunks > 1:
         micro_batches *= stages
-    made = Pipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks)
-    assert made.simulate() == pytest.approx(made.closed_form(), rel=1e-9)
+    pipeline = Pipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks)
+    assert pipeline.simulate() == pytest.approx(pipeline.closed_form(), rel=1e-9)
 
 
 def test_a_pipeline_by_hand() -> None:
-    """Two stages, two micro-batches, the second stage slower, sends of 1: F 1, B 2 and F 2, B 4.
+    """Compute two stages with two micro-batches by hand: F 1 and B 2, then F 2 and B 4, with sends of 1.
 
-    Stage 1 gets its first tensor at 2, works until 2 + 2 * 6 = 14 with its second input there long before, and the
-    gradient of the second micro-batch is with stage 0 at 15, which takes 2 more.
+    Stage 1 gets its first tensor at 2 and works without a gap until 2 + 2 * 6 = 14. The gradient of the second
+    micro-batch reaches stage 0 at 15, and its backward pass takes 2 more.
     """
     assert Pipeline((1.0, 2.0), (2.0, 4.0), 2, send_s=1.0).simulate() == 17.0
 
@@ -50,11 +50,11 @@ def test_a_pipeline_by_hand() -> None:
 def test_unequal_stages_are_between_the_slowest_alone_and_the_formula(
     times: list[float], micro_batches: int, send_s: float
 ) -> None:
-    backward = tuple(2 * one for one in times)
-    made = Pipeline(tuple(times), backward, micro_batches)
-    assert max(made.alone(stage) for stage in range(len(times))) <= made.simulate() * (1 + 1e-9)
-    assert made.simulate() <= made.closed_form() * (1 + 1e-9)
-    assert made.simulate() <= Pipeline(tuple(times), backward, micro_batches, send_s=send_s).simulate() * (1 + 1e-9)
+    backward = tuple(2 * seconds for seconds in times)
+    pipeline = Pipeline(tuple(times), backward, micro_batches)
+    assert max(pipeline.alone(stage) for stage in range(len(times))) <= pipeline.simulate() * (1 + 1e-9)
+    assert pipeline.simulate() <= pipeline.closed_form() * (1 + 1e-9)
+    assert pipeline.simulate() <= Pipeline(tuple(times), backward, micro_batches, send_s=send_s).simulate() * (1 + 1e-9)
 
 
 def test_schedules_that_cannot_be_are_refused() -> None:
@@ -66,18 +66,18 @@ def test_schedules_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize("name", list(STRATEGIES))
 def test_without_failures_a_strategy_costs_its_overhead(name: str) -> None:
-    """Formula and simulation agree to an iteration."""
+    """Check that formula and simulation agree to an iteration."""
     strategy = STRATEGIES[name](costs(), 1800.0)
-    made = train(strategy, [], 100 * HOURS)
-    assert made.ettr == pytest.approx(1 / (1 + strategy.overhead_s / 3.0), rel=1e-4)
-    assert sum(made.lost_s.values()) + made.iterations * 3.0 == pytest.approx(100 * HOURS)
+    result = train(strategy, [], 100 * HOURS)
+    assert result.ettr == pytest.approx(1 / (1 + strategy.overhead_s / 3.0), rel=1e-4)
+    assert sum(result.lost_s.values()) + result.iterations * 3.0 == pytest.approx(100 * HOURS)
 
 
 @pytest.mark.parametrize(
     "name", ["checkfreq", "gemini", "gemini-young-daly", "dense", "moevement", "moevement-all-stages"]
 )
 def test_formula_and_simulation_agree_for_a_poisson_process(name: str) -> None:
-    """Where recoveries are short against the time between failures: within the confidence interval, or 0.005."""
+    """Compare within the confidence interval or 0.005, with recoveries much shorter than the time between failures."""
     mtbf_s = 2 * HOURS
     strategy = STRATEGIES[name](costs(), mtbf_s)
     model = FailureModel(mtbf_s, 16)
@@ -90,42 +90,45 @@ def test_formula_and_simulation_agree_for_a_poisson_process(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_every_second_is_accounted_for(mtbf_s: float, seed: int, name: str) -> None:
     model = FailureModel(mtbf_s, 16, shape=0.7, together=0.2)
-    made = train(STRATEGIES[name](costs(), mtbf_s), model.draw(4 * HOURS, seed), 4 * HOURS)
-    assert 0 <= made.ettr <= 1
-    assert made.during_recovery <= made.failures
+    result = train(STRATEGIES[name](costs(), mtbf_s), model.draw(4 * HOURS, seed), 4 * HOURS)
+    assert 0 <= result.ettr <= 1
+    assert result.during_recovery <= result.failures
     # Replayed iterations are counted once, where they were committed first.
-    assert sum(made.lost_s.values()) + made.iterations * 3.0 == pytest.approx(4 * HOURS, rel=1e-6)
+    assert sum(result.lost_s.values()) + result.iterations * 3.0 == pytest.approx(4 * HOURS, rel=1e-6)
 
 
 @given(d2h=st.floats(0.2, 5), more=st.floats(1, 4), mtbf_s=st.floats(600, 7200))
 @settings(max_examples=30, deadline=None)
 def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> None:
-    """CheckFreq's own interval is the shortest that keeps to its cap, and an interval that is shorter may cost more."""
-    slow_costs, fast_costs = (costs(d2h=one, network=16 * one) for one in (d2h, d2h * more))
+    """Fix the interval of CheckFreq: its own is the shortest within its cap, and a shorter one may cost more."""
+    slow_costs, fast_costs = (costs(d2h=bandwidth, network=16 * bandwidth) for bandwidth in (d2h, d2h * more))
     interval = CheckFreq(slow_costs).interval
-    fixed = [CheckFreq(one, interval).analytic_ettr(mtbf_s) for one in (slow_costs, fast_costs)]
+    fixed = [CheckFreq(job, interval).analytic_ettr(mtbf_s) for job in (slow_costs, fast_costs)]
     assert fixed[1] >= fixed[0] - 1e-9
     for name in ("gemini", "moc"):
-        slow, fast = (STRATEGIES[name](costs(d2h=one, network=16 * one), mtbf_s) for one in (d2h, d2h * more))
+        slow, fast = (
+            STRATEGIES[name](costs(d2h=bandwidth, network=16 * bandwidth), mtbf_s) for bandwidth in (d2h, d2h * more)
+        )
         assert fast.analytic_ettr(mtbf_s) >= slow.analytic_ettr(mtbf_s) - 1e-9
-    slow, fast = (MoEvement(costs(d2h=one, network=16 * one)) for one in (d2h, d2h * more))
+    slow, fast = (MoEvement(costs(d2h=bandwidth, network=16 * bandwidth)) for bandwidth in (d2h, d2h * more))
     assert fast.costs.plan.size <= slow.costs.plan.size
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
 def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
-    given_ = costs(kind=kind, window=4)
-    strategy = MoEvement(given_)
+    job = costs(kind=kind, window=4)
+    strategy = MoEvement(job)
     lost = [strategy.rollback(committed, step / 50) for committed in range(1000, 1040) for step in range(50)]
-    assert max(lost) <= given_.plan.most_replayed
+    assert max(lost) <= job.plan.most_replayed
     assert statistics.fmean(lost) + 0.5 == pytest.approx(strategy.expected_rollback, abs=0.05)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [(WindowKind.ALIGNED, {2, 3, 4, 5}), (WindowKind.ROLLING, {2, 3})])
 def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wanted: set[int]) -> None:
-    """By hand, W of 3, a slot that takes a tenth of an iteration: two iterations make state dense, up to two follow.
+    """Check values computed by hand, for W 3 and a slot that arrives after a tenth of an iteration.
 
-    Only a failure in the first tenth of an iteration finds one snapshot less.
+    Two iterations make the state dense, and up to two follow. Only a failure in the first tenth of an iteration finds
+    one snapshot fewer.
     """
     strategy = MoEvement(costs(kind=kind, window=3, d2h=50.0, network=400.0))
     assert 0 < strategy.arrival < 0.2
@@ -134,9 +137,9 @@ def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wante
 
 
 def test_each_technique_makes_recovery_shorter() -> None:
-    given_ = costs()
-    whole = MoEvement(given_)
-    for without in (MoEvement(given_, Techniques(is_local=False)), MoEvement(given_, Techniques(skips_frozen=False))):
+    job = costs()
+    whole = MoEvement(job)
+    for without in (MoEvement(job, Techniques(is_local=False)), MoEvement(job, Techniques(skips_frozen=False))):
         assert whole.expected_recovery_s() < without.expected_recovery_s()
     assert 0 < whole.frozen_share < 1
 
@@ -150,12 +153,15 @@ def test_what_is_popular_stays_frozen_longest() -> None:
 
 
 def test_neighbouring_stages_replay_together() -> None:
-    """A node holds eight ranks, a stage sixteen: nodes 1 and 2 are of stages 0 and 1, which have a bubble together."""
+    """Fail nodes 1 and 2, which belong to stages 0 and 1: a node has eight ranks and a stage sixteen.
+
+    Neighbouring stages replay as one pipeline, with a bubble.
+    """
     strategy = MoEvement(costs())
-    one, apart, joint = (strategy.recover(1000, nodes) for nodes in ((1,), (1, 5), (1, 2)))
-    assert one.convert_s == pytest.approx(apart.convert_s)
-    assert joint.convert_s > one.convert_s
-    assert joint.convert_s == pytest.approx(one.convert_s * 33 / 32, rel=1e-6)
+    single, apart, joint = (strategy.recover(1000, nodes) for nodes in ((1,), (1, 5), (1, 2)))
+    assert single.convert_s == pytest.approx(apart.convert_s)
+    assert joint.convert_s > single.convert_s
+    assert joint.convert_s == pytest.approx(single.convert_s * 33 / 32, rel=1e-6)
 
 
 def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
@@ -169,7 +175,7 @@ def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
 
 
 def test_stages_with_copies_of_one_embedding_roll_back_together_as_in_a_live_job() -> None:
-    """Two nodes of eight ranks are a stage here."""
+    """Use stages of two nodes with eight ranks each."""
     free, tied = costs(), costs(tied=True)
     assert free.plan.given.job.tied_stages == frozenset()
     assert tied.plan.given.job.tied_stages == {0, 7}
@@ -189,12 +195,12 @@ def test_copies_are_where_a_live_job_would_place_them() -> None:
 
 
 def test_moetion_saves_what_both_budgets_carry() -> None:
-    """By hand: 4 layers of 8 experts of 8 M parameters, 96 MB of full state each; 577 MB of the rest; 3 s."""
+    """Check values computed by hand: 4 layers of 8 experts with 96 MB of full state each, 577 MB besides, 3 s."""
     for d2h, saved in ((0.3, 1), (0.5, 2), (0.6, 3), (1.0, 6), (2.0, 8)):
         strategy = MoEtion(costs(d2h=d2h, network=64.0))
         assert strategy.experts_saved == saved, d2h
         assert strategy.overhead_s == pytest.approx(max(0.0, (577e6 + 4 * saved * 96e6) / d2h / 1e9 - 3.0), abs=0.01)
-    few, many = (MoEtion(costs(d2h=one, network=64.0)) for one in (0.6, 1.0))
+    few, many = (MoEtion(costs(d2h=bandwidth, network=64.0)) for bandwidth in (0.6, 1.0))
     assert few.at_risk > many.at_risk > 0
     assert MoEtion(costs(d2h=2.0, network=64.0)).at_risk == 0
     assert MoEtion(costs(d2h=0.6, network=64.0, skew=0.5)).at_risk < few.at_risk, "the popular ones are saved first"
@@ -202,9 +208,9 @@ def test_moetion_saves_what_both_budgets_carry() -> None:
 
 def test_slowing_by_copies_is_counted_for_all() -> None:
     for name in ("checkfreq", "gemini", "moc", "moetion", "moevement"):
-        given_ = costs(d2h=4.0, network=256.0)
-        hidden = STRATEGIES[name](given_, 1800.0)
-        slowed = STRATEGIES[name](replace(given_, interference=0.2), 1800.0)
+        job = costs(d2h=4.0, network=256.0)
+        hidden = STRATEGIES[name](job, 1800.0)
+        slowed = STRATEGIES[name](replace(job, interference=0.2), 1800.0)
         assert slowed.overhead_s > hidden.overhead_s
         assert slowed.analytic_ettr(1800.0) < hidden.analytic_ettr(1800.0)
 
@@ -231,26 +237,26 @@ def test_windows_that_rest_cost_less_in_an_iteration_and_more_after_a_failure(na
     )
     assert rarely.sent_bytes == pytest.approx(often.sent_bytes / 6)
     assert rarely.expected_rollback > often.expected_rollback
-    lost = [[one.rollback(committed, 0.5) for committed in range(100, 124)] for one in (often, rarely)]
+    lost = [[strategy.rollback(committed, 0.5) for committed in range(100, 124)] for strategy in (often, rarely)]
     assert max(lost[1]) - min(lost[1]) == 11, "as many iterations as there are from one window to the next"
     assert sum(lost[1]) > sum(lost[0])
 
 
 def test_twelve_hours_of_a_large_job_are_a_matter_of_milliseconds() -> None:
-    """Not timed; counted: nothing in it grows with ranks or iterations."""
-    given_ = load(SCENARIOS / "deepseek_671b.yaml")
-    strategy = STRATEGIES["moevement"](given_.costs(), 600.0)
-    made = train(strategy, given_.draws()[-1].failures[0], given_.until_s)
-    assert given_.job.ranks == 16384
-    assert made.failures > 40
-    assert len(made.goodput) == made.failures + 1
+    """Count instead of timing: the simulation records one entry per failure, not per rank or iteration."""
+    scenario = load(SCENARIOS / "deepseek_671b.yaml")
+    strategy = STRATEGIES["moevement"](scenario.costs(), 600.0)
+    result = train(strategy, scenario.draws()[-1].failures[0], scenario.until_s)
+    assert scenario.job.ranks == 16384
+    assert result.failures > 40
+    assert len(result.goodput) == result.failures + 1
 
 
 def test_gemini_has_one_cost_whether_its_interval_is_chosen_or_given() -> None:
     slow = costs(network=2.0)
     chosen = Gemini(slow, 600.0)
-    given_ = Gemini(slow, 600.0, interval=chosen.interval)
-    assert (chosen.overhead_s, chosen.expected_recovery_s()) == (given_.overhead_s, given_.expected_recovery_s())
+    fixed = Gemini(slow, 600.0, interval=chosen.interval)
+    assert (chosen.overhead_s, chosen.expected_recovery_s()) == (fixed.overhead_s, fixed.expected_recovery_s())
     assert all(
         Gemini(slow, 600.0, interval=interval).analytic_ettr(600.0) <= chosen.analytic_ettr(600.0)
         for interval in range(1, 200)
@@ -260,16 +266,16 @@ def test_gemini_has_one_cost_whether_its_interval_is_chosen_or_given() -> None:
 
 
 def test_a_failure_during_a_recovery_begins_it_again() -> None:
-    """Checked by hand: W of 2, no lag to speak of, a regroup of 10 s and a second failure 5 s after the first."""
-    given_ = costs(window=2, regroup_s=10.0)
-    one = train(MoEvement(given_), [Failure(300.0, (0,))], 600.0)
-    two = train(MoEvement(given_), [Failure(300.0, (0,)), Failure(305.0, (1,))], 600.0)
-    assert (two.failures, two.during_recovery) == (2, 1)
-    assert two.lost_s["detect"] == pytest.approx(one.lost_s["detect"] + 1.0)
-    assert two.lost_s["regroup"] == pytest.approx(one.lost_s["regroup"] + 4.0)
+    """Check values computed by hand: W 2, almost no lag, a regroup of 10 s, and a second failure after another 5 s."""
+    job = costs(window=2, regroup_s=10.0)
+    single = train(MoEvement(job), [Failure(300.0, (0,))], 600.0)
+    double = train(MoEvement(job), [Failure(300.0, (0,)), Failure(305.0, (1,))], 600.0)
+    assert (double.failures, double.during_recovery) == (2, 1)
+    assert double.lost_s["detect"] == pytest.approx(single.lost_s["detect"] + 1.0)
+    assert double.lost_s["regroup"] == pytest.approx(single.lost_s["regroup"] + 4.0)
     for part in ("convert", "catch up"):
-        assert two.lost_s[part] == pytest.approx(one.lost_s[part])
-    assert one.iterations - two.iterations in (1, 2)
+        assert double.lost_s[part] == pytest.approx(single.lost_s[part])
+    assert single.iterations - double.iterations in (1, 2)
 
 
 def test_spares_run_out_and_come_back() -> None:
@@ -283,8 +289,8 @@ def test_spares_run_out_and_come_back() -> None:
 
 def test_moc_loses_updates_and_saves_more_experts_for_it() -> None:
     strategy = MoC(costs())
-    made = train(strategy, FailureModel(200.0, 16).draw(12 * HOURS, 1), 12 * HOURS)
-    assert made.tokens_lost > 0
+    result = train(strategy, FailureModel(200.0, 16).draw(12 * HOURS, 1), 12 * HOURS)
+    assert result.tokens_lost > 0
     assert strategy.experts_saved > 1
     assert isinstance(fresh := strategy.fresh(), MoC)
     assert fresh.experts_saved == 1
@@ -296,7 +302,7 @@ def test_failures_are_drawn_as_asked() -> None:
         assert mean_time_between(drawn, 2000 * HOURS) == pytest.approx(600.0, rel=0.05)
     assert FailureModel(600.0, 16).draw(HOURS, 3) == FailureModel(600.0, 16).draw(HOURS, 3)
     together = FailureModel(600.0, 16, together=0.5).draw(500 * HOURS, 4)
-    assert statistics.fmean(len(one.nodes) for one in together) == pytest.approx(2.0, rel=0.1)
+    assert statistics.fmean(len(failure.nodes) for failure in together) == pytest.approx(2.0, rel=0.1)
     with pytest.raises(ConfigError, match=r"\bmtbf 0\.0\b.*\b0\b"):
         FailureModel(0.0, 1)
 

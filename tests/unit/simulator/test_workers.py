@@ -1,4 +1,4 @@
-"""Tasks are shared by processes, and nobody waits for one that has ended."""
+"""Processes share tasks, and the caller never waits for a process that has ended."""
 
 from __future__ import annotations
 

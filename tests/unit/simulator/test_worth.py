@@ -1,4 +1,4 @@
-"""What a month costs: both sides under the same failures, spares paid for, and a failure rate at which it turns."""
+"""Monthly costs: both sides have the same failures, spares are paid for, and a failure rate breaks even."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = ["advise", "qwen3_30b_a3b", "--seeds", "1"]
 
 
 def months(mtbf_s: float, *, every: int | None = None, spares: int | None = None, restart_s: float = 600.0) -> Worth:
-    """Return what months of a job of 128 GPUs cost."""
+    """Return the costs of months of a job on 128 GPUs."""
     job = costs(storage=1.0)
     model = FailureModel(mtbf_s, job.nodes)
     draws = Draws(mtbf_s, tuple(model.draw(MONTH_S, seed) for seed in range(3)))
@@ -37,27 +37,29 @@ def test_a_job_that_seldom_fails_does_not_need_it_and_one_that_often_does_saves(
     assert often.pays
     assert often.saved_h > LEAST_SHARE * 128 * MONTH_H > seldom.saved_h
     assert seldom.strategies[0].spares == 0
-    for found in (seldom, often):
-        assert [way.total_h for way in found.strategies] == sorted(way.total_h for way in found.strategies)
-        assert [way.total_h for way in found.today] == sorted(way.total_h for way in found.today)
-        assert found.mtbf_s <= found.break_even_s or not found.pays
+    for result in (seldom, often):
+        assert [option.total_h for option in result.strategies] == sorted(
+            option.total_h for option in result.strategies
+        )
+        assert [option.total_h for option in result.today] == sorted(option.total_h for option in result.today)
+        assert result.mtbf_s <= result.break_even_s or not result.pays
 
 
 def test_every_gpu_hour_is_accounted_for() -> None:
-    found = months(6 * 3600.0, every=300, spares=2)
-    for way in (*found.today, *found.strategies):
-        # What the last iteration of a month has done counts as lost, because it was not committed.
-        assert way.saving_h + way.failing_h + way.spares_h == pytest.approx(way.total_h, abs=0.1 * 128)
-        assert way.spares_h == (2 * 8 * MONTH_H if way in found.strategies else 0)
-    assert {way.strategy.interval for way in found.today if way.has_user_interval} == {300}
-    best = {way.name: way.total_h for way in found.today if not way.has_user_interval}
-    for way in found.today:
-        if way.has_user_interval:
-            assert best[way.name.partition(",")[0]] <= 1.05 * way.total_h
+    result = months(6 * 3600.0, every=300, spares=2)
+    for option in (*result.today, *result.strategies):
+        # The work of a month's last iteration counts as lost, because it was not committed.
+        assert option.saving_h + option.failing_h + option.spares_h == pytest.approx(option.total_h, abs=0.1 * 128)
+        assert option.spares_h == (2 * 8 * MONTH_H if option in result.strategies else 0)
+    assert {option.strategy.interval for option in result.today if option.has_user_interval} == {300}
+    best = {option.name: option.total_h for option in result.today if not option.has_user_interval}
+    for option in result.today:
+        if option.has_user_interval:
+            assert best[option.name.partition(",")[0]] <= 1.05 * option.total_h
 
 
 def test_a_node_that_the_scheduler_gives_is_no_new_spare() -> None:
-    """Without spares each of two failures waits for the scheduler, however soon the first node is repaired."""
+    """Fail twice without spares: each failure waits for the scheduler, however soon the first node is repaired."""
     strategy = MoEvement(costs(window=2))
     failures = [Failure(1000.0, (0,)), Failure(50_000.0, (0,))]
     waited = [
@@ -78,18 +80,18 @@ def test_the_formula_for_spares_agrees_with_trainings(count: int) -> None:
 
 
 def test_break_even_is_where_the_saving_is_the_least_that_counts() -> None:
-    found = months(6 * 3600.0, restart_s=1800.0)
-    assert math.isfinite(found.break_even_s)
-    sooner, later = months(found.break_even_s / 4, restart_s=1800.0), months(4 * found.break_even_s, restart_s=1800.0)
+    result = months(6 * 3600.0, restart_s=1800.0)
+    assert math.isfinite(result.break_even_s)
+    sooner, later = months(result.break_even_s / 4, restart_s=1800.0), months(4 * result.break_even_s, restart_s=1800.0)
     assert (sooner.pays, later.pays) == (True, False)
 
 
 def test_the_command_states_its_assumptions_and_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*JOB, "--save-every", "500", "--json"]) == 0
     out = capsys.readouterr().out
-    told = json.loads(out.splitlines()[-1])
-    assert told["mtbf_s"] == mean_time_between_failures_s(256) == pytest.approx(198 * 3600, rel=0.01)
-    assert told["pays"] is False
+    report = json.loads(out.splitlines()[-1])
+    assert report["mtbf_s"] == mean_time_between_failures_s(256) == pytest.approx(198 * 3600, rel=0.01)
+    assert report["pays"] is False
     assert "2407.21783" in out
     assert re.search(r"\b500\b", out)
     assert sorted(set(re.findall(r"assumed, (--[a-z]+)", " ".join(out.split())))) == [
@@ -107,7 +109,7 @@ CHANGES = (
 
 @pytest.fixture(scope="module")
 def unchanged() -> str:
-    """Return what the job costs, as JSON."""
+    """Return the costs of the job, as JSON."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main([*JOB, "--json"]) == 0

@@ -1,4 +1,4 @@
-"""A small job of several ranks in one process: real checkpointers, senders and receivers over a loopback wire."""
+"""Small job of several ranks in one process: real checkpointers, senders and receivers over a loopback wire."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def record_of(iteration: int) -> dict[str, object]:
 
 
 class Rank:
-    """One rank: live tensors that change every iteration, and a checkpointer that saves them."""
+    """Rank with live tensors that change every iteration, and a checkpointer that saves them."""
 
     def __init__(self, job: Job, number: int) -> None:
         self.number = number
@@ -84,7 +84,7 @@ class Rank:
 
 
 class Job:
-    """``ranks`` ranks on nodes of their own, each with ``replicas`` copies, window of ``size``."""
+    """Job of ``ranks`` ranks on nodes of their own, each with ``replicas`` copies; windows have ``size`` iterations."""
 
     def __init__(
         self, ranks: int = 3, replicas: int = 1, size: int = 3, kind: WindowKind = WindowKind.ALIGNED,
@@ -97,7 +97,7 @@ class Job:
         self.placement = place(range(ranks), replicas)
         self.iteration = -1
         self.order: np.ndarray | None = None
-        """The order of the windows from the next one on, if it is to change."""
+        """Order of operators from the next window on; None if it stays."""
         self.members = [Rank(self, number) for number in range(ranks)]
 
     def strategy(self) -> Strategy:
@@ -135,7 +135,7 @@ class Job:
                 check()
 
     def change_window(self, size: int) -> None:
-        """Have windows of ``size`` iterations from the next one on."""
+        """Use windows of ``size`` iterations from the next window on."""
         self.size, self.order = size, np.arange(OPERATORS)
 
     def _reorder_at_boundary(self) -> None:
@@ -149,7 +149,7 @@ class Job:
         self.order = None
 
     def settle(self, timeout_s: float = 10.0) -> None:
-        """Wait until everything captured is acknowledged, or waits for room that peers make when older ones go."""
+        """Wait until every captured snapshot is acknowledged, or waits until a peer frees memory of older ones."""
         deadline = time.monotonic() + timeout_s
         for rank in self.members:
             had, since = -1, time.monotonic()
@@ -157,12 +157,12 @@ class Job:
                 assert time.monotonic() < deadline, f"rank {rank.number}: {rank.reports}"
                 if (now := len(rank.checkpointer.persisted())) != had:
                     had, since = now, time.monotonic()
-                if time.monotonic() - since > 0.5 and any(one.is_full for one in rank.senders):
+                if time.monotonic() - since > 0.5 and any(sender.is_full for sender in rank.senders):
                     break
                 time.sleep(0.001)
 
     def check(self) -> None:
-        """What the job agreed on as persisted is there, whole, on every rank and on every peer; memory is bounded."""
+        """Check that the run agreed on as persisted is whole on every rank and peer, and that memory is bounded."""
         for rank in self.members:
             own = rank.checkpointer.own.snapshots()
             persisted = rank.checkpointer.progress.persisted
@@ -170,14 +170,18 @@ class Job:
                 contents = {i: held.contents for i, held in rank.checkpointer.own._held.items()}
                 (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:
-                    (store,) = (one.store for one in self.members[peer].receivers if one.store.source == rank.number)
+                    (store,) = (
+                        receiver.store
+                        for receiver in self.members[peer].receivers
+                        if receiver.store.source == rank.number
+                    )
                     kept = store.snapshots()
                     for iteration in range(run.first, run.last + 1):
                         if self.keeps_own:
                             self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
             own_ = rank.checkpointer.own
-            held = sum(extent.memory.numel() for one in own_._held.values() for extent in one.buffer.extents)
+            held = sum(extent.memory.numel() for snapshot in own_._held.values() for extent in snapshot.buffer.extents)
             assert held + own_.arena.available <= own_.arena.nbytes
 
     def _is_what_was_live(self, rank: Rank, snapshot: Snapshot) -> None:
@@ -193,6 +197,6 @@ class Job:
     def close(self) -> None:
         for event in self.wire.stopped.values():
             event.set()
-        # All at once, as processes would: each waits for the others' goodbyes.
+        # All ranks at once, like processes: each waits for the BYE of the others.
         with ThreadPoolExecutor(self.ranks) as threads:
             list(threads.map(lambda rank: rank.checkpointer.close(timeout_s=1), self.members))

@@ -1,4 +1,4 @@
-"""A device on host memory that does nothing before somebody waits for it: copies are under way as long as they can."""
+"""Device on host memory that works only while a thread waits for it, so copies are under way as long as they can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.device import CpuDevice, Event
 
 
 class Stream:
-    """Work in order; ``done`` of it is."""
+    """Queue of work that is executed in order; the first ``done`` items of it are finished."""
 
     def __init__(self, device: LazyDevice) -> None:
         self.device = device
@@ -29,7 +29,7 @@ class Stream:
 
 
 class LazyEvent(Event):
-    """A mark; each wait for it needs a permit of the device's, where permits are counted."""
+    """Event in a stream; each wait for it needs a permit if the device counts permits."""
 
     def __init__(self, device: LazyDevice, *, sleeps: bool) -> None:
         self.device, self.sleeps = device, sleeps
@@ -66,7 +66,7 @@ class LazyEvent(Event):
 
 
 class LazyDevice(CpuDevice):
-    """Of one test; work of any stream is done by the thread that waits for it."""
+    """Device of one test; the thread that waits for a stream executes its work."""
 
     kind = "lazy"
 
@@ -75,15 +75,15 @@ class LazyDevice(CpuDevice):
         self._current = threading.local()
         self._lock = threading.RLock()
         self.copied: list[int] = []
-        """Bytes of every copy, as they were issued."""
+        """Bytes of every copy, in the order of issue."""
         self.under_way_bytes = self.most_under_way_bytes = 0
         self.permits: threading.Semaphore | None = None
         self.is_waited_for = threading.Event()
-        """A thread waits for a permit, or has."""
+        """Event that is set once a thread has begun to wait for a permit."""
         self.waits, self.fails_at = 0, 0
 
     def run(self, stream: Stream, end: int) -> None:
-        """Do the work of ``stream`` up to ``end``, and what it waits for."""
+        """Execute the work of ``stream`` up to ``end``, and the work that it waits for."""
         with self._lock:
             while stream.done < end:
                 stream.work[stream.done]()

@@ -1,4 +1,4 @@
-"""A transport between threads of one process, whose traffic a test can look at, damage, stop or cut."""
+"""Transport between threads of one process, whose traffic a test can inspect, damage, stop or cut."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CLOSED = "connection closed by peer"
 
 
 class Wire:
-    """What all ranks send each other."""
+    """Queues of the data that all ranks send each other."""
 
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int, int], queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
         self._lock = threading.Lock()
         self.damage: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda source, peer, data: data
-        """Applied to everything sent, by (source, peer)."""
+        """Function of source, peer and data that returns the data that arrive."""
         self.stopped: dict[int, threading.Event] = {}
-        """A rank with an event here sends nothing until it is set."""
+        """Event of each stopped rank, which sends nothing until the event is set."""
         self.cut: set[int] = set()
         """Ranks whose connections are broken."""
 
@@ -59,7 +59,7 @@ class Loopback(Transport):
 
 
 class SharedAgreement(Agreement):
-    """Agreement of ranks that are stepped one after the other in one thread, an iteration late like the real one."""
+    """Agreement of ranks that are stepped in turn in one thread; like the real one, it is an iteration late."""
 
     def __init__(self, ranks: int, board: dict[int, dict[int, Mapping[int, RunStatus]]], rank: int) -> None:
         self._ranks, self._board, self._rank = ranks, board, rank
@@ -72,8 +72,8 @@ class SharedAgreement(Agreement):
     def agreed(self) -> Agreed | None:
         if self._iteration is None:
             return None
-        said = self._board[self._iteration].values()
-        assert len(said) == self._ranks
-        starts = set[int]().union(*said)
-        lowest = {start: min(one.get(start, RunStatus.NEVER) for one in said) for start in starts}
+        reports = self._board[self._iteration].values()
+        assert len(reports) == self._ranks
+        starts = set[int]().union(*reports)
+        lowest = {start: min(report.get(start, RunStatus.NEVER) for report in reports) for start in starts}
         return Agreed(self._iteration, {start: value for start, value in lowest.items() if value})

@@ -1,4 +1,4 @@
-"""Pages belong to one snapshot at a time, all that is free can be used or given back, nothing is allocated twice."""
+"""A page belongs to one snapshot at a time, free pages can be used or returned, and nothing is allocated twice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_parts_that_are_given_back_are_no_more_and_the_rest_is_as_it_was() -> No
 
 
 def test_memory_is_allocated_by_calls_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that page-locks all of it in one call would be taken to hang."""
+    """Bound each call, because a rank that page-locks all its memory in one call would count as hanging."""
     monkeypatch.setattr(arenas, "MOST_AT_ONCE", 3 * PAGE)
     device, asked = CpuDevice(), list[int]()
 
@@ -103,7 +103,7 @@ def test_memory_that_cannot_be_had_as_a_whole_is_not_taken_in_part(monkeypatch: 
     ("seed", "windows"), [(0, 200), *(pytest.param(seed, 1000, marks=pytest.mark.full) for seed in range(1, 4))]
 )
 def test_nothing_is_torn_or_lost_over_windows_that_are_reordered(seed: int, windows: int) -> None:
-    """Beside an allocator that knows of every page who has it."""
+    """Compare the arena with a record of the owner of every page."""
     print(f"seed {seed}")
     random = Random(seed)
     arena = Arena(CpuDevice())
@@ -118,7 +118,7 @@ def test_nothing_is_torn_or_lost_over_windows_that_are_reordered(seed: int, wind
         for pages in order:
             mark = mark % 251 + 1
             nbytes = pages * PAGE - random.randrange(PAGE)
-            free = total - sum(len(its) for _, _, its in held)
+            free = total - sum(len(own_pages) for _, _, own_pages in held)
             buffer = arena.acquire(nbytes)
             assert (buffer is not None) == (pages <= free), "whatever is free can be used"
             assert arena.available == (free - pages if buffer else free) * PAGE
@@ -127,18 +127,18 @@ def test_nothing_is_torn_or_lost_over_windows_that_are_reordered(seed: int, wind
                     arena.release(old)
                 held = held[len(held) // 2 + 1 :]
                 continue
-            its = _pages(buffer)
-            assert len(its) == pages
-            assert its <= addresses, "nothing else is allocated"
-            assert not any(its & others for _, _, others in held), "a page belongs to one"
+            own_pages = _pages(buffer)
+            assert len(own_pages) == pages
+            assert own_pages <= addresses, "nothing else is allocated"
+            assert not any(own_pages & others for _, _, others in held), "a page belongs to one"
             for piece in buffer.pieces(0, pages * PAGE):
                 piece.fill_(mark)
-            held.append((mark, buffer, its))
-            if random.random() < 0.3:  # what a newer full state has superseded
-                _, some, its = held[random.randrange(len(held))]
+            held.append((mark, buffer, own_pages))
+            if random.random() < 0.3:  # a newer full state has superseded a part
+                _, some, own_pages = held[random.randrange(len(held))]
                 start = random.randrange(PAGE * 8)
                 arena.release_parts(some, [(start, start + random.randrange(3 * PAGE))])
-                its &= _pages(some)
+                own_pages &= _pages(some)
         for value, buffer, _ in random.sample(held, min(3, len(held))):
             assert all(bool((np.asarray(extent.memory) == value).all()) for extent in buffer.extents)
     for _, buffer, _ in held:
@@ -217,7 +217,7 @@ def test_slabs_go_a_few_at_a_time_and_only_those_that_hold_nothing(monkeypatch: 
 
 
 def test_new_buffers_stay_out_of_slabs_that_are_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else windows that follow each other would keep a slab for ever, each with a page of it."""
+    """Check that consecutive windows cannot keep a slab for ever, each by a page in it."""
     monkeypatch.setattr(arenas, "SMALLEST_SLAB", 8 * PAGE)
     arena = Arena(CpuDevice())
     arena.grow(32 * PAGE)
@@ -225,7 +225,7 @@ def test_new_buffers_stay_out_of_slabs_that_are_to_go(monkeypatch: pytest.Monkey
     for half in halves[::2]:
         arena.release(half)
     turns = halves[1::2]  # a half of every slab
-    for _ in range(len(turns)):  # as snapshots follow each other: the new one comes before the oldest goes
+    for _ in range(len(turns)):  # like snapshots: a new one is allocated before the oldest is freed
         assert arena.shrink(24 * PAGE)
         assert arena.nbytes == 32 * PAGE
         new = arena.acquire(4 * PAGE)
@@ -304,9 +304,9 @@ _SOURCE = Path(arenas.__file__).read_text().splitlines()
 
 
 def _interrupted_at(line: int, call: Callable[[], object]) -> bool:
-    """Whether an exception came before the arena ran ``line``, counted from the beginning of ``call``.
+    """Run ``call`` with an exception before the arena's ``line``-th executed line; return True if it was raised.
 
-    Not where it leaves a lock, which no exception from outside comes between.
+    Lines with a lock's ``with`` do not count, because no exception from outside can interrupt the release of a lock.
     """
     lines = itertools.count()
 

@@ -1,4 +1,4 @@
-"""The thread that copies, through an exception from outside at its end."""
+"""Thread that copies, when an exception from outside interrupts its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.snapshot.copies import Capture, CopyEngine, copy_engine
 
 
 class Interrupted(BaseException):
-    """As a restart raises it."""
+    """Exception like the one that a restart raises."""
 
 
 def copied(engine: CopyEngine) -> Capture:
@@ -25,7 +25,7 @@ def copied(engine: CopyEngine) -> Capture:
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_an_interrupted_close_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch, ends_first: bool) -> None:
-    """Seed 2180 of the simulation: a rank died while the others ended the job, and one waited for ever after it."""
+    """Reproduce seed 2180 of the simulation: a rank died while the job ended, and another rank waited for ever."""
     engine = copy_engine(CpuDevice())
     copied(engine)
     thread = engine._thread

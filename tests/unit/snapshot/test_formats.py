@@ -1,4 +1,4 @@
-"""What travels and what is stored can be read back, and anything else is refused by name."""
+"""Sent and stored data are read back as they were; any other bytes are refused with a named error."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_written_to_disk_may_be_a_part() -> None:
     assert packed.payload_bytes == sum(piece.numel() for piece in pieces) < 256
     part = Snapshot(packed, Buffer(torch.cat(pieces)))
     part.check("in a test")
-    assert {one.operator: part.bytes_of(one).tolist() for one in part.header.entries} == {
+    assert {entry.operator: part.bytes_of(entry).tolist() for entry in part.header.entries} == {
         name: data.tolist() for name, data in tensors.items() if name != "b"
     }
     whole = snapshot_of(torch.ones(3))

@@ -1,4 +1,4 @@
-"""Copies that a background thread issues in chunks, on a device that does them as late as it may."""
+"""Copies that a background thread issues in chunks, on a device that executes them as late as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 class Interrupted(BaseException):
-    """As a restart raises it."""
+    """Exception like the one that a restart raises."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +46,19 @@ def device_of(engine: CopyEngine) -> LazyDevice:
 
 
 def pairs(*sizes: int) -> list[Pair]:
-    """Live tensors of these sizes, each of which goes to two pieces."""
+    """Return live tensors of ``sizes`` bytes, each with two pieces as targets."""
     generator = torch.Generator().manual_seed(sum(sizes))
-    made: list[Pair] = []
+    live_pairs: list[Pair] = []
     for size in sizes:
         target = torch.zeros(size, dtype=torch.uint8)
         source = torch.randint(1, 256, (size,), dtype=torch.uint8, generator=generator)
-        made.append((source, [target[: size // 3], target[size // 3 :]]))
-    return made
+        live_pairs.append((source, [target[: size // 3], target[size // 3 :]]))
+    return live_pairs
 
 
-def arrived(made: list[Pair], expected: list[torch.Tensor]) -> bool:
+def arrived(live_pairs: list[Pair], expected: list[torch.Tensor]) -> bool:
     return all(
-        torch.equal(torch.cat(list(targets)), wanted) for (_, targets), wanted in zip(made, expected, strict=True)
+        torch.equal(torch.cat(list(targets)), wanted) for (_, targets), wanted in zip(live_pairs, expected, strict=True)
     )
 
 
@@ -67,52 +67,52 @@ def start(engine: CopyEngine, beside: list[Pair], done: Callable[[Capture], None
 
 
 def test_no_more_than_two_chunks_are_under_way(engine: CopyEngine) -> None:
-    device, made = device_of(engine), pairs(10, 1000, 1, 0, 64, 333)
-    capture = start(engine, made)
+    device, live_pairs = device_of(engine), pairs(10, 1000, 1, 0, 64, 333)
+    capture = start(engine, live_pairs)
     capture.finished.wait()
     assert capture.error is None
-    assert arrived(made, [source for source, _ in made])
+    assert arrived(live_pairs, [source for source, _ in live_pairs])
     assert device.most_under_way_bytes == 2 * CHUNK
     assert sum(device.copied) == capture.nbytes == 1408
     assert max(device.copied) == CHUNK
 
 
 def test_training_that_waits_has_the_rest_issued_at_once(engine: CopyEngine) -> None:
-    """Gradients: the stream that overwrites them waits for the copies, and the host does not."""
-    device, made = device_of(engine), pairs(1000, 200)
-    expected = [source.clone() for source, _ in made]
-    device.permits = threading.Semaphore(0)  # the device does nothing, as far as the background thread can see
-    capture = start(engine, made)
+    """Copy gradients: the stream that overwrites them waits for the copies, but the host does not."""
+    device, live_pairs = device_of(engine), pairs(1000, 200)
+    expected = [source.clone() for source, _ in live_pairs]
+    device.permits = threading.Semaphore(0)  # no copy ends, as far as the background thread can see
+    capture = start(engine, live_pairs)
     assert device.is_waited_for.wait(30)
     let = threading.Thread(target=capture.let_change, daemon=True)
     let.start()
     while not capture.is_urgent:
         let.join(0.001)
-    device.permits.release()  # one chunk is done: the thread looks up
+    device.permits.release()  # a chunk is done, and the thread notices that the rest is urgent
     let.join(30)
     assert not let.is_alive(), "the host goes on"
     assert not capture.copied.is_open, "while copies are under way"
-    for source, _ in made:
+    for source, _ in live_pairs:
         device.issue(source.zero_)
     device.training.synchronize()
-    assert not any(source.any() for source, _ in made)
-    assert arrived(made, expected)
+    assert not any(source.any() for source, _ in live_pairs)
+    assert arrived(live_pairs, expected)
     device.permits.release(100)
     capture.finished.wait()
     assert capture.error is None
 
 
 def test_copies_begin_at_their_mark(engine: CopyEngine) -> None:
-    """What training issues after the mark, an update, runs beside the copies."""
-    device, made = device_of(engine), pairs(100)
-    (source, _), updated = made[0], list[bool]()
+    """Check that an update which training issues after the mark runs beside the copies."""
+    device, live_pairs = device_of(engine), pairs(100)
+    (source, _), updated = live_pairs[0], list[bool]()
     expected = source + 1
     device.issue(lambda: source.add_(1))
     mark = device.event()
     mark.record()
     device.issue(lambda: updated.append(True))
-    engine.start((), made, {}, lambda done: None, lambda: None, ready=mark).finished.wait()
-    assert arrived(made, [expected])
+    engine.start((), live_pairs, {}, lambda done: None, lambda: None, ready=mark).finished.wait()
+    assert arrived(live_pairs, [expected])
     assert not updated
     start(engine, pairs(100)).finished.wait()
     assert updated, "without a mark they begin after everything that was issued"
@@ -120,9 +120,9 @@ def test_copies_begin_at_their_mark(engine: CopyEngine) -> None:
 
 @pytest.mark.parametrize("number", range(1, 6))
 def test_a_copy_that_fails_leaves_nothing_that_writes_and_nothing_that_counts(engine: CopyEngine, number: int) -> None:
-    device, made, outcome = device_of(engine), pairs(200, 70), list[Any]()
+    device, live_pairs, outcome = device_of(engine), pairs(200, 70), list[Any]()
     device.fails_at = number  # two waits between chunks of 270 bytes, and one at their end
-    capture = engine.start((), made, {}, outcome.append, lambda: outcome.append(device.under_way_bytes))
+    capture = engine.start((), live_pairs, {}, outcome.append, lambda: outcome.append(device.under_way_bytes))
     capture.finished.wait()
     engine.settle()
     if number > 4:
@@ -132,7 +132,7 @@ def test_a_copy_that_fails_leaves_nothing_that_writes_and_nothing_that_counts(en
     with pytest.raises(RuntimeError, match="CUDA error"):
         capture.wait_copied()
     with pytest.raises(RuntimeError, match="CUDA error"):
-        start(engine, made)
+        start(engine, live_pairs)
     engine.forget_error()
     again = pairs(200)
     start(engine, again).finished.wait()
@@ -140,7 +140,7 @@ def test_a_copy_that_fails_leaves_nothing_that_writes_and_nothing_that_counts(en
 
 
 def interrupted_at(line: int, function: Callable[[], object]) -> bool:
-    """Raise at the how many-th line that this thread runs in the module; returns whether it came to that line."""
+    """Raise at the ``line``-th line that ``function`` executes in the module; return True if it got there."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -194,7 +194,7 @@ def test_an_interruption_at_any_line_leaves_no_snapshot_that_counts_and_is_not_w
 
 
 def test_copies_come_before_digests_of_earlier_ones(engine: CopyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Live state may change again the sooner."""
+    """Check that copies of live state, which training waits for, come first."""
     device, digest_of, log = device_of(engine), copies.digest_of, list[str]()
     copy, digests, both_wait = device.copy, threading.Event(), threading.Event()
 
@@ -220,7 +220,7 @@ def test_copies_come_before_digests_of_earlier_ones(engine: CopyEngine, monkeypa
 
 
 def test_background_threads_sleep_until_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device refuses threads that spin; a log's digests are made by such a thread."""
+    """Compute digests of a log in a background thread, on a device that refuses threads that spin."""
     log = BoundaryLog(LazyDevice(), lambda: 1e9, lambda text: None)
     log.begin(1)
     log.note(Direction.FORWARD, torch.arange(5.0))

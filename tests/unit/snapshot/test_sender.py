@@ -1,4 +1,4 @@
-"""The sender in a pause, and at the end of a job."""
+"""Tests of the sender during a pause, and at the end of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.replication.wire import TO_PEER, Kind, Message
 
 
 class AlwaysFull(Transport):
-    """A peer whose buffers are never free again, because no newer window will be agreed on."""
+    """Peer whose memory is never free again, because the job agrees on no newer window."""
 
     def __init__(self) -> None:
         self.offered = 0
@@ -31,9 +31,9 @@ class AlwaysFull(Transport):
 
 def test_a_peer_that_has_no_room_is_not_asked_for_ever() -> None:
     lost: list[Any] = []
-    told: list[str] = []
+    reports: list[str] = []
     transport = AlwaysFull()
-    sender = Sender(0, 1, transport, lambda *_: None, lost.append, told.append)
+    sender = Sender(0, 1, transport, lambda *_: None, lost.append, reports.append)
     snapshot: Any = SimpleNamespace(
         iteration=7, packed=lambda: (SimpleNamespace(encode=lambda: b"header", payload_bytes=4), [torch.zeros(4)])
     )
@@ -44,11 +44,11 @@ def test_a_peer_that_has_no_room_is_not_asked_for_ever() -> None:
     assert not lost, "while the job runs the peer may get room"
     assert sender.close(10.0)
     assert lost == [snapshot, snapshot]
-    assert re.search(r"\bpeer 1\b.*\bsnapshot 7\b.*\brank 0\b.*\bfull\b.*\b1\b", told[0])
+    assert re.search(r"\bpeer 1\b.*\bsnapshot 7\b.*\brank 0\b.*\bfull\b.*\b1\b", reports[0])
 
 
 class Taking(Transport):
-    """A peer that takes everything."""
+    """Peer that accepts the snapshot that it is offered."""
 
     def __init__(self) -> None:
         self.payload_bytes = 0

@@ -1,4 +1,4 @@
-"""Digests of whole operators: one bit, one place, one dtype apart is another digest, on every kind of device."""
+"""Digests of whole operators differ if a bit, a place or a dtype differs, on every kind of device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def host(tensors: list[torch.Tensor]) -> str:
 
 
 def device(tensors: list[torch.Tensor]) -> str:
-    """What is made on a GPU, made here."""
+    """Return the digest that a GPU computes, computed on the CPU."""
     return _hexadecimal(_sums(tensors))
 
 
@@ -51,7 +51,7 @@ def test_where_triton_does_not_work_torch_sums() -> None:
 
 
 def test_a_compiler_that_fails_leaves_sums_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own errors are no RuntimeErrors."""
+    """Raise an error of Triton's own, which is no RuntimeError."""
 
     class Failing(ModuleType):
         def __getattr__(self, name: str) -> None:

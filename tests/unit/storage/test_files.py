@@ -1,4 +1,4 @@
-"""A snapshot file comes back as it was written, or is refused by name."""
+"""A snapshot file is read back as it was written, or refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_damaged_byte_is_found(written: Path, seed: int) -> None:
 
 
 def _padding(path: Path) -> set[int]:
-    """Bytes that belong to nothing."""
+    """Return the positions of the bytes that no header and no tensor covers."""
     header = read_header(path)
     start = path.stat().st_size - header.payload_bytes
     used = {start + entry.offset + at for entry in header.entries for at in range(entry.nbytes)}

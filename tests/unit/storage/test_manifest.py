@@ -1,4 +1,4 @@
-"""What a window on disk says of the job that wrote it, compared with a job that is to load it."""
+"""Settings of the job that wrote a window on disk, compared with those of a job that is to load it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MANIFEST = Manifest("beef", first=5, last=8, reaches=8, progress={}, settings=SE
     ],
 )
 def test_what_is_replayed_has_to_be_the_same(change: dict[str, Any], named: list[str]) -> None:
-    found = MANIFEST.other_settings(SETTINGS | change)
-    assert [words.split()[0] for words in found] == named
+    differences = MANIFEST.other_settings(SETTINGS | change)
+    assert [words.split()[0] for words in differences] == named
 
 
 def test_other_data_are_named() -> None:
     assert MANIFEST.other_data(SETTINGS) == []
-    (found,) = MANIFEST.other_data({DATA_SETTINGS: {"split": "8,1,1", "train_iters": 12, "seed": 1}})
-    assert found.startswith("--split 8,1,1")
+    (difference,) = MANIFEST.other_data({DATA_SETTINGS: {"split": "8,1,1", "train_iters": 12, "seed": 1}})
+    assert difference.startswith("--split 8,1,1")

@@ -29,7 +29,7 @@ NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class Lender:
-    """Snapshots that somebody lends, and which of them were given back."""
+    """Source of leased snapshots that records which of them were not returned yet."""
 
     def __init__(self) -> None:
         self.out: list[int] = []
@@ -79,9 +79,9 @@ def settled(writer: WindowWriter) -> Writing:
 
 def windows(folder: Path) -> list[str]:
     deadline = time.monotonic() + 5
-    while (found := [m.name for m in manifests(folder)]) == [] and time.monotonic() < deadline:
+    while (names := [m.name for m in manifests(folder)]) == [] and time.monotonic() < deadline:
         time.sleep(0.001)
-    return found
+    return names
 
 
 def close(writer: WindowWriter) -> None:
@@ -99,10 +99,10 @@ def test_a_window_gets_its_manifest_when_all_ranks_have_it(
     assert not manifests(tmp_path), "another rank is still writing"
     writer.learn(Writing.DURABLE)
     assert windows(tmp_path) == ["window_0000005_abcd"]
-    found = manifests(tmp_path)[0]
-    assert (found.first, found.last, found.reaches, found.progress) == (4, 5, 5, {"iteration": 5})
-    assert found.settings == {"seed": 1}
-    assert (tmp_path / found.name / file_name(0, 4)).exists()
+    manifest = manifests(tmp_path)[0]
+    assert (manifest.first, manifest.last, manifest.reaches, manifest.progress) == (4, 5, 5, {"iteration": 5})
+    assert manifest.settings == {"seed": 1}
+    assert (tmp_path / manifest.name / file_name(0, 4)).exists()
     assert writer.writing is Writing.NOTHING
     close(writer)
     assert writer.newest == 5
@@ -121,7 +121,7 @@ def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> No
 
 
 class PartLender:
-    """Snapshots of four operators, of which every fifth one after the first goes to disk in every snapshot."""
+    """Source of snapshots of four operators: the first and one of the others in turn go to disk."""
 
     def __call__(self, first: int, last: int) -> Sequence[SnapshotLease]:
         return [SnapshotLease(self.snapshot(iteration), lambda: None) for iteration in range(first, last + 1)]
@@ -156,12 +156,12 @@ def test_what_a_window_leaves_out_it_has_of_the_windows_before(
         return tmp_path / f"window_{first:07d}_abcd"
 
     def versions(folder: Path) -> dict[str, int]:
-        found = dict[str, int]()
+        iterations = dict[str, int]()
         for path in sorted(folder.glob("rank_*")):
             snapshot = read_snapshot(path)
             snapshot.check("on disk")
-            found |= {entry.operator: snapshot.iteration for entry in snapshot.header.entries}
-        return found
+            iterations |= {entry.operator: snapshot.iteration for entry in snapshot.header.entries}
+        return iterations
 
     assert versions(write(9)) == {"a": 9, "b": 9, "c": 9, "d": 9}, "the first window has everything"
     assert versions(write(10)) == {"a": 10, "b": 9, "c": 10, "d": 9}
@@ -199,7 +199,7 @@ def test_two_windows_stay_and_those_of_other_runs_go(tmp_path: Path, lender: Len
 
 
 def test_what_is_not_provably_ours_is_never_deleted(tmp_path: Path, lender: Lender, reports: list[str]) -> None:
-    """By exact name and manifest, or marker; and of a window of ours nothing that somebody else put there."""
+    """Delete only windows with the exact name and a manifest or marker, and no foreign files in own windows."""
     (tmp_path / "window_frames").mkdir()
     (tmp_path / "window_frames" / "photo.png").write_bytes(b"mine")
     (tmp_path / "window_0000099_ffff").mkdir()
@@ -228,12 +228,12 @@ def test_what_is_not_provably_ours_is_never_deleted(tmp_path: Path, lender: Lend
 def test_a_writer_whose_folder_another_job_has_taken_over_stops(
     tmp_path: Path, lender: Lender, reports: list[str]
 ) -> None:
-    """It writes no window and no manifest and deletes nothing, and says why."""
-    who: list[str] = []
-    writer = writer_to(tmp_path, lender, reports, taken_over=lambda: next(iter(who), None))
+    """Check that it writes no window or manifest, deletes nothing, and reports the reason."""
+    holders: list[str] = []
+    writer = writer_to(tmp_path, lender, reports, taken_over=lambda: next(iter(holders), None))
     writer.begin(4, 5)
     settled(writer)
-    who.append("job beef (pid 1 on n1)")
+    holders.append("job beef (pid 1 on n1)")
     writer.learn(Writing.DURABLE)
     writer.begin(6, 7)
     assert settled(writer) is Writing.FAILED
@@ -282,7 +282,7 @@ def test_windows_of_an_earlier_start_of_the_job_are_replaced(
 
 
 class Stall:
-    """A disk that holds a write up until it is let go."""
+    """Disk that holds up every write until ``go_on`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
@@ -402,7 +402,7 @@ def test_a_disk_that_stays_full_is_not_reported_with_every_window(
 
 
 def test_a_late_answer_is_not_taken_for_the_next_window(writer: WindowWriter, tmp_path: Path) -> None:
-    """Another rank failed: nothing is concluded before this one is done, too, and its files go."""
+    """Let another rank fail: the window ends only once this rank is done, too, and its files are deleted."""
     writer.begin(4, 5)
     writer.learn(Writing.BUSY)
     writer.begin(6, 7)

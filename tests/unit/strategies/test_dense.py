@@ -1,4 +1,4 @@
-"""The smallest strategy: everything at once, every k iterations."""
+"""The simplest strategy saves the whole state at once, every k iterations."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_bounds_are_reached_and_the_mean_is_the_expected_one(interval: int, lag:
 
 def test_another_stage_saves_in_the_same_iterations() -> None:
     first = DenseToPeers(TABLE, 4).first(0, most=1)
-    theirs = first.starting_at(8)
-    other = DenseToPeers(equal_experts(6), 9).first(0, most=1).with_windows_of(theirs)
+    shifted = first.starting_at(8)
+    other = DenseToPeers(equal_experts(6), 9).first(0, most=1).with_windows_of(shifted)
     assert isinstance(other, DenseSchedule)
     assert (other.start, other.interval, len(other.table)) == (8, 4, 6)
-    assert other.id != theirs.id
+    assert other.id != shifted.id
 
 
 def test_it_has_nothing_to_learn_and_never_changes() -> None:

@@ -1,4 +1,4 @@
-"""How often CheckFreq and GEMINI save everything, from what is measured."""
+"""Intervals at which CheckFreq and GEMINI save the whole state, chosen from measurements."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_gemini_chooses_when_it_knows_how_long_sending_has_to_wait() -> None:
     assert [strategy.propose(now, (size, window)).is_change for size, window in ((1, 1), (2, 2))] == [False, False]
     new = Gemini(TABLE, None)
     measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2)
-    everyones = [one.wanted_sizes(now, measured) for one in (strategy, new)]
-    assert everyones == [(5, 3), (5, 1)], "the largest of each counts on all"
+    sizes = [gemini.wanted_sizes(now, measured) for gemini in (strategy, new)]
+    assert sizes == [(5, 3), (5, 1)], "the largest of each counts on all"
     heir = Gemini(TABLE, None)
     heir.adopt(strategy.learned())
-    for one in (strategy, heir, new):
-        assert not one.settled
-        assert one.propose(now, (7, 3)).schedules[0].size == 7
-        assert one.settled
+    for gemini in (strategy, heir, new):
+        assert not gemini.settled
+        assert gemini.propose(now, (7, 3)).schedules[0].size == 7
+        assert gemini.settled
 
 
 def test_gemini_keeps_to_a_cap_that_is_given() -> None:
@@ -124,5 +124,5 @@ def test_an_interval_that_was_given_stays(kind: type[CheckFreq | Gemini | DenseT
 def test_only_sizes_that_are_iterations_are_bounded_as_windows_are(
     strategy: type[Strategy], counts_experts: bool
 ) -> None:
-    """A layer may have more experts than a window may have iterations."""
+    """Bound no size that counts experts, because a layer may have more experts than a window may have iterations."""
     assert strategy.sizes_are_iterations is not counts_experts

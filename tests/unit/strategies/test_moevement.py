@@ -1,4 +1,4 @@
-"""What MoEvement decides by what it is told, and what it hands to a rank that joins."""
+"""Decisions that MoEvement takes from measurements, and the state that it passes to a rank that joins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_one_window_comes_before_the_start() -> None:
 
 
 def test_a_window_is_measured_unless_it_was_given() -> None:
-    given, measured = MoEvement(TABLE, size=3), MoEvement(TABLE)
-    assert (given.settled, measured.settled) == (True, False)
+    fixed, measured = MoEvement(TABLE, size=3), MoEvement(TABLE)
+    assert (fixed.settled, measured.settled) == (True, False)
     first = measured.first(0, most=len(TABLE))
     whole = TABLE.full.sum()
     for cost, allowed in (
@@ -92,8 +92,8 @@ def test_a_rank_that_joins_decides_as_its_stage() -> None:
         proposal = strategy.propose(now, None)
         strategy.accept(proposal)
     joined.adopt(strategy.learned())
-    for one in (strategy, joined):
-        one.observe(np.where(TABLE.is_expert, np.arange(len(TABLE)) ** 2.0, 0.0))
-    old, new = (one.propose(now, (2, 2)) for one in (strategy, joined))
+    for instance in (strategy, joined):
+        instance.observe(np.where(TABLE.is_expert, np.arange(len(TABLE)) ** 2.0, 0.0))
+    old, new = (instance.propose(now, (2, 2)) for instance in (strategy, joined))
     assert old.reorders == new.reorders
     assert [schedule.id for schedule in old.schedules] == [schedule.id for schedule in new.schedules]

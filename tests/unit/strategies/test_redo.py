@@ -1,4 +1,4 @@
-"""Which windows redo wants, by what copies, links and the cap on overhead carry."""
+"""Windows that redo chooses from the rates of copies and links, and from the cap on overhead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decided(strategy: Redo, now: SparseSchedule, measured: Measured) -> SparseSc
 
 
 def test_what_is_too_expensive_becomes_less_again_and_again() -> None:
-    """It costs a hundredth of training time for each fifth of the state that an iteration saves."""
+    """Let each fifth of the state that an iteration saves cost a hundredth of the training time."""
     strategy = Redo(TABLE, MoEvement(TABLE))
     assert strategy.is_tuned
     now = strategy.first(0, most=len(TABLE))

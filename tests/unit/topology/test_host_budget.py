@@ -1,4 +1,4 @@
-"""What a node has, what a rank may use of it, and what is said where that is too little."""
+"""Memory of a node, the share that a rank may use of it, and the error if that is too little."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GB = 10**9
 def group(root: Path, cgroup: str, **limits: str) -> Path:
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(cgroup)
-    for where, limit in limits.items():
-        folder, _, name = where.rpartition("/")
+    for key, limit in limits.items():
+        folder, _, name = key.rpartition("/")
         (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
         (root / "sys/fs/cgroup" / folder / name).write_text(limit)
     return root
@@ -49,13 +49,13 @@ def test_without_limits_it_is_all_that_the_node_has(tmp_path: Path) -> None:
         memory.return_value.total = 64 * GB
         assert node_memory(tmp_path) == NodeMemory(64 * GB, is_limited=False)
         with patch("moevement_core.topology.host_budget.node_memory", lambda: node_memory(tmp_path)):
-            mine = allowed(budget(), ["a", "a", "b", "a", "a"], 3)
-    assert mine.nbytes == 8 * GB
-    assert re.search(r"\b50%.*\b64\.0 GB\b.*\bnode\b.*\b4 ranks\b", mine.why)
+            share = allowed(budget(), ["a", "a", "b", "a", "a"], 3)
+    assert share.nbytes == 8 * GB
+    assert re.search(r"\b50%.*\b64\.0 GB\b.*\bnode\b.*\b4 ranks\b", share.why)
 
 
-def budget(given: float | None = None, keep_own: KeepOwn = KeepOwn.AUTO) -> BudgetConfig:
-    return BudgetConfig(given, keep_own, None, None, math.inf)
+def budget(limit_gb: float | None = None, keep_own: KeepOwn = KeepOwn.AUTO) -> BudgetConfig:
+    return BudgetConfig(limit_gb, keep_own, None, None, math.inf)
 
 
 def test_what_the_flag_says_counts_and_what_is_not_known_has_no_cap() -> None:

@@ -1,4 +1,4 @@
-"""What is derived from process groups."""
+"""Tests of the topology that is derived from process groups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moevement_core.topology.topology import tied_stages
 
 
 def test_stages_with_copies_of_one_embedding_are_tied() -> None:
-    """Four stages of two ranks; Megatron names the ranks of one pipeline each."""
+    """Use four stages of two ranks; Megatron names the ranks of one pipeline to each of its ranks."""
     stages = [0, 0, 1, 1, 2, 2, 3, 3]
     alone: tuple[int, ...] = ()
     assert tied_stages(stages, [alone] * 8) == frozenset()

@@ -1,4 +1,4 @@
-"""A disk that does not answer is not waited for."""
+"""Calls do not wait for a disk that does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job writes is its user's alone, whatever the umask, unless asked for otherwise."""
+"""Files of a job are private to its user, whatever the umask, unless a flag or a variable says otherwise."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def write(folder: Path) -> None:
 
 
 def modes(folder: Path) -> tuple[set[int], set[int]]:
-    """Of folders and of files."""
-    found = [(path, stat.S_IMODE(path.stat().st_mode)) for path in folder.rglob("*")]
-    assert len(found) > 8
-    return {mode for path, mode in found if path.is_dir()}, {mode for path, mode in found if path.is_file()}
+    """Return the modes of all folders and those of all files below ``folder``."""
+    entries = [(path, stat.S_IMODE(path.stat().st_mode)) for path in folder.rglob("*")]
+    assert len(entries) > 8
+    return {mode for path, mode in entries if path.is_dir()}, {mode for path, mode in entries if path.is_file()}
 
 
 def test_folders_and_files_are_private(tmp_path: Path) -> None:
     write(tmp_path)
-    # All but those above them: a folder that was asked for may be in one that is shared.
+    # Parents of the requested folders keep their modes, because they may be shared.
     assert modes(tmp_path) == ({0o700}, {0o600})
 
 
@@ -67,8 +67,8 @@ def test_the_environment_has_the_default(tmp_path: Path, monkeypatch: pytest.Mon
     make_folder(tmp_path / "b")
     assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == 0o700
     monkeypatch.setenv(ENV, "everyone")
-    found, known = r"--moevement-file-mode\b.*\bMOEVEMENT_FILE_MODE=everyone\b", r"\bprivate\b.*\bgroup\b.*\ball\b"
-    with pytest.raises(ConfigError, match=f"{found}.*{known}"):
+    refused, known = r"--moevement-file-mode\b.*\bMOEVEMENT_FILE_MODE=everyone\b", r"\bprivate\b.*\bgroup\b.*\ball\b"
+    with pytest.raises(ConfigError, match=f"{refused}.*{known}"):
         use_file_mode(None)
 
 

@@ -1,4 +1,4 @@
-"""An exception that a restart posts while a thread waits for a lock leaves that lock to whoever needs it next."""
+"""A lock stays usable after a restart posts an exception to a thread that waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.util.gate import Gate
 
 
 class Restart(BaseException):
-    """As the restart raises it in the training thread."""
+    """Exception like the one that a restart raises in the training thread."""
 
 
 def wait_a_while() -> None:
@@ -32,7 +32,7 @@ def interrupt_while_waiting(lock: Any, does: Callable[[], Any]) -> None:
     def run() -> None:
         try:
             does()
-            wait_a_while()  # the exception comes at the latest here
+            wait_a_while()  # the exception is raised here at the latest
         except Restart as error:
             raised.append(error)
 
@@ -49,7 +49,7 @@ def interrupt_while_waiting(lock: Any, does: Callable[[], Any]) -> None:
 
 
 def can_be_had(lock: Any) -> bool:
-    """Whether another thread gets a lock."""
+    """Return True if another thread can acquire ``lock``."""
     got = list[bool]()
     thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1)))
     thread.start()
@@ -67,7 +67,7 @@ def test_an_arena_and_a_transport_can_be_used_again() -> None:
 
 
 def test_a_condition_would_keep_its_lock() -> None:
-    """Otherwise nothing of this were needed: a Python that enters it in C fails here."""
+    """Show why gates are needed; on a Python that enters conditions in C, this test fails and they are not."""
     condition = threading.Condition(threading.Lock())
 
     def enter() -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command, also where what it interrupts takes it for something else, or drops it; and nothing but it."""
+"""Ctrl-C ends a command even if the interrupted code swallows or misreads it; other errors stay as they are."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ except KeyboardInterrupt:
 
 
 def run(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script around ``body``, with a module in whose import the signal comes."""
+    """Run the script around ``body``, with a module during whose import the signal arrives."""
     (folder / "unlucky.py").write_text(IN_AN_IMPORT)
     return subprocess.run(
         [sys.executable, "-c", SCRIPT.format(body=body.replace("\n", "\n        "))],
@@ -96,10 +96,10 @@ def test_who_catches_it_ends_as_it_wants_to_and_the_end_is_not_interrupted(
 
 
 def test_a_caller_has_its_handlers_back() -> None:
-    before, unraisable = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGALRM)], sys.unraisablehook
+    before, unraisable = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)], sys.unraisablehook
     with pytest.raises(KeyboardInterrupt), interruptible(process_ends=False):
         os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGALRM)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)] == before
     assert sys.unraisablehook is unraisable
 
 
@@ -121,5 +121,5 @@ def test_a_launcher_ends_after_an_import_and_not_in_it(tmp_path: Path, monkeypat
         assert signalled.whole
         with pytest.raises(Stopped) as stopped:
             signals.check()
-        os.kill(os.getpid(), signal.SIGINT)  # what cleans up is not interrupted again
+        os.kill(os.getpid(), signal.SIGINT)  # the cleanup is not interrupted again
     assert stopped.value.number == signal.SIGINT

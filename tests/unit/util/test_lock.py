@@ -1,4 +1,4 @@
-"""One job at a time writes to a folder, whoever dies, freezes or races."""
+"""A single job at a time writes to a folder, even if holders of its lock die, freeze or race."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def leave_behind(folder: Path, **changes: Any) -> bytes:
-    """The lock of a holder that will never write again."""
+    """Write and return the lock of a holder that will never write again."""
     folder.mkdir(exist_ok=True)
     data = replace(Holder.of_this_process("dead"), **changes).encode()
     (folder / LOCK).write_bytes(data)
@@ -48,12 +48,12 @@ def hold_for_ever(folder: str, ready: Any) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    """A process that holds the lock of ``tmp_path``."""
+    """Yield a process that holds the lock of ``tmp_path``."""
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=hold_for_ever, args=(str(tmp_path), theirs), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=hold_for_ever, args=(str(tmp_path), sender), daemon=True)
     process.start()
-    ours.recv()
+    receiver.recv()
     yield process
     process.kill()
     process.join()
@@ -100,11 +100,11 @@ def test_a_frozen_holder_loses_the_lock_and_knows_it_when_it_wakes(tmp_path: Pat
 
 def test_a_holder_of_another_host_is_watched_and_taken_over_when_it_is_silent(tmp_path: Path) -> None:
     leave_behind(tmp_path, machine="another", host="n7")
-    said: list[str] = []
+    reports: list[str] = []
     began = time.monotonic()
-    with take(tmp_path, report=said.append):
+    with take(tmp_path, report=reports.append):
         assert time.monotonic() - began > QUICK["stale_s"]
-    assert re.search(rf"--run-dir {re.escape(str(tmp_path))}\b.*\bjob dead\b.*\bn7\b", said[0])
+    assert re.search(rf"--run-dir {re.escape(str(tmp_path))}\b.*\bjob dead\b.*\bn7\b", reports[0])
 
 
 def test_a_process_of_the_same_job_takes_over_at_once_and_the_old_one_is_quiet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank is bound to the processors of its GPU's NUMA node, on a machine that is made up."""
+"""A rank is bound to the processors of its GPU's NUMA node, on an invented machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, SECOND, NOWHERE = "0000:1b:00.0", "0001:c3:00.0", "0000:ff:00.0"
 
 
 class Gpu(CpuDevice):
-    """A device at an address that a test gives."""
+    """Device at a PCI address that the test sets."""
 
     def __init__(self, address: str | None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Gpu(CpuDevice):
 
 @pytest.fixture
 def sys(tmp_path: Path) -> Path:
-    """Two sockets of eight processors with two threads each, a GPU at each, and one of which nothing is known."""
+    """Describe two sockets of eight cores with two threads each, a GPU at each, and a GPU without a known node."""
     for path, text in {
         "bus/pci/devices/0000:1b:00.0/numa_node": "0\n",
         "bus/pci/devices/0001:c3:00.0/numa_node": "1\n",
@@ -53,7 +53,7 @@ def sys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
-    """The processors that the calling thread may use, the newest last."""
+    """Return the history of the processors that the calling thread may use, the newest last."""
     history = [set(range(32))]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(history[-1]))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, processors: history.append(set(processors)))
@@ -62,11 +62,11 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 @pytest.fixture
 def levels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Levels of what is logged."""
-    found: list[int] = []
-    monkeypatch.setattr(log, "info", lambda text: found.append(logging.INFO))
-    monkeypatch.setattr(log, "warning", lambda text: found.append(logging.WARNING))
-    return found
+    """Return a list that receives the level of each logged message."""
+    logged: list[int] = []
+    monkeypatch.setattr(log, "info", lambda text: logged.append(logging.INFO))
+    monkeypatch.setattr(log, "warning", lambda text: logged.append(logging.WARNING))
+    return logged
 
 
 def test_a_rank_is_bound_to_the_node_of_its_gpu(sys: Path, affinity: list[set[int]], levels: list[int]) -> None:
@@ -102,15 +102,15 @@ def test_where_nothing_is_known_nothing_is_bound(
 
 
 def test_threads_that_are_made_later_are_bound_too(sys: Path, levels: list[int]) -> None:
-    """In a thread: others of this process stay where they are."""
+    """Bind in a thread, so that other threads of this process keep their processors."""
     allowed = os.sched_getaffinity(0)
     wanted = {min(allowed)}
     (sys / "devices/system/node/node0/cpulist").write_text(f"{min(wanted)}\n")
     (sys / "devices/system/cpu/online").write_text(",".join(map(str, sorted(allowed))))
-    found: list[set[int]] = []
+    observed: list[set[int]] = []
 
     def note() -> None:
-        found.append(os.sched_getaffinity(0))
+        observed.append(os.sched_getaffinity(0))
 
     def rank() -> None:
         bind_to_device(Gpu(FIRST), sys)
@@ -123,7 +123,7 @@ def test_threads_that_are_made_later_are_bound_too(sys: Path, levels: list[int])
         thread.join()
 
     run(rank)
-    assert found == [wanted, wanted]
+    assert observed == [wanted, wanted]
     assert os.sched_getaffinity(0) == allowed
 
 

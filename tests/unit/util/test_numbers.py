@@ -1,4 +1,4 @@
-"""What each kind of range holds, and what its refusal names."""
+"""Tests of the numbers that each kind of range holds, and of the words in its refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.range_edges import edges
 SHAPES = Range(0.1, 100.0)
 OR_INFINITE = Range(0.0, or_infinite=True)
 TABLE: list[tuple[Range, tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = [
-    # range, what it holds, what it does not hold, the bounds that a refusal names
+    # range, numbers in it, numbers outside it, bounds that a refusal names
     (POSITIVE, (5e-324, 0.5, 1, 1e300), (0, -0.0, -1, -5e-324), (0,)),
     (NOT_NEGATIVE, (0, -0.0, 0.5, 7, 1e300), (-5e-324, -1), (0,)),
     (AT_LEAST_ONE, (1, 2, 10**30), (0, -1, 0.5, 0.9999999999999999), (1,)),
@@ -26,31 +26,31 @@ TABLE: list[tuple[Range, tuple[float, ...], tuple[float, ...], tuple[float, ...]
 NEVER = (math.nan, -math.inf)
 
 
-@pytest.mark.parametrize(("its", "held", "others", "bounds"), TABLE, ids=lambda one: str(one))
+@pytest.mark.parametrize(("interval", "held", "others", "bounds"), TABLE, ids=lambda case: str(case))
 def test_a_range_holds_its_numbers_alone(
-    its: Range, held: tuple[float, ...], others: tuple[float, ...], bounds: tuple[float, ...]
+    interval: Range, held: tuple[float, ...], others: tuple[float, ...], bounds: tuple[float, ...]
 ) -> None:
     for value in held:
-        assert its.holds(value), value
-        its.check("--flag", value)
-    for value in (*others, *NEVER, *(() if its.or_infinite else (math.inf,))):
-        assert not its.holds(value), value
+        assert interval.holds(value), value
+        interval.check("--flag", value)
+    for value in (*others, *NEVER, *(() if interval.or_infinite else (math.inf,))):
+        assert not interval.holds(value), value
         with pytest.raises(ConfigError) as raised:
-            its.check("--flag", value)
+            interval.check("--flag", value)
         assert not unnamed(str(raised.value), ["--flag", value, *bounds]), raised.value
 
 
-@pytest.mark.parametrize("its", [one for one, _, _, _ in TABLE], ids=str)
-def test_what_was_left_out_is_in_every_range(its: Range) -> None:
-    its.check("--flag", None)
+@pytest.mark.parametrize("interval", [interval for interval, _, _, _ in TABLE], ids=str)
+def test_what_was_left_out_is_in_every_range(interval: Range) -> None:
+    interval.check("--flag", None)
 
 
-@pytest.mark.parametrize("its", [one for one, _, _, _ in TABLE], ids=str)
-def test_edges_are_on_both_sides_of_a_range(its: Range) -> None:
-    for is_whole in (False, True) if its.least.is_integer() and not its.is_open else (False,):
-        tried = edges(its, is_whole=is_whole)
-        assert all(map(its.holds, tried.inside)), tried
-        assert not any(map(its.holds, tried.outside)), tried
+@pytest.mark.parametrize("interval", [interval for interval, _, _, _ in TABLE], ids=str)
+def test_edges_are_on_both_sides_of_a_range(interval: Range) -> None:
+    for is_whole in (False, True) if interval.least.is_integer() and not interval.is_open else (False,):
+        tried = edges(interval, is_whole=is_whole)
+        assert all(map(interval.holds, tried.inside)), tried
+        assert not any(map(interval.holds, tried.outside)), tried
 
 
 @pytest.mark.parametrize(

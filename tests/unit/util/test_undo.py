@@ -1,4 +1,4 @@
-"""What is put aside comes back, newest first, and bears being undone twice."""
+"""Replaced attributes are restored, newest first, and a second undo does no harm."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_what_is_put_aside_for_a_block_is_back_after_it_or_when_its_way_out_neve
     assert owner.name == "before"
     block = undo.nested()
     block.__enter__().set(owner, "name", "inside")
-    undo.close()  # by whoever clears away after the exception
+    undo.close()  # by the cleanup after the exception
     assert owner.name == "before"
     owner.name = "after"
-    block.__exit__(None, None, None)  # when it is collected, at any time later
+    block.__exit__(None, None, None)  # when it is garbage-collected, at any later time
     assert owner.name == "after"

@@ -1,4 +1,4 @@
-"""Every environment variable that processes of a job read: which values it may have, and that others are named."""
+"""Environment variables that processes of a job read: their valid values, and refusals that name others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADDRESSES = ("x", "host", "host:", ":1", "host:0", "host:99999", "host:port", "h
 
 
 def refusal(**variables: str) -> str | None:
-    """Return the message of a refusal; None where the variables may be so."""
+    """Return the message of the refusal; None if the variables are valid."""
     try:
         check_variables(variables)
     except VariableError as error:
@@ -35,18 +35,18 @@ def test_every_variable_with_a_number_has_a_range() -> None:
 
 @pytest.mark.parametrize("name", RANGES)
 def test_a_variable_takes_its_range_and_no_more(name: str) -> None:
-    its = RANGES[name]
-    tried = edges(its, is_whole=True)
+    interval = RANGES[name]
+    tried = edges(interval, is_whole=True)
     for value in tried.inside:
         assert refusal(**{name: str(value)}) is None, value
     for value in tried.outside:
         text = refusal(**{name: str(value)})
         assert text is not None, value
-        assert not unnamed(text, [name, value, its.least]), text
-    for word in (one for one in NO_WHOLE_NUMBER if one):
+        assert not unnamed(text, [name, value, interval.least]), text
+    for word in (entry for entry in NO_WHOLE_NUMBER if entry):
         text = refusal(**{name: word})
         assert text is not None, word
-        assert not unnamed(text, [name, f"'{word}'", its.least]), text
+        assert not unnamed(text, [name, f"'{word}'", interval.least]), text
     assert refusal(**{name: ""}) is None, "an empty one is as if it were not set"
 
 

@@ -1,4 +1,4 @@
-"""GF(256) and the code over it, beside galois."""
+"""GF(256) and the erasure code over it agree with the library galois."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GF = galois.GF(2**8, irreducible_poly=0x11D)
 
 
 def test_products_and_inverses_are_those_of_the_field() -> None:
-    everything = np.arange(256)
+    all_values = np.arange(256)
     for left in range(256):
-        assert [product(left, right) for right in range(256)] == (GF(left) * GF(everything)).tolist()
-    assert [inverse(value) for value in range(1, 256)] == (GF(1) / GF(everything[1:])).tolist()
+        assert [product(left, right) for right in range(256)] == (GF(left) * GF(all_values)).tolist()
+    assert [inverse(value) for value in range(1, 256)] == (GF(1) / GF(all_values[1:])).tolist()
     with pytest.raises(ZeroDivisionError):
         inverse(0)
 
@@ -53,13 +53,13 @@ def test_any_members_follow_from_as_many_blocks(members: int, parities: int) -> 
         for lost in itertools.combinations(range(members), count):
             for numbers in itertools.combinations(range(parities), count):
                 known = [place for place in range(members) if place not in lost]
-                for place, (of_members, of_blocks) in recover(lost, known, numbers, (members, parities)).items():
-                    found = np.zeros(50, dtype=np.uint8)
-                    for member, coefficient in of_members.items():
-                        add_product(found, coefficient, data[member])
-                    for number, coefficient in of_blocks.items():
-                        add_product(found, coefficient, blocks[number])
-                    assert np.array_equal(found, data[place])
+                for place, (from_members, from_blocks) in recover(lost, known, numbers, (members, parities)).items():
+                    rebuilt = np.zeros(50, dtype=np.uint8)
+                    for member, coefficient in from_members.items():
+                        add_product(rebuilt, coefficient, data[member])
+                    for number, coefficient in from_blocks.items():
+                        add_product(rebuilt, coefficient, blocks[number])
+                    assert np.array_equal(rebuilt, data[place])
 
 
 def test_matrices_are_inverted_as_galois_inverts_them() -> None:

@@ -1,4 +1,4 @@
-"""No node has two parts of a group, every rank is in one, and holders have about as much as each other."""
+"""Every rank is in a group, no node has two parts of a group, and holders keep about equal amounts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moevement_core.replication.parity.groups import groups_still_fit, make_grou
 def test_any_nodes_that_may_be_lost_have_one_part_each(members: int, parities: int, ranks: list[int]) -> None:
     nodes = [node for node, count in enumerate(ranks) for _ in range(count)]
     if len(ranks) < members + parities:
-        asked, there, needed = rf"\bparity:{members}\+{parities}\b", rf"\b{len(ranks)} nodes\b", members + parities
-        with pytest.raises(ConfigError, match=rf"{asked}.*{there}.*\b{needed}\b"):
+        asked, available, needed = rf"\bparity:{members}\+{parities}\b", rf"\b{len(ranks)} nodes\b", members + parities
+        with pytest.raises(ConfigError, match=rf"{asked}.*{available}.*\b{needed}\b"):
             make_groups(nodes, members, parities)
         narrow, fewer = narrowed(nodes, members, parities)
         assert narrow + fewer <= len(ranks)

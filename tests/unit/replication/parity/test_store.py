@@ -1,4 +1,4 @@
-"""Whatever nodes of a group are lost, at whatever moment, what all holders had is made again, byte for byte."""
+"""Snapshots that all holders had are rebuilt byte for byte, whichever nodes of a group are lost, at any moment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.snapshot.loopback import Loopback, Wire
 
 
 def snapshot_of(random: Random, owner: int, iteration: int) -> Snapshot:
-    """Tensors of any sizes, and between them bytes that are of none."""
+    """Return a snapshot of tensors of random sizes, with padding between them."""
     sizes = [random.choice((0, 1, 63, 64, 1000, 70_000)) for _ in range(random.randint(1, 6))]
     ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
@@ -44,7 +44,7 @@ def snapshot_of(random: Random, owner: int, iteration: int) -> Snapshot:
 
 
 def deliver(store: GroupStore, snapshot: Snapshot, stop_after: int | None = None) -> bool:
-    """As a receiver does; whether all of it is in the sum."""
+    """Add a snapshot to the parity as a receiver does; return True if the sum contains all of it."""
     header, _ = snapshot.packed()
     stripe = store.begin(header.rank, header)
     assert stripe is not None
@@ -77,12 +77,14 @@ class Nodes:
 
     def plan(self) -> list[Fetch]:
         places: dict[int, dict[int, list[Place]]] = {rank: {} for rank in self.own}
-        for rank, its in self.own.items():
-            for iteration, one in its.items():
-                header = one.header
+        for rank, snapshots in self.own.items():
+            for iteration, snapshot in snapshots.items():
+                header = snapshot.header
                 holding = Holding(rank, iteration, iteration, header.schedule, header.contents, Source.MEMORY)
                 places[rank].setdefault(iteration, []).append((Source.MEMORY, rank, holding))
-        reported = {rank: [one for store in its for one in summed(store)] for rank, its in self.stores.items()}
+        reported = {
+            rank: [report for store in stores for report in summed(store)] for rank, stores in self.stores.items()
+        }
         return [
             Fetch(holding.owner, holding.iteration, holder, source, holding.sum)
             for source, holder, holding in places_in_sums(reported, places)
@@ -95,8 +97,12 @@ class Nodes:
             return fetch(rank, plan, self._open(rank), Loopback(wire, rank), self._open_sum(rank))
 
         with ThreadPoolExecutor(len(self.own)) as threads:
-            found = list(threads.map(of, self.own))
-        return {(rank, at): one for rank, its in zip(self.own, found, strict=True) for at, one in its.items()}
+            results = list(threads.map(of, self.own))
+        return {
+            (rank, at): snapshot
+            for rank, snapshots in zip(self.own, results, strict=True)
+            for at, snapshot in snapshots.items()
+        }
 
     def _open(self, rank: int) -> Callable[[Source, int, int], Snapshot | None]:
         return lambda source, owner, iteration: self.own[rank].get(iteration) if owner == rank else None
@@ -127,37 +133,37 @@ def test_every_set_of_nodes_that_may_be_lost_at_any_moment(count: int, members: 
     for lost in itertools.chain.from_iterable(itertools.combinations(range(count), n) for n in range(1, blocks + 1)):
         random = Random(f"{seed} {lost}")
         nodes = Nodes(count, members, blocks)
-        had: dict[tuple[int, int], Snapshot] = {}  # by all holders
+        had: dict[tuple[int, int], Snapshot] = {}  # snapshots that all holders have
         deliveries = []
         for iteration in range(3):
             for rank in range(count):
-                nodes.own[rank][iteration] = one = snapshot_of(random, rank, iteration)
+                nodes.own[rank][iteration] = snapshot = snapshot_of(random, rank, iteration)
                 holders = next(group.holders for group in nodes.groups if rank in group.members)
-                deliveries.append((iteration, rank, one, holders))
-        for iteration, rank, one, holders in deliveries[: random.randrange(len(deliveries) + 1)]:
+                deliveries.append((iteration, rank, snapshot, holders))
+        for iteration, rank, snapshot, holders in deliveries[: random.randrange(len(deliveries) + 1)]:
             stores = [s for holder in holders for s in nodes.stores[holder] if rank in s.group.members]
             for store in stores[:-1]:
-                deliver(store, one)
-            if deliver(stores[-1], one, random.choice((None, None, None, 0, 1))):
-                had[rank, iteration] = one
+                deliver(store, snapshot)
+            if deliver(stores[-1], snapshot, random.choice((None, None, None, 0, 1))):
+                had[rank, iteration] = snapshot
         for rank in lost:
             nodes.lose(rank)
-        found = nodes.execute(nodes.plan())
-        for (rank, iteration), one in had.items():
+        rebuilt = nodes.execute(nodes.plan())
+        for (rank, iteration), snapshot in had.items():
             in_part = any(
                 stripe.missing
-                for its in nodes.stores.values()
-                for store in its
+                for rank_stores in nodes.stores.values()
+                for store in rank_stores
                 if rank in store.group.members
                 for stripe in store._stripes.values()
                 if stripe.iteration == iteration
             )
-            if rank in lost and not in_part:  # what a member has sent in part nobody counts on yet
-                again = found[rank, iteration]
+            if rank in lost and not in_part:  # a snapshot sent in part need not be recoverable
+                again = rebuilt[rank, iteration]
                 assert isinstance(again, Snapshot)
                 again.check("made again")
-                assert again.header.entries == one.packed()[0].entries
-        assert all(rank in lost for rank, _ in found)
+                assert again.header.entries == snapshot.packed()[0].entries
+        assert all(rank in lost for rank, _ in rebuilt)
 
 
 def test_a_snapshot_that_came_in_part_goes_on_where_it_stopped() -> None:
@@ -170,19 +176,19 @@ def test_a_snapshot_that_came_in_part_goes_on_where_it_stopped() -> None:
     entries = tuple(
         Entry("o", Saved.FULL, str(n), "uint8", n << 20, 1 << 20, digest_of(part), 0) for n, part in enumerate(parts)
     )
-    one = Snapshot(Header(first, 0, "s", 0, "2", entries, None, 0), Buffer(data))
-    assert not deliver(store, one, stop_after=2)
+    snapshot = Snapshot(Header(first, 0, "s", 0, "2", entries, None, 0), Buffer(data))
+    assert not deliver(store, snapshot, stop_after=2)
     assert store.stripes() == []
     assert store.schedules_of(first) == {}
-    assert deliver(store, one)
+    assert deliver(store, snapshot)
     assert store.schedules_of(first) == {0: "s"}
     other = snapshot_of(random, second, 0)
     assert deliver(store, other)
     (stripe,) = store.stripes()
     assert stripe.digest is not None
-    nodes.own = {first: {0: one}, second: {}, 3 - first - second: {}}
-    found = nodes.execute(nodes.plan())
-    again = found[second, 0]
+    nodes.own = {first: {0: snapshot}, second: {}, 3 - first - second: {}}
+    rebuilt = nodes.execute(nodes.plan())
+    again = rebuilt[second, 0]
     assert isinstance(again, Snapshot)
     again.check("made again")
 
@@ -216,35 +222,35 @@ def test_damaged_parity_is_found_and_not_used() -> None:
     nodes.own[lost] = {}
     (stripe,) = store.stripes()
     stripe.total.view(0, 1)[0] ^= 1
-    found = nodes.execute(nodes.plan())
-    assert isinstance(found[lost, 0], Fetch), "it is named as what could not be had"
+    rebuilt = nodes.execute(nodes.plan())
+    assert isinstance(rebuilt[lost, 0], Fetch), "it is named as what could not be had"
 
 
 def test_members_of_other_sizes_add_at_the_same_time() -> None:
     random = Random(4)
     nodes = Nodes(7, 5, 1)
     group = nodes.groups[-1]
-    store = next(one for one in nodes.stores[group.holders[0]] if one.group == group)
+    store = next(candidate for candidate in nodes.stores[group.holders[0]] if candidate.group == group)
     members = store.group.members
     every = {rank: {t: snapshot_of(random, rank, t) for t in range(20)} for rank in members}
     started = threading.Barrier(len(members))
 
     def send(rank: int) -> None:
         started.wait()
-        for one in every[rank].values():
-            assert deliver(store, one)
+        for snapshot in every[rank].values():
+            assert deliver(store, snapshot)
 
     with ThreadPoolExecutor(len(members)) as threads:
         list(threads.map(send, members))
-    nodes.own |= {rank: dict(its) for rank, its in every.items()}
+    nodes.own |= {rank: dict(snapshots) for rank, snapshots in every.items()}
     lost = members[2 % len(members)]
     nodes.own[lost] = {}
-    found = nodes.execute(nodes.plan())
-    for iteration, one in every[lost].items():
-        again = found[lost, iteration]
+    rebuilt = nodes.execute(nodes.plan())
+    for iteration, snapshot in every[lost].items():
+        again = rebuilt[lost, iteration]
         assert isinstance(again, Snapshot)
         again.check("made again")
-        assert again.header.entries == one.packed()[0].entries
+        assert again.header.entries == snapshot.packed()[0].entries
 
 
 def test_memory_is_one_block_for_the_group_and_where_there_is_none_a_snapshot_has_no_room() -> None:
