@@ -50,7 +50,7 @@ LEAD = 5
 
 
 @dataclass(frozen=True)
-class Found:
+class DrillResult:
     """Result of the drill for one kind of data."""
 
     kind: str
@@ -233,19 +233,19 @@ def _reason(run_dir: Path, code: int) -> str:
     return f"exit code {code}: {_last_line(run_dir)}"
 
 
-def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> Found:
+def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> DrillResult:
     lines = sorted(_lines(run_dir / "logs"), key=lambda line: line["time"])
     record = RunRecord(run_dir)
     is_equal = code == 0 and record.summary()["state_digest"]["all"] == wanted
     ended_by = _reason(run_dir, code) if code else None
     flip = next((line for line in lines if line[log.NAME].startswith(PREFIX)), None)
     if flip is None:
-        return Found(kind, None, None, None, None, is_equal, ended_by)
+        return DrillResult(kind, None, None, None, None, is_equal, ended_by)
     flipped = {**json.loads(flip[log.NAME].removeprefix(PREFIX)), "time": flip["time"]}
     for line in lines:
         if line["time"] >= flip["time"] and (damage := Damage.parse(line[log.NAME])) is not None:
-            return Found(kind, flipped, damage, line["rank"], line["time"] - flip["time"], is_equal, ended_by)
-    return Found(kind, flipped, None, None, None, is_equal, ended_by)
+            return DrillResult(kind, flipped, damage, line["rank"], line["time"] - flip["time"], is_equal, ended_by)
+    return DrillResult(kind, flipped, None, None, None, is_equal, ended_by)
 
 
 def _lines(logs: Path) -> Iterator[dict[str, Any]]:
@@ -263,15 +263,15 @@ def _place(at: dict[str, Any]) -> str:
     )
 
 
-def _print(results: Sequence[Found], console: Console) -> None:
+def _print(results: Sequence[DrillResult], console: Console) -> None:
     table = Table("kind", "flipped", "found by", "after", "instead", "final state", show_lines=True)
     for result in results:
         table.add_row(
             result.kind,
             "NO SUCH DATA IN USE" if result.flipped is None else _place(result.flipped),
-            "NOT FOUND" if result.damage is None else f"{result.damage.by}, on rank {result.rank}",
+            "NOT FOUND" if result.damage is None else f"{result.damage.check}, on rank {result.rank}",
             "" if result.after_s is None else f"{1e3 * result.after_s:.0f} ms",
-            "" if result.damage is None else result.damage.instead,
+            "" if result.damage is None else result.damage.action,
             result.outcome,
         )  # fmt: skip
     console.print(table)

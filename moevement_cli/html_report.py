@@ -10,12 +10,12 @@ from typing import Any
 
 from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.elements import Element, document, element, rows_table, table
-from moevement_cli.line_chart import Chart, Line, Mark, Point
+from moevement_cli.line_chart import Chart, Curve, Mark, Point
 from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import Compared, Row, compare
 from moevement_cli.recovery_chart import recovery_chart
 from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline
-from moevement_cli.run_plot import who
+from moevement_cli.run_plot import failure_text
 from moevement_cli.saving_costs import view
 from moevement_core.errors import ConfigError
 from moevement_core.overhead.estimate import CONFIDENCE
@@ -76,15 +76,15 @@ class _Drawn:
         self.facts, self.color, self.dashes = facts, color, dashes
         self.name = facts.name
 
-    def line(self, points: Sequence[Point], label: str = "", dashes: str | None = None) -> Line:
+    def line(self, points: Sequence[Point], label: str = "", dashes: str | None = None) -> Curve:
         """Return a line of the run. ``dashes`` replaces the run's own dashes."""
-        return Line(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
+        return Curve(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
 
-    def series(self, *names: str) -> Line:
+    def series(self, *names: str) -> Curve:
         """Return the line of the sum of these metrics over iterations."""
         return self.line(self.facts.series(*names))
 
-    def saving(self) -> Line:
+    def saving(self) -> Curve:
         """Return the line of the overhead of saving in percent of training, with its confidence interval."""
         costs = self.facts.saving_costs
         return replace(self.line(costs.points()), band=costs.intervals())
@@ -109,7 +109,7 @@ class _Drawn:
 
 
 def _label(recovery: dict[str, Any]) -> str:
-    return f"{who(recovery)}, {recovery['total_s']:.1f} s"
+    return f"{failure_text(recovery)}, {recovery['total_s']:.1f} s"
 
 
 def write_page(runs: Sequence[RunFacts], path: Path) -> None:
@@ -210,7 +210,7 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
     if not others:
         parts = ("snapshots", "boundary log")
         memory = [
-            Line(part, color, first.facts.series(name))
+            Curve(part, color, first.facts.series(name))
             for part, color, name in zip(parts, RUN_COLORS, MEMORY, strict=False)
         ]
     yield Chart("host memory of the rank that records", memory, marks, "bytes", steady=0.1)

@@ -158,7 +158,7 @@ def _with_flags(job: Scenario, arguments: argparse.Namespace) -> Scenario:
             job.checkpointing, detect_s=of["detect"], regroup_s=of["regroup"], skew=of.get("skew"),
             interference=of["interference"], contention=of["contention"], replicas=replicas, window=of["window"],
             window_kind=of["window_kind"],
-            keeps_own=None if of["keep_own"] is None else of["keep_own"] != "never",
+            keeps_own_copies=None if of["keep_own"] is None else of["keep_own"] != "never",
         ),
         failures=_changed(
             job.failures, mtbf_s=_mtbfs_s(arguments) or None, weibull=of.get("weibull"), together=of.get("together"),

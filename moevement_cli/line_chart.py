@@ -32,7 +32,7 @@ Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """Curve of a chart, with its label and look."""
 
     label: str
@@ -69,7 +69,7 @@ class Chart:
     """Chart with a title, lines, and marks that span its full height."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     marks: Sequence[Mark] = ()
     unit: str = ""
     """Unit of y, printed after the title. ``bytes`` shows numbers in kB, MB, GB or TB."""
@@ -179,7 +179,7 @@ class Chart:
         ]  # fmt: skip
 
 
-def _texts(line: Line, divisor: float) -> dict[float, str]:
+def _texts(line: Curve, divisor: float) -> dict[float, str]:
     """Return values of a line as text by their x, with their intervals."""
     texts = {x: f"{y / divisor:,.4g}" for x, y in line.finite}
     for x, low, high in line.band:
@@ -255,13 +255,13 @@ def _mark(mark: Mark, x_axis: _Axis) -> Element:
     return element("g", title, span)
 
 
-def _polyline(line: Line, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> Element:
+def _polyline(line: Curve, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> Element:
     places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in thinned(points))
     dashes = _dashed(line.dashes)
     return element("polyline", element("title", line.label), points=places, stroke=line.color, class_="line", **dashes)
 
 
-def _band(line: Line, intervals: Sequence[Interval], x_axis: _Axis, y_axis: _Axis) -> Element:
+def _band(line: Curve, intervals: Sequence[Interval], x_axis: _Axis, y_axis: _Axis) -> Element:
     upper = thinned([(x, high) for x, _, high in intervals])
     lower = thinned([(x, low) for x, low, _ in intervals])
     places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in [*upper, *reversed(lower)])

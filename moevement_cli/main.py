@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
-from moevement_core.util.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
+from moevement_core.util.exit_codes import (
+    INTERRUPTED,
+    USAGE_ERROR,
+    exit_cleanly,
+    files_are_given,
+    quiet_on_closed_output,
+)
 from moevement_core.util.interrupts import interruptible
 from moevement_core.util.versions import version_line
 
@@ -66,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without ``argv``, as in the console script, the function reads the arguments of the process, which ends afterwards.
     """
     try:
-        with exit_cleanly(), output_may_end(), interruptible(process_ends=argv is None):
+        with exit_cleanly(), quiet_on_closed_output(), interruptible(process_ends=argv is None):
             return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("moevement: interrupted", file=sys.stderr, flush=True)

@@ -91,7 +91,7 @@ def _first_sentence(path: Path) -> str:
 def plan(arguments: argparse.Namespace) -> int:
     """Print the plan of the job, and return the exit code."""
     checkpoints = CheckpointPlan(input_of(arguments))
-    if arguments.check and checkpoints.given.cluster.host_memory_bytes is None:
+    if arguments.check and checkpoints.inputs.cluster.host_memory_bytes is None:
         raise ConfigError("--check without --host-memory: nothing to check against; give the GB of a node")
     console = Console()
     _print(checkpoints, console)
@@ -102,7 +102,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def fits(plan: CheckpointPlan) -> bool:
     """Return True if a node has enough host memory, or if its memory is not known."""
-    memory = plan.given.cluster.host_memory_bytes
+    memory = plan.inputs.cluster.host_memory_bytes
     return memory is None or plan.host_memory_of_node <= memory
 
 
@@ -151,7 +151,7 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--keep-own never with {replicas} copies of a snapshot; needs {FEWEST_COPIES} or more, or always"
         )
-    return {"replicas": replicas, "keeps_own": arguments.keep_own != "never"}
+    return {"replicas": replicas, "keeps_own_copies": arguments.keep_own != "never"}
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
@@ -172,7 +172,7 @@ def config_path(model: str) -> Path:
 
 
 def _print(checkpoints: CheckpointPlan, console: Console) -> None:
-    inputs, job = checkpoints.given, checkpoints.given.job
+    inputs, job = checkpoints.inputs, checkpoints.inputs.job
     console.print(
         f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {inputs.regime}, "
         f"{inputs.iteration_s:g} s an iteration, "
@@ -195,7 +195,7 @@ def _print(checkpoints: CheckpointPlan, console: Console) -> None:
 
 
 def _window_sentence(checkpoints: CheckpointPlan) -> str:
-    inputs = checkpoints.given
+    inputs = checkpoints.inputs
     size = f"[bold]Window: {checkpoints.size} iteration{'s' if checkpoints.size > 1 else ''}[/bold], {inputs.kind}"
     if inputs.window:
         size += f", as asked; the smallest that fits is {max(stage.own.size for stage in checkpoints.stages)}"
@@ -214,7 +214,7 @@ def _window_sentence(checkpoints: CheckpointPlan) -> str:
 
 
 def _memory_sentence(checkpoints: CheckpointPlan) -> str:
-    needed, memory = _size(checkpoints.host_memory_of_node), checkpoints.given.cluster.host_memory_bytes
+    needed, memory = _size(checkpoints.host_memory_of_node), checkpoints.inputs.cluster.host_memory_bytes
     if memory is None:
         return f"Host memory: {needed} of a node; --host-memory GB compares it with what the node has."
     if fits(checkpoints):
@@ -226,7 +226,7 @@ def _memory_sentence(checkpoints: CheckpointPlan) -> str:
 
 
 def _budget_sentence(checkpoints: CheckpointPlan) -> str:
-    inputs, budget, logged = checkpoints.given, checkpoints.binding_stage.budget, checkpoints.binding_stage.log_bytes
+    inputs, budget, logged = checkpoints.inputs, checkpoints.binding_stage.budget, checkpoints.binding_stage.log_bytes
     sentence = (
         f"A rank can save {_size(budget.bytes)} an iteration, limited by [bold]{budget.binding}[/bold]: "
         f"{_size(budget.d2h_bytes)} from device to host at {inputs.cluster.d2h_bytes_per_s / GB:g} GB/s"
@@ -243,7 +243,7 @@ def _stage_table(checkpoints: CheckpointPlan) -> Table:
         title="one rank",
     )  # fmt: skip
     for number, stage in enumerate(checkpoints.stages):
-        ranks = stage.shape.rank_bytes(checkpoints.given.regime)
+        ranks = stage.shape.rank_bytes(checkpoints.inputs.regime)
         table.add_row(
             str(number) + (" *" if stage is checkpoints.binding_stage else ""), str(len(stage.table)),
             f"{sum(shape.parameters for shape in stage.shape.operators) / 1e6:,.1f} M", _size(stage.full_bytes),
@@ -261,19 +261,19 @@ def _slot_table(checkpoints: CheckpointPlan) -> Table:
     start = 0
     for slot, end in enumerate(stage.window.ends):
         held = int(stage.window.slot_bytes[0, slot])
-        others = len(stage.table) - end + (start if checkpoints.given.kind is WindowKind.ROLLING else 0)
+        others = len(stage.table) - end + (start if checkpoints.inputs.kind is WindowKind.ROLLING else 0)
         slowest = max(stage.budget.copy_s(held), stage.budget.send_s(held))
         table.add_row(
             str(slot), f"{end - start} operators", f"{others} operators", _size(held),
             f"{stage.budget.copy_s(held):.3f} s", f"{stage.budget.send_s(held):.3f} s",
-            f"{slowest / checkpoints.given.iteration_s:.0%}",
+            f"{slowest / checkpoints.inputs.iteration_s:.0%}",
         )  # fmt: skip
         start = end
     return table
 
 
 def _cost_table(checkpoints: CheckpointPlan) -> Table:
-    inputs = checkpoints.given
+    inputs = checkpoints.inputs
     dense = checkpoints.dense() if checkpoints.size > 1 else _rarer(checkpoints)
     per_s, replicas = inputs.iteration_s, inputs.replicas
     dense_average = dense.bytes / dense.interval / per_s
@@ -311,11 +311,11 @@ _COSTS = (
 
 
 def _of_node(checkpoints: CheckpointPlan, of_rank: Sequence[int]) -> int:
-    return sum(of_rank) * min(checkpoints.given.cluster.gpus_per_node, checkpoints.given.job.ranks)
+    return sum(of_rank) * min(checkpoints.inputs.cluster.gpus_per_node, checkpoints.inputs.job.ranks)
 
 
 def _cost_column(checkpoints: CheckpointPlan) -> Iterator[str]:
-    per_s, replicas = checkpoints.given.iteration_s, checkpoints.given.replicas
+    per_s, replicas = checkpoints.inputs.iteration_s, checkpoints.inputs.replicas
     average, peak = _traffic(checkpoints)
     yield f"{checkpoints.size}" if checkpoints.is_carried else f"{checkpoints.size}, falls behind"
     yield _size(peak * per_s)
@@ -340,13 +340,13 @@ def _traffic(checkpoints: CheckpointPlan) -> tuple[float, float]:
     """Return average and peak bytes per second that the heaviest rank copies to its host, without logs."""
     slots = [stage.window.slot_bytes[0] for stage in checkpoints.stages]
     return (
-        max(float(row.mean()) for row in slots) / checkpoints.given.iteration_s,
-        max(float(row.max()) for row in slots) / checkpoints.given.iteration_s,
+        max(float(row.mean()) for row in slots) / checkpoints.inputs.iteration_s,
+        max(float(row.max()) for row in slots) / checkpoints.inputs.iteration_s,
     )
 
 
 def _warnings(checkpoints: CheckpointPlan) -> Iterator[str]:
-    inputs = checkpoints.given
+    inputs = checkpoints.inputs
     for number, stage in enumerate(checkpoints.stages):
         if stage.window.over_budget:
             yield (
@@ -401,7 +401,7 @@ def as_json(plan: CheckpointPlan) -> dict[str, Any]:
 
 
 def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
-    inputs, dense = checkpoints.given, checkpoints.dense()
+    inputs, dense = checkpoints.inputs, checkpoints.dense()
     average, peak = _traffic(checkpoints)
     snapshots, replicas, logs = checkpoints.host_memory
     return {
@@ -412,7 +412,7 @@ def _as_json(checkpoints: CheckpointPlan) -> dict[str, Any]:
         "iteration_s": inputs.iteration_s,
         "replicas": inputs.replicas,
         "parity_members": inputs.members,
-        "keeps_own": inputs.keeps_own,
+        "keeps_own_copies": inputs.keeps_own_copies,
         "windows_on_disk": inputs.to_disk,
         "window": checkpoints.size,
         "window_kind": str(inputs.kind),

@@ -80,7 +80,7 @@ def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bo
         loss.axvline(at, color=color, linestyle=":", linewidth=1.2)
         progress.axvspan(end - recovery["total_s"], end, color=color, alpha=0.15, linewidth=0)
         if is_labeled:
-            words = f" {who(recovery)}"
+            words = f" {failure_text(recovery)}"
             loss.annotate(words, (at, 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=9, color=color)
             progress.annotate(
                 f" {recovery['total_s']:.1f} s",
@@ -91,7 +91,7 @@ def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bo
             )
 
 
-def who(recovery: dict[str, Any]) -> str:
+def failure_text(recovery: dict[str, Any]) -> str:
     """Return what failed in a few words, such as ``rank 2 killed``, without pids and reasons."""
     failures = [*recovery.get("earlier", ()), *recovery["failures"]]
     if not failures:

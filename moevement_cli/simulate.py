@@ -140,7 +140,7 @@ def _as_json(cell: Cell) -> dict[str, Any]:
     return {
         "job": cell.job, "ranks": cell.ranks, "mtbf_s": cell.mtbf_s, "strategy": strategy.name,
         "interval": strategy.interval, "window": strategy.costs.plan.size,
-        "copies": strategy.costs.plan.given.replicas if strategy.in_memory else 0,
+        "copies": strategy.costs.plan.inputs.replicas if strategy.in_memory else 0,
         "iteration_s": strategy.costs.iteration_s, "overhead_s": strategy.overhead_s,
         "copied_bytes": strategy.copied_bytes, "host_bytes": strategy.host_bytes,
         "host_bytes_of_node": node_bytes(strategy), "fits": fits(strategy),
@@ -170,7 +170,7 @@ def _choices_as_json(choices: Sequence[Choice]) -> list[dict[str, Any]]:
             "strategy": choice.strategy.name, "flags": choice.flags, "ettr": choice.ettr, "copies": choice.copies,
             "interval": choice.strategy.interval,
             "window": choice.strategy.costs.plan.size if choice.is_sparse else None,
-            "window_kind": str(choice.strategy.costs.plan.given.kind) if choice.is_sparse else None,
+            "window_kind": str(choice.strategy.costs.plan.inputs.kind) if choice.is_sparse else None,
             "fits": choice.fits, "host_bytes_of_node": node_bytes(choice.strategy),
             "all_copies_lost_a_month": choice.lost_a_month,
         }

@@ -36,12 +36,12 @@ def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
     """Print the simulated job and the assumptions."""
     shape, saved, time = job.job, job.checkpointing, costs.time
     alone = max(time.segment_s([stage]) for stage in range(time.stages))
-    copies = costs.plan.given.replicas
+    copies = costs.plan.inputs.replicas
     console.print(
         f"[bold]{shape.name}[/bold] on {shape.ranks} ranks ({shape.layout}): {time.total_s:.3g} s an iteration, "
         f"{alone:.3g} s for a stage that replays alone; window of {_iterations(costs.plan.size)}"
         + (f" every {costs.plan.period}" if costs.plan.period > costs.plan.size else "")
-        + f" ({costs.plan.given.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
+        + f" ({costs.plan.inputs.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
         f"{copies_get(job.cluster)}; {job.run.hours:g} hours, {job.run.seeds} trainings of each kind"
     )
     console.print(
@@ -176,7 +176,7 @@ def _called(choice: Choice) -> str:
 def _every(choice: Choice) -> str:
     if choice.is_sparse:
         checkpoints = choice.strategy.costs.plan
-        return f"W {checkpoints.size}" + ("" if _called(choice) == "redo" else f" {checkpoints.given.kind}")
+        return f"W {checkpoints.size}" + ("" if _called(choice) == "redo" else f" {checkpoints.inputs.kind}")
     return f"every {choice.strategy.interval}"
 
 

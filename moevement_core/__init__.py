@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from moevement_core.operators import non_expert_name as non_expert_name
     from moevement_core.policy.popularity import Ordering as Ordering
     from moevement_core.policy.schedule import Saved as Saved
-    from moevement_core.recovery.feed import Alone as Alone
+    from moevement_core.recovery.feed import Feeding as Feeding
     from moevement_core.recovery.replay import Trainer as Trainer
     from moevement_core.session.loop import iterations as iterations
     from moevement_core.session.loop import train as train
@@ -72,7 +72,7 @@ _HOMES = {
     ),
     "policy.popularity": ("Ordering",),
     "policy.schedule": ("Saved",),
-    "recovery.feed": ("Alone",),
+    "recovery.feed": ("Feeding",),
     "recovery.replay": ("Trainer",),
     "trainer.binding": ("Binding", "Counts", "Place"),
     "trainer.commit": ("Commit", "Mark", "UpdateCommit", "Vote"),

@@ -40,7 +40,7 @@ class Event(ABC):
         """Block the calling thread until all work before the mark is done."""
 
     @abstractmethod
-    def hold_back(self, stream: Any = None) -> None:
+    def order_before(self, stream: Any = None) -> None:
         """Order later work of ``stream`` (default: the current stream) after the mark, without blocking a thread."""
 
     @abstractmethod
@@ -193,7 +193,7 @@ class _CpuEvent(Event):
     def synchronize(self) -> None:
         pass
 
-    def hold_back(self, stream: Any = None) -> None:
+    def order_before(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
@@ -259,7 +259,7 @@ class _CudaEvent(Event):
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def hold_back(self, stream: Any = None) -> None:
+    def order_before(self, stream: Any = None) -> None:
         (stream or torch.cuda.current_stream()).wait_event(self._event)
 
     def query(self) -> bool:

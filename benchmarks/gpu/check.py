@@ -74,7 +74,7 @@ class Check:
 
 
 @dataclass
-class Found:
+class Findings:
     """Findings of a check's body so far."""
 
     figures: list[list[str]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Report:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._found = path, Found()
+        self._path, self._found = path, Findings()
 
     def figure(self, name: str, value: float | str, unit: str = "") -> None:
         """Record a measurement. Floats are rounded to four digits."""
@@ -122,12 +122,12 @@ class Report:
         write_whole(self._path, json.dumps(asdict(self._found)))
 
 
-def read_found(path: Path) -> Found:
+def read_findings(path: Path) -> Findings:
     """Return the findings that a body wrote. They are empty if it was killed before its first one."""
     try:
-        return Found(**json.loads(path.read_text(encoding="utf-8")))
+        return Findings(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return Found()
+        return Findings()
 
 
 def write_whole(path: Path, text: str) -> None:

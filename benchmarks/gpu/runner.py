@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import Check, Form, Found, Status, read_found, run_body, write_whole
+from benchmarks.gpu.check import Check, Findings, Form, Status, read_findings, run_body, write_whole
 from benchmarks.gpu.processes import Process
 
 
@@ -77,7 +77,7 @@ def run(
 def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_s: float) -> Result:
     began, began_s = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", time.monotonic()
 
-    def result(status: Status, why: str, findings: Found) -> Result:
+    def result(status: Status, why: str, findings: Findings) -> Result:
         took_s = round(time.monotonic() - began_s, 1)
         return Result(
             check.number,
@@ -94,7 +94,7 @@ def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_
         )
 
     if (reason := why_not(check, form, int(machine["devices"]))) is not None:
-        return result(Status.NOT_RUN, reason, Found())
+        return result(Status.NOT_RUN, reason, Findings())
     partial = folder / f"{check.name}.partial"
     partial.unlink(missing_ok=True)
     arguments = {"body": check.body, "path": str(partial.absolute())}
@@ -106,7 +106,7 @@ def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_
             status = None
         except TimeoutError as error:
             why, status = str(error), Status.TIMED_OUT
-    findings = read_found(partial)
+    findings = read_findings(partial)
     partial.unlink(missing_ok=True)
     if status is None and findings.not_run:
         return result(Status.NOT_RUN, findings.not_run, findings)
@@ -126,7 +126,7 @@ def why_not(check: Check, form: Form, devices: int) -> str | None:
     return None if devices >= check.devices else f"needs {check.devices} GPUs, there are {devices}"
 
 
-def _verdict(findings: Found) -> Status:
+def _verdict(findings: Findings) -> Status:
     if not findings.claims:
         return Status.FIGURE
     return Status.PASSED if all(holds for _, holds in findings.claims) else Status.FAILED

@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.processes import Process
 from moevement_core.device import current_device
-from moevement_core.launching.children import nothing_left_behind
+from moevement_core.launching.children import no_orphans_left
 from moevement_core.launching.orphans import Orphans
 from moevement_core.util.environment import MEMBER_ENV
 from moevement_core.util.host_memory import node_memory
@@ -53,7 +53,7 @@ def _taken_over(is_warm: bool, forks: bool, locked_bytes: int) -> float | None:
     orphans = Orphans()
     with tempfile.TemporaryDirectory() as folder:
         with (
-            nothing_left_behind(),  # adopts what the killed process has forked
+            no_orphans_left(),  # adopts what the killed process has forked
             Process(
                 hold, {"folder": folder, "forks": forks, "locked_bytes": locked_bytes}, {MEMBER_ENV: "0"}
             ) as holder,

@@ -35,12 +35,12 @@ def implied_bandwidth(costs: Costs, checkpoint_s: float) -> float:
 
     The heaviest rank ends last, so its bytes count for each rank.
     """
-    return costs.full_bytes * costs.plan.given.job.ranks / checkpoint_s
+    return costs.full_bytes * costs.plan.inputs.job.ranks / checkpoint_s
 
 
 def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
     """Return the job with one bandwidth of all ranks together, the same for copies to the host and to peers."""
-    inputs = costs.plan.given
+    inputs = costs.plan.inputs
     rank_bytes_per_s = bytes_per_s / inputs.job.ranks
     cluster = replace(
         inputs.cluster,

@@ -151,7 +151,7 @@ def figure_11() -> tuple[str, Draw]:
     rows, curves = [], {}
     for preset, known in SCALED.items():
         costs = scenario(preset).costs()
-        job = costs.plan.given.job
+        job = costs.plan.inputs.job
         for name in ("gemini", "moevement"):
             values = {mtbf_s: simulated(common.SYSTEMS[name](costs, mtbf_s), mtbf_s) for mtbf_s in (3600, 1800, 600)}
             curves[preset, name] = values
@@ -192,7 +192,7 @@ def figure_13() -> tuple[str, Draw]:
     for model in MODELS:
         costs = scenario(model.preset).costs()
         window = next(system.interval for system in model.systems if system.name == "moevement")
-        plan = CheckpointPlan(replace(costs.plan.given, window=window))
+        plan = CheckpointPlan(replace(costs.plan.inputs, window=window))
         costs = replace(costs, plan=plan, skew=0.25)
         strategies = {name: MoEvement(costs, techniques) for name, techniques in steps.items()}
         bars[model.preset] = [strategy.expected_recovery_s() for strategy in strategies.values()]
@@ -234,7 +234,7 @@ def figure_15(costs: Costs) -> tuple[str, Draw]:
     """Return the text and drawing of figure 15: how many of 64 experts get a token in an iteration."""
     generator = np.random.default_rng(0)
     experts, draws = 64, 400
-    job = costs.plan.given.job
+    job = costs.plan.inputs.job
     tokens = job.tokens * job.micro_batches * job.data_parallel * job.experts_per_token
     rows, boxes = [], {}
     for skew, alpha in ((0.0, np.inf), *SKEW_ALPHAS.items()):
@@ -270,7 +270,7 @@ drawn again within it.""",
 def figure_16(stated: Costs, slow: Costs) -> tuple[str, Draw]:
     """Return the text and drawing of figure 16: ETTR over skew at a failure every ten minutes."""
     skews = (0.0, *SKEW_ALPHAS)
-    window = replace(stated, plan=CheckpointPlan(replace(stated.plan.given, window=6)))
+    window = replace(stated, plan=CheckpointPlan(replace(stated.plan.inputs, window=6)))
     rows, curves = [], {}
     for name in SYSTEMS:
         values = [
@@ -314,7 +314,7 @@ def report(parts: list[str], stated: Costs, bandwidth: float) -> str:
 **Stated**: 12 nodes of 80 Gb/s, 40 Gb/s of storage, 25 GB/s from device to host (assumed). **Implied**: full state of
 DeepSeek-MoE ({stated.job_bytes / GB:.0f} GB, {stated.full_bytes / GB:.2f} GB on the heaviest rank) in {GEMINI_EVERY_ITERATION} iterations of
 {stated.iteration_s:.2f} s, the slow-down that figure 1a gives for a checkpoint in every iteration: {bandwidth / GB:.1f} GB/s of all
-{stated.plan.given.job.ranks} ranks together, where 12 nodes could send 120. CheckFreq every {CheckFreq(stated).interval} iterations at the stated ones. MTBF {MTBFS_S[-1] / 60:g} minutes and 12
+{stated.plan.inputs.job.ranks} ranks together, where 12 nodes could send 120. CheckFreq every {CheckFreq(stated).interval} iterations at the stated ones. MTBF {MTBFS_S[-1] / 60:g} minutes and 12
 hours unless said otherwise; 1 s to detect, 10 s to regroup, 20 trainings.
 
 {text}

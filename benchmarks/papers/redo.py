@@ -43,9 +43,9 @@ def _row(preset: str, strategy: Strategy) -> list[str]:
     plan = costs.plan
     is_sparse = isinstance(strategy, MoEvement)
     return [
-        preset, f"{plan.given.job.ranks:,}", strategy.name, str(plan.size if is_sparse else strategy.interval),
+        preset, f"{plan.inputs.job.ranks:,}", strategy.name, str(plan.size if is_sparse else strategy.interval),
         ("yes" if plan.is_carried else "no") if is_sparse else "-",
-        f"{plan.given.replicas * strategy.copied_bytes / 1e9:.2f} GB", f"{strategy.host_bytes / 1e9:.1f} GB",
+        f"{plan.inputs.replicas * strategy.copied_bytes / 1e9:.2f} GB", f"{strategy.host_bytes / 1e9:.1f} GB",
         f"{strategy.overhead_s / costs.iteration_s:.1%}", f"{strategy.expected_rollback:.1f}",
         f"{strategy.expected_recovery_s():.1f} s", f"{costs.detect_s + costs.regroup_s:.1f} s",
         f"{strategy.fetch_s:.1f} s", f"{strategy.analytic_ettr(MTBF_S):.3f}", f"{simulated(strategy, MTBF_S):.3f}",

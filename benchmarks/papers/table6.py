@@ -34,8 +34,8 @@ def row(model: Model) -> list[str]:
     """Return the published and our numbers of a model, in gigabytes of all nodes together."""
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
-    costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.given, window=window)))
-    ranks, plan = costs.plan.given.job.ranks, costs.plan
+    costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.inputs, window=window)))
+    ranks, plan = costs.plan.inputs.job.ranks, costs.plan
     snapshots, replicas, _ = plan.host_memory
     # The logs of all ranks of all stages.
     logs = sum(plan.log_memory(stage) for stage in plan.stages) * costs.ranks_of_stage
@@ -59,7 +59,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 PROTECTIONS: dict[str, dict[str, Any]] = {
     "copies:2": {"replicas": 2},
-    "copies:2, own dropped": {"replicas": 2, "keeps_own": False},
+    "copies:2, own dropped": {"replicas": 2, "keeps_own_copies": False},
     "parity:4+1": {"replicas": 1, "members": 4},
     "parity:8+2": {"replicas": 2, "members": 8},
     "parity:9+3": {"replicas": 3, "members": 9},
@@ -76,9 +76,9 @@ def protected(model: Model) -> Iterator[list[str]]:
     for way, options in WAYS.items():
         cells = []
         for protection in PROTECTIONS.values():
-            plan = CheckpointPlan(replace(costs.plan.given, window=window, **options, **protection))
+            plan = CheckpointPlan(replace(costs.plan.inputs, window=window, **options, **protection))
             own, kept, logs = plan.host_memory
-            dense = 2 * max(stage.full_bytes for stage in plan.stages) * (1 + plan.given.replicas)
+            dense = 2 * max(stage.full_bytes for stage in plan.stages) * (1 + plan.inputs.replicas)
             cells.append(f"{(own + kept) / dense:.2f} ({(own + kept + logs) / dense:.2f})")
         yield [model.preset, str(window), way, *cells]
 

@@ -259,7 +259,7 @@ class Trainer(ft.Binding):
     def regroup(self) -> None:
         """Do nothing: all communication uses the default group, and no object holds a reference to it."""
 
-    def build(self, shared: Any) -> bool:
+    def build(self, build_data: Any) -> bool:
         return True  # the constructor just built everything, as at the start of the job
 
     def clear_gradients(self) -> None:
@@ -268,11 +268,11 @@ class Trainer(ft.Binding):
     def gradients_left(self) -> list[str]:
         return [name for name, parameter in self.model.named_parameters() if parameter.grad is not None]
 
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         """Do nothing: every rank has saved all the state that it holds."""
 
     @contextmanager
-    def replaying(self, shared_from: int | None, alone: Any) -> Iterator[ft.Trainer]:
+    def replaying(self, shared_from: int | None, feeding: Any) -> Iterator[ft.Trainer]:
         try:
             yield Replay(self)
         finally:
@@ -309,8 +309,8 @@ class Replay(ft.Trainer):
         self.trainer.optimizer.step()
         self.trainer.optimizer.zero_grad()
 
-    def complete(self) -> None:
-        self.trainer.complete()
+    def gather_replicas(self) -> None:
+        self.trainer.gather_replicas()
 
     def put_boundary(self, boundary: Any) -> None:
         self.trainer.put_boundary(boundary)

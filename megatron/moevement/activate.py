@@ -64,7 +64,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.restart import entry, in_process, launcher_store, places
+    from megatron.moevement.restart import entry, fault_points, in_process, launcher_store
     from megatron.moevement.runtime import checkpoint_rng, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, capacity, elastic_moe, experts, frozen, norm
     from moevement_core.restart.faults import Phase
@@ -176,7 +176,7 @@ def points() -> tuple[Point, ...]:
             (training,),
             "finalize_model_grads",
             lambda original: keep_token_count(_process)(
-                places.around(Phase.REDUCE)(replicas.reducing_replicas(original))
+                fault_points.around(Phase.REDUCE)(replicas.reducing_replicas(original))
             ),
             "gradients of experts in slots are reduced over their replicas; the token count of the batch is recorded",
         ),
@@ -250,7 +250,7 @@ def _result_points() -> tuple[Point, ...]:
         Point(
             machine,
             "should_run_forward_backward",
-            results.locate_when_computed_again(_process),
+            results.locate_on_recomputation(_process),
             "what a first pass computed is gone once the second one runs",
         ),
         Point(

@@ -14,9 +14,9 @@ from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
-from megatron.moevement.optimizer.views import OperatorViews, in_place_of, live_replicas, operator_views, operators_of
+from megatron.moevement.optimizer.views import OperatorViews, live_replicas, operator_views, operators_of, part_of_rank
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
-from megatron.moevement.restart import leftovers, places
+from megatron.moevement.restart import fault_points, leftovers
 from megatron.moevement.restart.groups import Groups, move_to_groups
 from megatron.moevement.restart.origin import newest_saved
 from megatron.moevement.runtime.boundary import (
@@ -39,7 +39,7 @@ from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
 from moevement_core.recovery.boundary_log import BoundaryLog
-from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
 from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.binding import Binding, Counts, ExpertRoom, Place, Replicas
@@ -144,7 +144,7 @@ class MegatronBinding(Binding):
         return boundary_copy(self.live)
 
     @override
-    def common(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
+    def replicated_state(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
         return {name: boundary[name] for name in ("progress", "loss_scalers")}
 
     @override
@@ -194,7 +194,7 @@ class MegatronBinding(Binding):
             validates=get_args().check_for_nan_in_loss_and_grad,
         )
         self._commit = commit
-        places.watch(self.live)
+        fault_points.watch(self.live)
         return commit
 
     @override
@@ -215,7 +215,7 @@ class MegatronBinding(Binding):
     # After a failure
 
     @override
-    def shared(self) -> list[Any]:
+    def build_data(self) -> list[Any]:
         return self.parameter_keys
 
     @override
@@ -235,8 +235,8 @@ class MegatronBinding(Binding):
         self.groups = [self.groups_now]
 
     @override
-    def build(self, shared: Any) -> bool:
-        is_as_at_start = self.on_build(shared)
+    def build(self, build_data: Any) -> bool:
+        is_as_at_start = self.on_build(build_data)
         assert self.groups_now is not None
         self.groups = [self.groups_now]
         return is_as_at_start
@@ -272,7 +272,7 @@ class MegatronBinding(Binding):
 
     @override
     def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
-        states = operator_views(self._chunks(), self.live.optimizer, in_place_of(rank)).states
+        states = operator_views(self._chunks(), self.live.optimizer, part_of_rank(rank)).states
         return {operator.name: state for operator, state in states.items()}
 
     @override
@@ -290,30 +290,30 @@ class MegatronBinding(Binding):
         return list(get_args().iterations_to_skip)
 
     @override
-    def replaying(self, shared_from: int | None, alone: Alone | None) -> AbstractContextManager[Trainer]:
-        return self._replaying(shared_from, alone)
+    def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:
+        return self._replaying(shared_from, feeding)
 
     @contextmanager
-    def _replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[Trainer]:
+    def _replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[Trainer]:
         assert self._commit is not None
-        trainer = MegatronTrainer(self.live, self.ledger, self.views, self._commit, shared_from, alone)
+        trainer = MegatronTrainer(self.live, self.ledger, self.views, self._commit, shared_from, feeding)
         with trainer.replaying():
             yield trainer
 
     @override
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         assert self._commit is not None
         assert self._commit.mark is not None
         Scales(self.live.model or []).put(self._commit.mark.boundary)
         with self._commit.making():
-            Restore(self.live.model or [], self.live.optimizer, self.views).complete()
+            Restore(self.live.model or [], self.live.optimizer, self.views).gather_replicas()
 
     def forget_loop(self) -> None:
         """Drop the reference to a training loop that has ended, or that has completed its recovery."""
         self.on_back = lambda until, outcome, is_between: None
 
     @override
-    def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
+    def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         self.on_back(until, outcome, is_between)
 
     # Windows on disk

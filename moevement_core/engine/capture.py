@@ -12,7 +12,7 @@ from moevement_core.comms import plain
 from moevement_core.device import Device, Event
 from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
 from moevement_core.engine.memory import SnapshotMemory
-from moevement_core.engine.own import Held, OwnSnapshots
+from moevement_core.engine.own import HeldBuffer, OwnSnapshots
 from moevement_core.errors import SnapshotError
 from moevement_core.overhead.pause import Pause
 from moevement_core.policy.schedule import Saved, Schedule
@@ -65,7 +65,7 @@ class Capturer:
         own: OwnSnapshots,
         device: Device,
         memory: SnapshotMemory,
-        done: Callable[[Held, Snapshot], None],
+        done: Callable[[HeldBuffer, Snapshot], None],
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
@@ -87,7 +87,7 @@ class Capturer:
     def log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
         """Begin to copy the gradients of ``iteration``'s update into the buffer of ``SS_iteration``.
 
-        The gradients must not change before :meth:`let_gradients_change`.
+        The gradients must not change before :meth:`order_after_gradient_copies`.
 
         Args:
             iteration: iteration of the update.
@@ -119,13 +119,13 @@ class Capturer:
         mark.record()
         return mark
 
-    def let_gradients_change(self) -> float:
+    def order_after_gradient_copies(self) -> float:
         """Order later work of the current stream after the copies of gradients; return the seconds of stall.
 
-        On a GPU the host waits only until the copies are issued; see :meth:`Capture.let_change`.
+        On a GPU the host waits only until the copies are issued; see :meth:`Capture.order_after_copies`.
         """
         copies = self._logged.copies if self._logged is not None else self.last_logged
-        return copies.let_change() if copies is not None else 0.0
+        return copies.order_after_copies() if copies is not None else 0.0
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers with gradients of a snapshot that is still to be taken."""
@@ -135,7 +135,7 @@ class Capturer:
         """Release the logged gradients, because their snapshot will not be taken."""
         logged, self._logged = self._logged, None
         if logged is not None:
-            self._engine.go_on()
+            self._engine.end_pause()
             logged.copies.finished.wait()
             self.arena.release(logged.buffer)
 
@@ -240,7 +240,7 @@ class Capturer:
         """Block until every capture that was begun is complete or has failed."""
         self._engine.settle()
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Finish the captures that were begun, and forget errors; called between two generations."""
         self._engine.settle()
         self._engine.forget_error()

@@ -17,7 +17,7 @@ from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime
 from moevement_core.engine.memory import SnapshotMemory
-from moevement_core.engine.own import Copies, Held, OwnSnapshots
+from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
 from moevement_core.overhead.pause import Pause
@@ -174,7 +174,7 @@ class Checkpointer:
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
         """Begin to copy the gradients of ``iteration``'s update, if the schedule logs them.
 
-        Call it after the update and before :meth:`let_gradients_go`, after which the trainer overwrites them.
+        Call it after the update and before :meth:`wait_for_gradient_copies`, after which the trainer overwrites them.
 
         Args:
             iteration: iteration whose gradients are in the live tensors.
@@ -190,7 +190,7 @@ class Checkpointer:
         if self.capturer.logs_gradients(iteration, schedule) and self._may_take(iteration):
             self._log(iteration, schedule, None if is_replayed else final)
 
-    def let_gradients_go(self, iteration: int) -> float:
+    def wait_for_gradient_copies(self, iteration: int) -> float:
         """Block until the current stream may overwrite the gradients of ``iteration``; return the seconds of stall.
 
         The trainer overwrites them next. On a GPU the stream waits for copies under way, and the host does not.
@@ -204,11 +204,12 @@ class Checkpointer:
     def end_gradients(self) -> None:
         """Block until the current stream may overwrite the logged gradients.
 
-        It is for a trainer that overwrites them before :meth:`let_gradients_go`, which returns the stall of both.
+        A trainer that overwrites them before :meth:`wait_for_gradient_copies` calls it. That method returns the stall
+        of both.
         Gradients that are not logged by now cannot be logged any more.
         """
         self._final = None
-        self._waited_s += self.capturer.let_gradients_change()
+        self._waited_s += self.capturer.order_after_gradient_copies()
         self._live = NONE
 
     def _log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
@@ -232,7 +233,7 @@ class Checkpointer:
         memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
 
         def here() -> int:  # called again when own snapshots are no longer kept
-            return max(memory.here_after_gap(schedule), beside if memory.keeps_own else 0)
+            return max(memory.here_after_gap(schedule), beside if memory.keeps_own_copies else 0)
 
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
@@ -483,7 +484,7 @@ class Checkpointer:
             has: snapshots of this rank that each peer holds: the id of the schedule, by peer and iteration.
             former: stores of ranks that have other peers now; they are freed when the next window is persisted.
         """
-        self.capturer.begin_again()
+        self.capturer.reset()
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
         self.own.arena.reclaim([*self.own.buffers(), *self.capturer.buffers()])
@@ -513,9 +514,9 @@ class Checkpointer:
     def _give_up_own(self) -> None:
         """Drop own copies that all peers hold, and keep none from now on, if :attr:`may_give_up_own` allows it."""
         has_copies = len(self.replicator.peers) >= FEWEST_COPIES
-        if not self.may_give_up_own or not self.memory.keeps_own or not has_copies:
+        if not self.may_give_up_own or not self.memory.keeps_own_copies or not has_copies:
             return
-        self.memory.keeps_own = False
+        self.memory.keeps_own_copies = False
         self._keep_where_said(self.replicator.peers)
         count = self.own.drop_kept_elsewhere(self.replicator.peers)
         self._report(
@@ -524,7 +525,7 @@ class Checkpointer:
         )
 
     def _keep_where_said(self, peers: Collection[int]) -> None:
-        self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own else None
+        self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own_copies else None
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Finish captures and sends, and return True if all sends were done in time; capture nothing afterwards."""
@@ -534,7 +535,7 @@ class Checkpointer:
 
     # Steps of the methods above
 
-    def _captured(self, held: Held, snapshot: Snapshot) -> None:
+    def _captured(self, held: HeldBuffer, snapshot: Snapshot) -> None:
         """Pass a captured snapshot to the senders; called on the capture thread."""
         self.own.captured(held, snapshot, self.replicator.acked_by(snapshot))
         self.replicator.replicate(held)
@@ -568,7 +569,7 @@ class Checkpointer:
                 if self.replicator.free(self.lifetime.persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
-                    self.own.give_back(superseded(self.own.contents(), last))
+                    self.own.free_unneeded(superseded(self.own.contents(), last))
                 self._fit()
             if unneeded.lost:
                 self.replicator.drop(min(unneeded.lost), max(unneeded.lost))

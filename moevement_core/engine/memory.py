@@ -24,15 +24,15 @@ class SnapshotMemory:
         states: live tensors of the operators that the rank holds.
         record_bytes: most bytes that the tensors of a boundary record take.
         to_disk: True if one window more is kept, which is written to disk while newer ones arrive.
-        keeps_own: True if the rank keeps snapshots that all its peers hold.
+        keeps_own_copies: True if the rank keeps snapshots that all its peers hold.
         is_summed: True if peers keep parity: a sum covers whole snapshots, so no part may be freed early.
     """
 
     def __init__(
-        self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool, keeps_own: bool = True,
+        self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool, keeps_own_copies: bool = True,
         is_summed: bool = False,
     ) -> None:  # fmt: skip
-        self.record_bytes, self.keeps_own = record_bytes, keeps_own
+        self.record_bytes, self.keeps_own_copies = record_bytes, keeps_own_copies
         self.gives_back = not (to_disk or is_summed)
         """True if parts of a snapshot are freed early; not with windows on disk, which share files, nor with parity."""
         self._states, self._to_disk, self._is_summed = states, to_disk, is_summed
@@ -97,7 +97,7 @@ class SnapshotMemory:
         return max(most_held(self._kept(schedule)[:, :1], IN_FLIGHT) for schedule in schedules)
 
     def _here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
-        return nbytes if self.keeps_own else min(nbytes, self.in_flight(schedules))
+        return nbytes if self.keeps_own_copies else min(nbytes, self.in_flight(schedules))
 
     def _needed(self, schedule: Schedule, lag: int) -> int:
         return self._most_held(schedule, schedule.slots_at_first(lag, to_disk=self._to_disk))

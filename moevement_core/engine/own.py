@@ -20,7 +20,7 @@ Copies = Mapping[int, Mapping[int, str]]
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldBuffer:
     """Buffer of one snapshot that is captured or still being copied."""
 
     iteration: int
@@ -36,7 +36,7 @@ class Held:
     dropped: bool = False
     """True if this rank freed the buffer because peers hold the snapshot; :attr:`snapshot` keeps the header."""
 
-    def is_of(self, snapshot: Snapshot) -> bool:
+    def holds(self, snapshot: Snapshot) -> bool:
         """Return True if ``snapshot`` was captured into this buffer, even if parts of it were freed meanwhile."""
         return self.snapshot is not None and self.snapshot.acknowledged is snapshot.acknowledged
 
@@ -58,8 +58,8 @@ class OwnSnapshots:
         self.keepers: frozenset[int] | None = None
         """Peers that keep the only copies: this rank drops what all of them hold. None: it keeps its own copies."""
         self._lock = threading.Lock()
-        self._held: dict[int, Held] = {}
-        self._read: set[Held] = set()
+        self._held: dict[int, HeldBuffer] = {}
+        self._read: set[HeldBuffer] = set()
         """Freed snapshots whose buffers are still in use."""
 
     def __contains__(self, iteration: int) -> bool:
@@ -69,14 +69,14 @@ class OwnSnapshots:
         with self._lock:
             return iter(sorted(self._held))
 
-    def begin(self, iteration: int, buffer: Buffer, contents: Contents) -> Held:
+    def begin(self, iteration: int, buffer: Buffer, contents: Contents) -> HeldBuffer:
         """Register a snapshot that is being copied into ``buffer``; the capture is the first user of the buffer."""
-        held = Held(iteration, buffer, contents)
+        held = HeldBuffer(iteration, buffer, contents)
         with self._lock:
             self._held[iteration] = held
         return held
 
-    def captured(self, held: Held, snapshot: Snapshot, acked_by: Iterable[int]) -> None:
+    def captured(self, held: HeldBuffer, snapshot: Snapshot, acked_by: Iterable[int]) -> None:
         """Record that ``snapshot`` is captured, and that the peers in ``acked_by`` hold it already."""
         snapshot.acknowledged.update(acked_by)
         with self._lock:
@@ -90,7 +90,7 @@ class OwnSnapshots:
             held.freed = True
         self.end_use(held)
 
-    def begin_use(self, held: Held) -> Snapshot | None:
+    def begin_use(self, held: HeldBuffer) -> Snapshot | None:
         """Register a reader of the buffer; return its snapshot, or None if it was freed or dropped meanwhile."""
         with self._lock:
             if held.freed or not held.is_here:
@@ -98,7 +98,7 @@ class OwnSnapshots:
             held.users += 1
             return held.snapshot
 
-    def end_use(self, held: Held) -> None:
+    def end_use(self, held: HeldBuffer) -> None:
         """Unregister a user of the buffer, and release the buffer if it was the last user of a freed snapshot."""
         with self._lock:
             held.users -= 1
@@ -118,7 +118,7 @@ class OwnSnapshots:
                 else:
                     self._read.add(held)
 
-    def give_back(self, unneeded: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+    def free_unneeded(self, unneeded: Mapping[int, npt.NDArray[np.bool_]]) -> None:
         """Free parts of snapshots that no restore point needs.
 
         A snapshot with readers is left as it is; the caller repeats the call in the next iteration.
@@ -148,7 +148,7 @@ class OwnSnapshots:
         with self._lock:
             snapshot.acknowledged.add(peer)
 
-            if (held := self._held.get(snapshot.iteration)) and held.is_of(snapshot):
+            if (held := self._held.get(snapshot.iteration)) and held.holds(snapshot):
                 self._drop_if_kept_elsewhere(held)
 
     def drop_kept_elsewhere(self, peers: Collection[int]) -> int:
@@ -168,18 +168,18 @@ class OwnSnapshots:
         """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
         known = Snapshot(snapshot.header, Buffer(), set(peers))
         with self._lock:
-            self._held[snapshot.iteration] = Held(
+            self._held[snapshot.iteration] = HeldBuffer(
                 snapshot.iteration, known.buffer, snapshot.contents, users=0, snapshot=known, dropped=True
             )
 
-    def _drop_if_kept_elsewhere(self, held: Held) -> None:
+    def _drop_if_kept_elsewhere(self, held: HeldBuffer) -> None:
         if self.keepers is None or held.users or held.freed or not held.is_here:
             return
         assert held.snapshot is not None
         if self.keepers <= held.snapshot.acknowledged:
             self._drop(held)
 
-    def _drop(self, held: Held) -> None:
+    def _drop(self, held: HeldBuffer) -> None:
         held.dropped = True
         self.arena.release(held.buffer)
 
@@ -220,7 +220,7 @@ class OwnSnapshots:
                 if held.snapshot and wanted <= held.snapshot.acknowledged
             }
 
-    def forget_peers(self, has: Copies) -> list[Held]:
+    def forget_peers(self, has: Copies) -> list[HeldBuffer]:
         """Replace the acknowledgements of all snapshots by ``has``, because the rank has other peers from now on.
 
         Snapshots whose copy was interrupted are lost.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from moevement_core.engine.own import Copies, Held, OwnSnapshots, peers_with
+from moevement_core.engine.own import Copies, HeldBuffer, OwnSnapshots, peers_with
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.sender import STEP_S, Delivery, Sender
@@ -56,7 +56,7 @@ class Replicator:
         """Return the peers that hold ``snapshot`` already; all peers if replication is off."""
         return peers_with(snapshot, self._has) if self.enabled else sorted(self.peers)
 
-    def replicate(self, held: Held) -> None:
+    def replicate(self, held: HeldBuffer) -> None:
         """Queue a snapshot for every peer that has not acknowledged it."""
         snapshot = held.snapshot
         assert snapshot is not None
@@ -87,7 +87,7 @@ class Replicator:
         for store in self.stores:
             store.free_before(first)
             if last is not None:
-                store.give_back(last)
+                store.free_unneeded(last)
         before = len(self.stores)
         self.stores = [store for store in self.stores if store not in self._former or store.schedules()]
         return len(self.stores) < before

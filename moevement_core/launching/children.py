@@ -30,13 +30,13 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE
 from moevement_core.util.file_modes import make_folder, opener
 from moevement_core.util.parent import end_with_parent
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a launcher, a task or a coordinator to end its job.
 
 Ranks and spares ignore all of them. Otherwise a rank could end before the boundary at which the job saves.
 """
-WINDING_DOWN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals, out of :data:`ASKING`, that batch systems send before they take a machine away."""
+WIND_DOWN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals, out of :data:`END_SIGNALS`, that batch systems send before they take a machine away."""
 END_S = 10.0
 """Seconds that a process with its own SIGTERM handler has to end before :func:`end_all` kills it."""
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -157,11 +157,11 @@ def _log_file(path: Path) -> TextIO:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
 
 def ignore_asking() -> None:
@@ -171,9 +171,9 @@ def ignore_asking() -> None:
     these signals to every process of a job. A rank that died of one could not reach the boundary at which the job
     saves and ends.
     """
-    for number in ASKING:
+    for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
 
 def end_workers() -> None:
@@ -234,7 +234,7 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 
 @contextmanager
-def nothing_left_behind() -> Iterator[None]:
+def no_orphans_left() -> Iterator[None]:
     """Kill, after a ``with`` block, every process that descends from those started in the block.
 
     This process makes itself a subreaper. So it adopts the checkpoint writers and data workers of a killed rank.

@@ -59,7 +59,7 @@ class Coordination:
     spare_timeout_s: float
     """Seconds that the job waits for a spare when none is left."""
     run_dir: Path | None = None
-    """Folder of ``ranks.json``, ``strangers.json`` and ``job.json``; None: nothing is recorded."""
+    """Folder of ``ranks.json``, ``rejected_values.json`` and ``job.json``; None: nothing is recorded."""
     tasks: NodeCommand | None = None
     """Command that starts the tasks of each node; None if the job script starts them."""
     command: str = ""
@@ -235,14 +235,18 @@ class _Coordination:
         if coordinator.has_trained():
             self._entry.begin()
         run_dir = self._what.run_dir
-        if run_dir is not None and self._generation >= 0 and (processes := coordinator.who()) != self._written:
+        if (
+            run_dir is not None
+            and self._generation >= 0
+            and (processes := coordinator.process_entries()) != self._written
+        ):
             self._written = processes
             with suppress(OSError):  # The record reports the same error.
                 make_folder(run_dir)
             RunRecord(run_dir).write_ranks(processes)
         if run_dir is not None and coordinator.rejected != self._rejected:
             self._rejected = coordinator.rejected
-            RunRecord(run_dir).write_strangers(self._rejected)
+            RunRecord(run_dir).write_rejected_values(self._rejected)
 
     def _end(self) -> None:
         """Answer the tasks until all have learned of the end of the job and ended, or the grace time is over."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from moevement_core.comms.token import Token, given_token
 from moevement_core.errors import ConfigError, ProcessGroupError
 from moevement_core.launching import config_file
-from moevement_core.launching.children import Child, end_all, nothing_left_behind
+from moevement_core.launching.children import Child, end_all, no_orphans_left
 from moevement_core.launching.job_file import JobFile, stopped_by
 from moevement_core.launching.limits import allow_open_files, check_process_limits
 from moevement_core.launching.logs import LogFolder
@@ -147,7 +147,7 @@ def _run(launch: Launch) -> int:
     with (
         Endpoint(served) if served is not None else nullcontext() as endpoint,
         tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
-        nothing_left_behind(),
+        no_orphans_left(),
         Signals() as signals,
         JobFile(record, JobEntry.of_this_process(launch.command, launch.nproc, launch.spares)) as job,
     ):
@@ -171,9 +171,9 @@ def _run(launch: Launch) -> int:
             store.announce()
             with Progress(*followed) as progress:
                 if endpoint is not None:
-                    progress.say(f"figures of the run are served at {endpoint.url}")
+                    progress.print_line(f"figures of the run are served at {endpoint.url}")
                 if launch.spares is None:
-                    watch = UntilOneFails(children, record, progress.say, pages)
+                    watch = UntilOneFails(children, record, progress.print_line, pages)
                 else:
                     watch = ReplaceFailedRanks(
                         starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
@@ -190,7 +190,7 @@ def _run(launch: Launch) -> int:
                     if signals.asked_by is not None:
                         _wind_down(watch, signals, progress)
                     if endpoint is not None:
-                        endpoint.step(progress.say)
+                        endpoint.step(progress.print_line)
                     progress.update()
                     time.sleep(POLL_S)
                 progress.update()
@@ -208,7 +208,9 @@ def _wind_down(watch: Watch, signals: Signals, progress: Progress) -> None:
     if not watch.wind_down():
         raise Stopped(number)
     name = signal.Signals(number).name
-    progress.say(f"{name}: the job ends at the next boundary between iterations, and saves; once more ends it at once")
+    progress.print_line(
+        f"{name}: the job ends at the next boundary between iterations, and saves; once more ends it at once"
+    )
 
 
 def _check(launch: Launch) -> None:

@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any, NoReturn
 
-from moevement_core.launching.children import ASKING, WINDING_DOWN
+from moevement_core.launching.children import END_SIGNALS, WIND_DOWN_SIGNALS
 from moevement_core.util.interrupts import is_importing
 
 REPEAT_S = 1.0
@@ -47,7 +47,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for number in ASKING:
+        for number in END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._take)
         return self
@@ -62,16 +62,16 @@ class Signals:
             self._stop(self._stopped_by)
 
     def _stop(self, number: int) -> NoReturn:
-        for asking in ASKING:  # The job ends now, and a further signal must not interrupt that.
+        for asking in END_SIGNALS:  # The job ends now, and a further signal must not interrupt that.
             signal.signal(asking, signal.SIG_IGN)
         raise Stopped(number)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.may_wind_down and number in WINDING_DOWN:
+        if self.may_wind_down and number in WIND_DOWN_SIGNALS:
             self.may_wind_down, self.asked_by = False, number
             self._asked_at = time.monotonic()
             return
-        if number in WINDING_DOWN and time.monotonic() - self._asked_at < REPEAT_S:
+        if number in WIND_DOWN_SIGNALS and time.monotonic() - self._asked_at < REPEAT_S:
             return
         self._stopped_by = number
         if not is_importing(frame):

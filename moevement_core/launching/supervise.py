@@ -21,7 +21,7 @@ from typing import Any
 from moevement_core.comms.token import HOW, own_token
 from moevement_core.errors import ConfigError
 from moevement_core.launching import launch
-from moevement_core.launching.children import Child, nothing_left_behind
+from moevement_core.launching.children import Child, no_orphans_left
 from moevement_core.launching.limits import allow_open_files
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.supervisor import Supervisor, is_mistake
@@ -154,7 +154,7 @@ def supervise(
     }
     with (
         tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
-        nothing_left_behind(),
+        no_orphans_left(),
         Signals() as signals,
     ):
         running: _Task | None = None

@@ -148,7 +148,7 @@ class Supervisor:
             page.hold_until(self._link.held_until)
             if self._is_winding_down:
                 page.ask_to_wind_down()
-            page.let_wait(waits=settles)
+            page.set_waiting(waits=settles)
             variables = {PAGE_ENV: page.path, **({} if replaces is None else {REPLACES_ENV: str(replaces)})}
             child = self.children[member] = self._start(member, variables)
         except BaseException:
@@ -177,7 +177,7 @@ class Supervisor:
             self.children[member].send(signal.SIGKILL)  # SIGKILL also ends stopped processes.
         if not self._may_settle():
             for member in self._running:
-                self._pages[member].let_wait(waits=False)
+                self._pages[member].set_waiting(waits=False)
         self._look_for_stopped()
         alive = {member: self._pages[member].committed for member in self._running - self._stopped}
         self._link.step(self._running, alive)

@@ -144,7 +144,7 @@ class ReplaceFailedRanks(Watch):
         spares: number of processes beyond the ranks.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
         lease_s: seconds after which a stopped process counts as dead.
-        record: record of the run, for ``ranks.json`` and ``strangers.json``; None: nothing is recorded.
+        record: record of the run, for ``ranks.json`` and ``rejected_values.json``; None: nothing is recorded.
         progress: display for the user.
         children: list to which every started process is appended; the caller ends them all.
         respawn_after_s: seconds from the end of a process to the start of another one in its place; infinite: no start.
@@ -167,7 +167,7 @@ class ReplaceFailedRanks(Watch):
 
         self._store, self._record, self._progress = store, record, progress
         self._coordinator = Coordinator(
-            store, ranks, spare_timeout_s, progress.say, interrupt=interrupt_in(store), lease_s=lease_s,
+            store, ranks, spare_timeout_s, progress.print_line, interrupt=interrupt_in(store), lease_s=lease_s,
             respawn_wait_s=WAIT_S if math.isfinite(respawn_after_s) else 0.0,
         )  # fmt: skip
         self._roster = self._coordinator.roster
@@ -229,7 +229,9 @@ class ReplaceFailedRanks(Watch):
         """Print the errors of a process that could not start; a process that has trained reported its own failure."""
         if self._coordinator.roster.rank_of(member) is None:
             reasons = _reports_of(child)[-3:]
-            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job continues", *reasons]))
+            self._progress.print_line(
+                "\n".join([f"a spare (pid {child.pid}) cannot start; the job continues", *reasons])
+            )
 
     def _may_settle(self) -> bool:
         """Return True if enough spares wait for the missing ranks, so that a new process need not start at once.
@@ -245,24 +247,24 @@ class ReplaceFailedRanks(Watch):
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
         death = next(death for death in self._coordinator.deaths if death.member == member)
         subject = f"rank {death.rank}" if death.rank is not None else "a spare"
-        self._progress.say(f"{subject} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
+        self._progress.print_line(f"{subject} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
 
     def _tell_roster(self) -> None:
         roster = self._coordinator.roster
         if roster.generation != self._roster.generation and self._coordinator.state is not State.PROPOSED:
             self._roster = roster
             if roster.generation > 0:
-                self._progress.say(_sentence(roster, self._supervisor.children))
+                self._progress.print_line(_sentence(roster, self._supervisor.children))
             leader = self._supervisor.children[roster.ranks[0]]
             if leader.logs is not None:
                 self._progress.follow(leader.logs / f"{leader.label}.out")
-        processes = self._coordinator.who()
+        processes = self._coordinator.process_entries()
         if self._record is not None and processes != self._written and self._roster.generation >= 0:
             self._written = processes
             self._record.write_ranks(processes)
         if self._record is not None and self._coordinator.rejected != self._rejected:
             self._rejected = self._coordinator.rejected
-            self._record.write_strangers(self._rejected)
+            self._record.write_rejected_values(self._rejected)
 
     def verdict(self) -> Outcome:
         """Print why the job has ended early, if it has, and return the outcome."""

@@ -11,7 +11,12 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.tail import Tail
 from moevement_core.run.figures import REJECTED, RunFigures, Sample, samples_of_processes
 from moevement_core.run.job_entry import JobEntry
-from moevement_core.run.record_shape import event_complaint, line_complaint, processes_complaint, strangers_complaint
+from moevement_core.run.record_shape import (
+    event_complaint,
+    line_complaint,
+    processes_complaint,
+    rejected_values_complaint,
+)
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.regular_files import read_regular
 
@@ -31,7 +36,7 @@ class WatchedRun:
         self.job: JobEntry | None = None
         """Content of ``job.json``: launch and end of the newest job; None before the first job."""
         self.rejected = 0
-        """Number of values in the job's store without a valid signature, from ``strangers.json``."""
+        """Number of values in the job's store without a valid signature, from ``rejected_values.json``."""
         self._train_iterations: int | None = None
         self._start_over()
 
@@ -56,7 +61,7 @@ class WatchedRun:
             self.figures.take_event(event)
         self.job = self.record.job()
         self.processes = self._read(self.record.ranks_path, [], processes_complaint)
-        self.rejected = self._read(self.record.strangers_path, {"values": 0}, strangers_complaint)["values"]
+        self.rejected = self._read(self.record.rejected_values_path, {"values": 0}, rejected_values_complaint)["values"]
 
     @property
     def has_ended(self) -> bool:

@@ -76,7 +76,7 @@ class PlanInput:
     """Way to recover: replay or redo."""
     members: int = 0
     """Number of members in a parity group; 0: peers keep copies."""
-    keeps_own: bool = True
+    keeps_own_copies: bool = True
     """False if a rank frees its own snapshots once all peers have copies."""
     to_disk: bool = False
     """True if ranks also write windows to disk."""
@@ -165,7 +165,7 @@ class CheckpointPlan:
     """
 
     def __init__(self, inputs: PlanInput) -> None:
-        self.given = inputs
+        self.inputs = inputs
         self._nodes = nodes = math.ceil(inputs.job.ranks / inputs.cluster.gpus_per_node)
         if inputs.members and nodes < inputs.members + inputs.replicas:
             raise WindowError(
@@ -202,7 +202,7 @@ class CheckpointPlan:
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
-        inputs = self.given
+        inputs = self.inputs
         table = shape.table(inputs.regime)
         dense = not any(o.kind is OperatorKind.EXPERT for stage in inputs.job.stages for o in stage.operators)
         ordering = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
@@ -229,11 +229,11 @@ class CheckpointPlan:
         The result is at most :data:`MOST_PERIOD`, the longest period of a live job.
         """
         slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
-        return math.ceil(min(MOST_PERIOD, slowed_s / (self.given.overhead_cap * self._iteration_s)))
+        return math.ceil(min(MOST_PERIOD, slowed_s / (self.inputs.overhead_cap * self._iteration_s)))
 
     def contended_s(self, sent_bytes: float) -> float:
         """Return the seconds by which training slows while a rank copies ``sent_bytes`` to each of its peers."""
-        return self.given.contention * self.given.cluster.link_s(self.given.replicas * sent_bytes)
+        return self.inputs.contention * self.inputs.cluster.link_s(self.inputs.replicas * sent_bytes)
 
     @cached_property
     def binding_stage(self) -> StagePlan:
@@ -247,7 +247,7 @@ class CheckpointPlan:
 
     @property
     def _iteration_s(self) -> float:
-        return self.given.iteration_s
+        return self.inputs.iteration_s
 
     @property
     def stall_s(self) -> float:
@@ -292,8 +292,10 @@ class CheckpointPlan:
 
     def own_memory(self, stage: StagePlan) -> int:
         """Return the bytes of host memory for a rank's own snapshots."""
-        keeps_own = self.given.keeps_own or self.given.to_disk  # Windows on disk are written from own snapshots.
-        if keeps_own or self.given.members or not self.given.replicas:
+        keeps_own_copies = (
+            self.inputs.keeps_own_copies or self.inputs.to_disk
+        )  # Windows on disk are written from own snapshots.
+        if keeps_own_copies or self.inputs.members or not self.inputs.replicas:
             return self.snapshot_memory(stage)
         in_flight = math.ceil(np.mean([most_held(kept[:, :1], IN_FLIGHT) for kept in stage.kept]))
         return min(self.snapshot_memory(stage), in_flight)
@@ -318,18 +320,18 @@ class CheckpointPlan:
         Sums and files contain whole snapshots, so no part of a snapshot is released early with parity or windows on
         disk.
         """
-        is_whole = self.given.members or self.given.to_disk
+        is_whole = self.inputs.members or self.inputs.to_disk
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
 
     def _slots(self, stage: StagePlan, lag: int | None) -> int:
-        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.given.to_disk)
+        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.inputs.to_disk)
 
     def log_memory(self, stage: StagePlan) -> int:
         """Return the bytes of host memory for the boundary log.
 
         It holds all iterations from which a recovery may begin, and the iteration under way.
         """
-        reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.given.to_disk)
+        reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.inputs.to_disk)
         return reach * stage.log_bytes
 
     @property
@@ -340,17 +342,17 @@ class CheckpointPlan:
     def host_memory(self) -> tuple[int, int, int]:
         """Host bytes of a rank of the heaviest stage: own snapshots, copies or its share of parity, and logs."""
         heaviest = max(self.stages, key=self.snapshot_memory)
-        if self.given.members:
-            groups = -(-self._nodes // self.given.members)  # A group has one rank of each of its nodes.
-            kept = math.ceil(self.given.replicas * groups * self.parity_memory(heaviest) / self._nodes)
+        if self.inputs.members:
+            groups = -(-self._nodes // self.inputs.members)  # A group has one rank of each of its nodes.
+            kept = math.ceil(self.inputs.replicas * groups * self.parity_memory(heaviest) / self._nodes)
         else:
-            kept = self.given.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
+            kept = self.inputs.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
         return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
 
     @property
     def host_memory_of_node(self) -> int:
         """Bytes of host memory of a node: own snapshots, copies or parity, and logs of all its ranks."""
-        return sum(self.host_memory) * min(self.given.cluster.gpus_per_node, self.given.job.ranks)
+        return sum(self.host_memory) * min(self.inputs.cluster.gpus_per_node, self.inputs.job.ranks)
 
     @cached_property
     def paper_window(self) -> PaperWindow:
@@ -366,7 +368,7 @@ class CheckpointPlan:
             stage.compute_bytes / count,
             stage.full_bytes / count,
             0,
-            self.given.cluster.d2h_bytes_per_s,
+            self.inputs.cluster.d2h_bytes_per_s,
         )
 
     def bandwidth_for(self, size: int) -> float:
@@ -383,20 +385,20 @@ class CheckpointPlan:
     @property
     def fetch_s(self) -> float:
         """Seconds until a rank has fetched all slots of a window from one peer and copied them to its device."""
-        cluster = self.given.cluster
+        cluster = self.inputs.cluster
         nbytes = max(int(stage.window.slot_bytes[0].sum()) for stage in self.stages)
         return nbytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
 
     @property
     def updates_s(self) -> float:
         """Seconds in which a rank repeats the updates of a window; each update reads and writes its full state."""
-        if self.given.recovery is Recovery.REPLAY:
+        if self.inputs.recovery is Recovery.REPLAY:
             return 0.0
         return (self.size - 1) * 2 * max(stage.full_bytes for stage in self.stages) / DEVICE_BYTES_PER_S
 
     def redo(self) -> CheckpointPlan:
         """Return the plan of the same job with recovery by redo."""
-        return CheckpointPlan(replace(self.given, recovery=Recovery.REDO))
+        return CheckpointPlan(replace(self.inputs, recovery=Recovery.REDO))
 
     @property
     def is_carried(self) -> bool:
@@ -411,7 +413,7 @@ class CheckpointPlan:
                 stalls stay within :data:`DENSE_OVERHEAD`, and one checkpoint ends before the next begins.
         """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
-        copy_s = stage.full_bytes / self.given.cluster.d2h_bytes_per_s
+        copy_s = stage.full_bytes / self.inputs.cluster.d2h_bytes_per_s
         stall_s = max(0.0, copy_s - self._iteration_s)
         send_s = stage.budget.send_s(stage.full_bytes)
         hidden = max(1, math.ceil(stall_s / (DENSE_OVERHEAD * self._iteration_s)))
@@ -420,12 +422,12 @@ class CheckpointPlan:
         lag = math.ceil(copy_s / self._iteration_s) + sent_late
         schedule = DenseSchedule(stage.table, interval)
         own, kept = (
-            schedule.slots_at_first(late, to_disk=self.given.to_disk) for late in (max(sent_late, LAG_ALLOWANCE), 0)
+            schedule.slots_at_first(late, to_disk=self.inputs.to_disk) for late in (max(sent_late, LAG_ALLOWANCE), 0)
         )
-        logged = schedule.iterations_logged_at_first(max(sent_late, LAG_ALLOWANCE), to_disk=self.given.to_disk)
+        logged = schedule.iterations_logged_at_first(max(sent_late, LAG_ALLOWANCE), to_disk=self.inputs.to_disk)
         host_memory = (
             own * stage.full_bytes,
-            self.given.replicas * kept * stage.full_bytes,
+            self.inputs.replicas * kept * stage.full_bytes,
             logged * max(stage.log_bytes for stage in self.stages),
         )
         return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
@@ -436,7 +438,7 @@ class CheckpointPlan:
         The changes are twice each bandwidth, the other kind of window, longer iterations, one replica less and other
         regimes.
         """
-        inputs = replace(self.given, window=None)
+        inputs = replace(self.inputs, window=None)
         cluster, scaling = inputs.cluster, inputs.regime.scaling
         faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
         faster_network = cluster.with_faster_network(2)

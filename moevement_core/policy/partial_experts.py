@@ -129,7 +129,7 @@ class TokenAccount:
         """Tokens whose updates are in the state."""
         return self.routed - self.lost
 
-    def back_to(self, versions: Tokens) -> TokenAccount:
+    def rolled_back_to(self, versions: Tokens) -> TokenAccount:
         """Return this account after the job went back to its iteration with experts of ``versions``.
 
         Tokens that an earlier recovery lost are not lost again.

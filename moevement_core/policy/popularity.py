@@ -154,7 +154,9 @@ def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "co
     for name, value in counts.items():
         index = table.index_of.get(name)
         if index is None:
-            raise PopularityError(f"{what} of {name!r}, which is no operator here; known are {some_of(table.names)}")
+            raise PopularityError(
+                f"{what} of {name!r}, which is no operator here; known are {first_names(table.names)}"
+            )
         if not table.is_expert[index]:
             raise PopularityError(f"{what} of {name}, which is of kind {table.kinds[index]}; only experts are counted")
         array[index] = value
@@ -181,6 +183,6 @@ def checked(table: OperatorTable, values: Scores, what: str) -> Scores:
     return array
 
 
-def some_of(names: tuple[str, ...], count: int = 3) -> str:
+def first_names(names: tuple[str, ...], count: int = 3) -> str:
     """Return the first ``count`` names as text for a message, and how many more there are."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

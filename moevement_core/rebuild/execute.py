@@ -17,7 +17,7 @@ from moevement_core.rebuild.prepare import Prepared
 from moevement_core.rebuild.reexecution import Recapture, Reexecution
 from moevement_core.rebuild.verdict import Part, agree
 from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.places import Source
+from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.run.outcome import Recovery
 from moevement_core.topology.parts import Parts
@@ -59,7 +59,7 @@ def execute(
     if reexecution is not None:
         outcome = reexecution.run(check, shared_from, with_all=with_all)
     elif any(parts.topology.stage in each_plan.runs for each_plan in prepared.plans):
-        parts.binding.complete()
+        parts.binding.gather_replicas()
     for feeder in feeders:
         feeder.finish()
     first, until = (

@@ -14,7 +14,7 @@ import torch
 
 from moevement_core.comms import plain
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (

@@ -16,7 +16,7 @@ from moevement_core.comms.transport import Transport
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery import flips
 from moevement_core.recovery.fetch import fetch
-from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.recovery.sources import SnapshotSource

@@ -9,7 +9,7 @@ from moevement_core import log
 from moevement_core.rebuild.live_replicas import LIVE
 from moevement_core.rebuild.prepare import Prepared
 from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.replay import Observer, replay
 from moevement_core.restart import injection
@@ -73,8 +73,8 @@ class Reexecution(Observer):
         parts, prepared, plan = self._parts, self._prepared, self._plan
         topology, binding = parts.topology, parts.binding
         is_alone = not with_all and bool(plan.iterations)
-        alone = Alone(topology.neighbours, frozenset(plan.runs), topology.channels.feeds) if is_alone else None
-        with binding.replaying(shared_from, alone) as trainer, working():
+        feeding = Feeding(topology.neighbours, frozenset(plan.runs), topology.channels.feeds) if is_alone else None
+        with binding.replaying(shared_from, feeding) as trainer, working():
             self._gradients_stay = trainer.gradients_stay
             last_record = replay(
                 plan, topology.stage, topology.table.names, prepared.snapshots, trainer, check, self, prepared.outcomes

@@ -18,7 +18,7 @@ from moevement_core.trainer.binding import Replicas
 
 
 @dataclass(frozen=True)
-class Kept:
+class SurvivorChecks:
     """Number of survivors by how much of their state was compared; the same on every rank."""
 
     ranks: int
@@ -54,7 +54,7 @@ class _Compared:
     replicas: list[Replicas]
 
 
-def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> Kept:
+def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> SurvivorChecks:
     """Compare the kept state of all survivors. Every rank calls it while ``state@until`` is live.
 
     Args:
@@ -79,7 +79,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
             f"what ranks kept is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. Nothing of it may "
             "be used: start again from a dense checkpoint or a window on disk"
         )
-    return Kept(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
+    return SurvivorChecks(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
 
 
 def _compare(parts: Parts, until: int) -> _Compared:

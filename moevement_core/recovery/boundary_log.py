@@ -127,7 +127,7 @@ class BoundaryLog:
         self._logged[iteration] = {direction: [] for direction in Direction}
         self._buffers.begin_iteration()
 
-    def begin_again(self) -> None:
+    def restart_iteration(self) -> None:
         """Drop the sends of the present iteration, because training recomputes it from its beginning."""
         if self._iteration is not None:
             self.begin(self._iteration)
@@ -235,7 +235,7 @@ class BoundaryLog:
         self._logged.pop(iteration, None)
         for logged in dropped:
             logged.copied.synchronize()
-            self._buffers.give_back(logged.buffer, getattr(torch, logged.dtype).itemsize)
+            self._buffers.release(logged.buffer, getattr(torch, logged.dtype).itemsize)
 
     def _tensors_of(self, iteration: int) -> Iterator[Logged]:
         for logged in self._logged.get(iteration, {}).values():

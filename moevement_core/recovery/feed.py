@@ -127,7 +127,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class Feeding:
     """Replay by some stages, while the others feed them and wait."""
 
     neighbours: Neighbours

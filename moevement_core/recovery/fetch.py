@@ -9,7 +9,7 @@ import torch
 
 from moevement_core.comms.transport import Transport
 from moevement_core.errors import SnapshotError
-from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.take_part import OpenSum, take_part
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum

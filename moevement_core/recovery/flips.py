@@ -22,7 +22,7 @@ from moevement_core import log
 from moevement_core.comms.transport import Transport
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.boundary_log import BoundaryLog, Direction
-from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.rendezvous.store import connect, store_address
@@ -148,7 +148,7 @@ def _of_parity(
         if (opened := sources[Source.PARITY].open_sum(term.owner, fetch.iteration)) is None:
             continue
         group, stripe = opened
-        group.give_back(stripe)
+        group.end_reading(stripe)
         at = draw.randrange(stripe.total.nbytes)
         return _byte(stripe.total, at), Place(
             flip.kind, rank, term.owner, fetch.iteration, f"the sum of its group, for rank {fetch.owner}", at,
@@ -178,7 +178,7 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
         _flip(_byte(Buffer(logged.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
 
 
-def on_the_way(channel: str, inner: Transport) -> Transport:
+def flipping_transport(channel: str, inner: Transport) -> Transport:
     """Return ``inner``, wrapped in a transport that flips bits if flips of this channel are armed.
 
     Args:

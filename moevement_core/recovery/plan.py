@@ -19,7 +19,7 @@ from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
 from moevement_core.policy.redo import RedoRun, redo_runs
 from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.policy.versions import leaves_out, version_runs
-from moevement_core.recovery.places import Fetch, Holding, Place, Source
+from moevement_core.recovery.holdings import Fetch, Holding, Place, Source
 from moevement_core.recovery.sums import Summed, places_in_sums
 from moevement_core.snapshot.snapshot import contents_of
 

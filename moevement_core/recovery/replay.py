@@ -37,7 +37,7 @@ class Trainer(ABC):
             snapshot: snapshot of this rank.
             loads: kind of state to load, by operator.
             is_shared: True if replicas of a state exchange the parts that each of them has saved; all of them call this
-                method then. False to wait for no rank; :meth:`complete` exchanges the parts in the end.
+                method then. False to wait for no rank; :meth:`gather_replicas` exchanges the parts in the end.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
@@ -53,7 +53,7 @@ class Trainer(ABC):
         """
         raise NotImplementedError
 
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         """Exchange state among ranks after each has repeated its updates; see ``Binding.complete``."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ def replay(
         if iteration <= run.last and (snapshot is not None or not run.is_stale):
             trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)), is_shared=not run.is_redone)
         if run.is_redone and iteration == run.last:
-            trainer.complete()
+            trainer.gather_replicas()
         if snapshot is not None:
             active = run.is_at(iteration)
             check.compare(snapshot, frozenset(_chosen(names, active)), updated)

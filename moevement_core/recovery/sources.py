@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.sums import Summed
 from moevement_core.recovery.take_part import summed
 from moevement_core.replication.parity.store import GroupStore, MemberStore, Stripe

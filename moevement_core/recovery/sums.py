@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.recovery.places import Holding, Place, Source, Sum, Term
+from moevement_core.recovery.holdings import Holding, Place, Source, Sum, Term
 from moevement_core.replication.parity.code import recover
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moevement_core.comms.transport import Transport
-from moevement_core.recovery.places import Source, Sum, Term
+from moevement_core.recovery.holdings import Source, Sum, Term
 from moevement_core.recovery.sums import Part, Summed
 from moevement_core.replication.parity.field import add_product
 from moevement_core.replication.parity.store import GroupStore, Stripe, tensors_between
@@ -83,7 +83,7 @@ def take_part(
         _add([part for part in parts if part is not None], sum_.nbytes, before, after, transport)
     finally:
         for store, stripe in leases:
-            store.give_back(stripe)
+            store.end_reading(stripe)
 
 
 def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, transport: Transport) -> None:

@@ -28,18 +28,18 @@ from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     BLOCKS,
     ELASTIC,
-    GIVEN_BACK,
     GIVEN_UP,
     JOB_NAME,
     NEWEST,
     ROSTER,
     START,
     STOP,
+    UNUSABLE_DEVICE,
     Death,
-    GivenBack,
     MemberInfo,
     NoticedBy,
     Roster,
+    UnusableDevice,
 )
 from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 from moevement_core.rendezvous.takeover import split_blocks, take_over
@@ -196,8 +196,8 @@ class Coordinator:
             self._respawns.begins(node)
         elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
             self._respawns.are_lost(node)
-        if (notice := self._store.read(f"{GIVEN_BACK}/{member}")) is not None:
-            how, noticed_by = self._take_back(node, GivenBack.decode(notice)), NoticedBy.DEVICE
+        if (notice := self._store.read(f"{UNUSABLE_DEVICE}/{member}")) is not None:
+            how, noticed_by = self._take_back(node, UnusableDevice.decode(notice)), NoticedBy.DEVICE
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
@@ -250,8 +250,8 @@ class Coordinator:
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
         # A process may be unable to end because of its device, so the coordinator does not wait for its end.
-        if self._store.has_rung(GIVEN_BACK):
-            for member in [number for number in self.members if self._store.check([f"{GIVEN_BACK}/{number}"])]:
+        if self._store.has_rung(UNUSABLE_DEVICE):
+            for member in [number for number in self.members if self._store.check([f"{UNUSABLE_DEVICE}/{number}"])]:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
         if self.state in (State.STOPPED, State.DONE):
             return
@@ -283,7 +283,7 @@ class Coordinator:
         ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
         return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
-    def who(self) -> list[dict[str, Any]]:
+    def process_entries(self) -> list[dict[str, Any]]:
         """Return the entries of ``ranks.json``: ranks in their order, then spares, then processes that are starting."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
@@ -308,17 +308,17 @@ class Coordinator:
         info = self.members.get(member)
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
-    def _take_back(self, node: str, given_back: GivenBack) -> str:
+    def _take_back(self, node: str, unusable: UnusableDevice) -> str:
         """Exclude the device of a member that has given its rank back, if it is broken.
 
         Returns:
             The description of the member's end, for log lines.
         """
-        how = f"gave its rank back because its device cannot be used ({given_back.reason})"
-        if given_back.is_broken and given_back.device:
-            self._broken.add(given_back.device)
+        how = f"gave its rank back because its device cannot be used ({unusable.reason})"
+        if unusable.is_broken and unusable.device:
+            self._broken.add(unusable.device)
             self._respawns.are_lost(node)
-            self._report(f"device {given_back.device} of {node} is left out from here on: {given_back.reason}")
+            self._report(f"device {unusable.device} of {node} is left out from here on: {unusable.reason}")
         else:
             self._respawns.begins(node)
         return how
@@ -511,7 +511,7 @@ class Coordinator:
         for member in entered:
             if now <= self._leave_by.setdefault(member, self._interrupted_at + leave_s):
                 continue
-            if generation.has_come_further(member):
+            if generation.has_new_phase(member):
                 self._leave_by[member] = now + leave_s
             else:
                 self._lose(member, f"did not stop within {leave_s:g} s of an interruption", NoticedBy.TIMEOUT)

@@ -77,7 +77,7 @@ class Entered:
                 newly.append(self.left[member])
         return newly
 
-    def has_come_further(self, member: int) -> bool:
+    def has_new_phase(self, member: int) -> bool:
         """Return True if a member has reported a further phase of leaving since the last call."""
         phase = self._store.read(f"{LEAVING.format(self.generation)}/{member}")
         if phase is None or phase == self._phases.get(member):

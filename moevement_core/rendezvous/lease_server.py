@@ -77,7 +77,7 @@ class LeaseServer:
     ) -> None:
         listener.setblocking(False)
         self._listener, self._holder, self._token, self._on_request = listener, holder, token, on_request
-        self.strangers = 0
+        self.unauthenticated = 0
         """Number of connections that were closed before their callers had proved that they have the token."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -167,7 +167,7 @@ class LeaseServer:
         )  # fmt: skip
 
     def _drop(self, supervisor: _Supervisor) -> None:
-        self.strangers += not supervisor.lines.is_open
+        self.unauthenticated += not supervisor.lines.is_open
         self._selector.unregister(supervisor.lines.socket)
         del self._connections[supervisor.lines.socket]
         self._unknown.pop(supervisor, None)

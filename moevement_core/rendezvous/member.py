@@ -14,7 +14,6 @@ from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     FINISHED,
-    GIVEN_BACK,
     GIVEN_UP,
     JOINED,
     LEFT,
@@ -23,9 +22,10 @@ from moevement_core.rendezvous.roster import (
     ROSTER,
     START,
     STOP,
-    GivenBack,
+    UNUSABLE_DEVICE,
     MemberInfo,
     Roster,
+    UnusableDevice,
 )
 from moevement_core.rendezvous.signed_store import SignedStore
 
@@ -118,10 +118,10 @@ class Member:
         }  # fmt: skip
         self._write(LEFT, json.dumps(left))
 
-    def give_back(self, given_back: GivenBack) -> None:
+    def report_unusable_device(self, notice: UnusableDevice) -> None:
         """Report that this member cannot use its device; a spare takes its rank. The caller then ends the process."""
-        self._store.set(f"{GIVEN_BACK}/{self._info.member}", given_back.encode())
-        self._store.ring(GIVEN_BACK)
+        self._store.set(f"{UNUSABLE_DEVICE}/{self._info.member}", notice.encode())
+        self._store.ring(UNUSABLE_DEVICE)
 
     def finished(self) -> None:
         """Report that this rank has reached the end of training."""

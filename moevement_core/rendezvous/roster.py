@@ -48,8 +48,8 @@ INTERRUPTED = "generation/{}/interrupted"
 """Key of the interruption of a generation: the failed rank or ranks, and the kind of failure."""
 GIVEN_UP = "members/{}/given_up"
 """Key, by member, of the reason why the job goes on without it."""
-GIVEN_BACK = "members/given_back"
-"""Bell that rings when a member has given its rank back; the member's value is a :class:`GivenBack`."""
+UNUSABLE_DEVICE = "members/unusable_device"
+"""Bell that rings when a member has given its rank back; the member's value is a :class:`UnusableDevice`."""
 NEWEST = "generation/newest"
 """Key of the number of the newest generation; -1 before the first proposal."""
 ELASTIC = "job/elastic"
@@ -106,7 +106,7 @@ class MemberInfo:
 
 
 @dataclass(frozen=True)
-class GivenBack:
+class UnusableDevice:
     """Notice of a member that it cannot use its device any more, and ends."""
 
     reason: str
@@ -121,13 +121,13 @@ class GivenBack:
         return msgspec.json.encode(self).decode()
 
     @staticmethod
-    def decode(text: str | bytes) -> GivenBack:
+    def decode(text: str | bytes) -> UnusableDevice:
         """Decode a value that :meth:`encode` has returned.
 
         Raises:
-            ExchangeError: the value is not an encoded :class:`GivenBack`.
+            ExchangeError: the value is not an encoded :class:`UnusableDevice`.
         """
-        return _decoded(text, GivenBack)
+        return _decoded(text, UnusableDevice)
 
 
 @dataclass(frozen=True)

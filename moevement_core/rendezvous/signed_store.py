@@ -129,7 +129,7 @@ class SignedStore:
             expected = raw
 
     def ring(self, bell: str) -> None:
-        """Ring a bell, so that its listeners look at once; a bell is only a hint, because strangers can change it."""
+        """Ring a bell, so that its listeners look at once. A bell is a hint: unauthenticated peers can change it."""
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
@@ -140,14 +140,14 @@ class SignedStore:
         return is_new
 
     def tag(self, name: str) -> str:
-        """Return the tag of a name, which strangers cannot compute.
+        """Return the tag of a name, which unauthenticated peers cannot compute.
 
         A key with a name and its tag was written by a process of the job. So readers need not read other keys.
         """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin with ``prefix``, including those that strangers wrote."""
+        """Return the keys that begin with ``prefix``, including those of unauthenticated peers."""
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
 
     def keep_written(self) -> None:

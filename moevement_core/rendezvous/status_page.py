@@ -77,7 +77,7 @@ class StatusPage:
         """Ask the process to end its job at the next boundary between iterations."""
         struct.pack_into("<q", self._memory, _WINDS_DOWN, 1)
 
-    def let_wait(self, *, waits: bool) -> None:
+    def set_waiting(self, *, waits: bool) -> None:
         """Have the process idle before it begins, or let it begin."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 

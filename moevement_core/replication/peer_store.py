@@ -35,7 +35,7 @@ class PeerStore(ABC):
         """Accept snapshots from ``iteration`` on again, because the job goes back to an older state than they had."""
         self.floor = min(self.floor, iteration)
 
-    def is_part_of(self, others: Collection[PeerStore]) -> bool:
+    def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
         """Return True if one of ``others`` uses the same memory."""
         return self in others
 
@@ -66,7 +66,7 @@ class PeerStore(ABC):
         """Free snapshots before ``iteration``, which no recovery needs, and refuse such snapshots from now on."""
 
     @abstractmethod
-    def give_back(self, last: int) -> None:
+    def free_unneeded(self, last: int) -> None:
         """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
 
     @abstractmethod

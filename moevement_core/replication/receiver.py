@@ -19,7 +19,7 @@ from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, K
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 from moevement_core.util import damage
-from moevement_core.util.priority import let_training_go_first
+from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2
@@ -51,7 +51,7 @@ class Receiver(ABC):
         self._thread.start()
 
     def _run(self) -> None:
-        let_training_go_first()
+        lower_priority()
         try:
             while (message := self._next()).kind is not Kind.BYE:
                 self._answer_to(message)
@@ -211,7 +211,7 @@ class CopyReceiver(Receiver):
 
     def _bring_back(self, message: Message) -> Buffer | None:
         try:
-            self._copies.bring_back(message.payload_bytes)
+            self._copies.reallocate(message.payload_bytes)
         except RuntimeError as error:
             self._report(f"no host memory for the copies of rank {self.store.source}: {_first_line(error)}")
         return self._copies.begin(message.iteration, message.payload_bytes)

@@ -82,7 +82,7 @@ class ReplicaStore(PeerStore):
         with self._lock:
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
-    def give_back(self, last: int) -> None:
+    def free_unneeded(self, last: int) -> None:
         """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
         with self._lock:
             held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
@@ -124,7 +124,7 @@ class ReplicaStore(PeerStore):
                 self._release([iteration])
         return self._arena.acquire(nbytes)
 
-    def bring_back(self, nbytes: int) -> None:
+    def reallocate(self, nbytes: int) -> None:
         """Allocate freed memory again for a snapshot of ``nbytes`` bytes, up to the promised bytes.
 
         Raises:

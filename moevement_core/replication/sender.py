@@ -21,7 +21,7 @@ from moevement_core.replication.spread import Spread
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.snapshot import Header, Snapshot
-from moevement_core.util.priority import let_training_go_first
+from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 ATTEMPTS = 3
@@ -172,7 +172,7 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
-        let_training_go_first()
+        lower_priority()
         try:
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 self.cpu_s = time.thread_time()

@@ -32,7 +32,7 @@ from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
-from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GivenBack, MemberInfo, Roster
+from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, MemberInfo, Roster, UnusableDevice
 from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
@@ -259,7 +259,7 @@ class _Restarts:
         device = self._health.identity if self._health is not None else ""
         with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop this.
             print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
-            self._member.give_back(GivenBack(fault.reason, device, fault.is_broken))
+            self._member.report_unusable_device(UnusableDevice(fault.reason, device, fault.is_broken))
             if guard is not None:
                 guard.interrupt_all(Interruption.EXCEPTION)
             sys.stdout.flush()

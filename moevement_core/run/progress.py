@@ -64,7 +64,7 @@ class Progress:
         elif self._last and self._last is not self._printed:
             self._print_plain()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of the launcher at once."""
         self._console.print(f"{OURS}{text}", markup=False, highlight=False, soft_wrap=True)
 

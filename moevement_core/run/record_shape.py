@@ -114,11 +114,11 @@ def job_complaint(job: Any) -> str | None:
     return None
 
 
-def strangers_complaint(strangers: Any) -> str | None:
-    """Return a description of the error in ``strangers.json``; None if it is valid."""
-    values = strangers.get("values") if isinstance(strangers, dict) else None
+def rejected_values_complaint(rejected: Any) -> str | None:
+    """Return a description of the error in ``rejected_values.json``; None if it is valid."""
+    values = rejected.get("values") if isinstance(rejected, dict) else None
     if not isinstance(values, int) or not _is_whole(values) or values < 0:
-        return f"{_shown(strangers)} is no count; it was damaged after writing"
+        return f"{_shown(rejected)} is no count; it was damaged after writing"
     return None
 
 

@@ -6,7 +6,7 @@
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``job.json``          command, versions and hardware of the newest job, and its end (``job_entry.py``)
 ``ranks.json``        rank, pid, host and role of every process
-``strangers.json``    number of values in the job's store from foreign processes; missing while it is 0
+``rejected_values.json``    number of values in the job's store from foreign processes; missing while it is 0
 ``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, if the launcher collects it
@@ -62,7 +62,7 @@ class RunRecord:
         self.events_path = folder / "events.jsonl"
         self.job_path = folder / "job.json"
         self.ranks_path = folder / "ranks.json"
-        self.strangers_path = folder / "strangers.json"
+        self.rejected_values_path = folder / "rejected_values.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
         """Figures of the run, from the lines and events that this process has written or has found at its start."""
@@ -138,9 +138,12 @@ class RunRecord:
         known = {field.name for field in dataclasses.fields(JobEntry)} & entry.keys()
         return JobEntry(**{name: entry[name] for name in known})
 
-    def write_strangers(self, values: int) -> None:
-        """Replace the file ``strangers.json``."""
-        self._try(self.strangers_path, lambda: _replace(self.strangers_path, json.dumps({"values": values}) + "\n"))
+    def write_rejected_values(self, values: int) -> None:
+        """Replace the file ``rejected_values.json``."""
+        self._try(
+            self.rejected_values_path,
+            lambda: _replace(self.rejected_values_path, json.dumps({"values": values}) + "\n"),
+        )
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
         """Write the placement of experts that holds from the iteration after ``iteration`` on."""

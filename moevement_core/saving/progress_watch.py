@@ -115,7 +115,7 @@ class ProgressWatch:
         schedule = self._checkpointer.history.at(persisted)
         if schedule.slot(persisted) == 0 or self.announced == NONE:
             self.announced = persisted
-            self._reports.say(
+            self._reports.log(
                 f"window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
                 f"{peers} peers; replication lags {progress.lag})"
             )

@@ -47,7 +47,7 @@ class Reports:
         """True if this rank records events."""
         return self._binding.record is not None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Log a line in this process."""
         log.info(text)
 
@@ -80,10 +80,10 @@ class Reports:
                 if not self._from_threads:
                     return
 
-    def say_once(self, text: str) -> None:
+    def log_once(self, text: str) -> None:
         """Log one line for all ranks. Collective in form: every rank calls it, and rank 0 logs."""
         if self._rank == 0:
-            self.say(text)
+            self.log(text)
 
     def warn(self, text: str, event: Event) -> None:
         """Report a warning in the launcher's output, as an event and in the summary. Every rank calls it."""

@@ -160,7 +160,7 @@ class Saving:
         return Policy(
             window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
             self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
-            self.checkpointer.memory.keeps_own,
+            self.checkpointer.memory.keeps_own_copies,
         )  # fmt: skip
 
     def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies], *, is_resized: bool) -> Checkpointer:
@@ -169,7 +169,7 @@ class Saving:
             is_summed=self._config.copies.protection.parity is not None,
         )  # fmt: skip
         if policy is not None:
-            history, memory.keeps_own = ScheduleHistory(*policy.schedules), policy.keeps_own
+            history, memory.keeps_own_copies = ScheduleHistory(*policy.schedules), policy.keeps_own_copies
         else:
             history = self.windows.first(self._binding.iteration, memory, is_running=is_resized)
         self._set_aside_for_log(history.all)
@@ -231,7 +231,7 @@ class Saving:
             if is_other_window(self.checkpointer.history.newest, before):
                 self._record_plan()
             self._settled = self._policy(window_start)
-            self.disk.try_again()
+            self.disk.retry_folder()
         self.windows.give_room()
         self._spread_copies()
         self.policy_s = time.perf_counter() - began_s
@@ -294,11 +294,11 @@ class Saving:
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
-    def rolled_back_to(self, iteration: int) -> None:
+    def discard_after(self, iteration: int) -> None:
         """Discard decisions and snapshots after ``iteration``, to which a lossy recovery has rolled back."""
         now = generation()
         history = now.roster.generation if now is not None else 0
-        schedules = self.windows.strategy.going_on(self.checkpointer.history.all, iteration, history)
+        schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
         self.checkpointer.history = ScheduleHistory(*schedules)
         self.checkpointer.forget_after(iteration)
         self._settled = self._policy(iteration)
@@ -381,7 +381,7 @@ class Saving:
         before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
-        others = [store for store in before if not store.is_part_of(current)]
+        others = [store for store in before if not store.shares_memory_with(current)]
         # Copies for ranks that have other peers now stay useful until those peers have them.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
@@ -429,7 +429,7 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
 
     Raises:
         ConfigError: experts shall get extra capacity without ``expert_room``, or updates shall be repeated without
-            ``complete`` or without gradients in ``states``. On every rank.
+            ``gather_replicas`` or without gradients in ``states``. On every rank.
     """
     if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
         raise ConfigError(
@@ -441,8 +441,8 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     asked, instead = f"--moevement-recovery {strategy.recovery}", "--moevement-recovery replay"
     if not strategy.may_redo:
         asked, instead = f"--moevement-strategy {strategy.name}", "--moevement-dense-interval 2 or more"
-    if type(binding).complete is Binding.complete:
-        raise ConfigError(f"{asked}: {type(binding).__name__} has no complete(); define it, or use {instead}")
+    if type(binding).gather_replicas is Binding.gather_replicas:
+        raise ConfigError(f"{asked}: {type(binding).__name__} has no gather_replicas(); define it, or use {instead}")
     states = binding.states().values()
     if any(
         all_gather_objects(any(state.full for state in states) and not any(state.gradient for state in states), bool)

@@ -34,7 +34,7 @@ class Policy:
     """Name of the job's start in the names of its windows on disk; empty without one."""
     needed: tuple[int, int]
     """First and last snapshot of the run that is persisted on every rank; ``NONE`` for both without one."""
-    keeps_own: bool
+    keeps_own_copies: bool
     """True if ranks keep their own snapshots when all peers have them."""
 
     def with_windows_of(self, other: Policy) -> Policy:

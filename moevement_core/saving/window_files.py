@@ -15,7 +15,7 @@ from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.comms.transport import Transport
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.rebuild.prepare import Prepared, prepare
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.saving.folder import SharedFolder

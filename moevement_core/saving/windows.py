@@ -131,7 +131,7 @@ class WindowDecisions:
     def join(self, policy: Policy) -> None:
         """Continue with the decisions of a stage on a replacement; earlier ranks have logged the kind of recovery."""
         self.adopt(policy)
-        self._said = self.strategy.way_of(policy.schedules[-1])
+        self._said = self.strategy.reason_prefix(policy.schedules[-1])
 
     # Once an iteration
 
@@ -172,9 +172,9 @@ class WindowDecisions:
     def give_room(self) -> None:
         """Give extra capacity in the next iteration to the experts that the strategy names, and to no others."""
         if self._room is not None:
-            self._room.open(self.strategy.short_of_tokens())
+            self._room.open(self.strategy.boosted_experts())
 
-    def go_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def roll_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Roll back to a restore point whose operators have different ages, and count re-executed iterations as new.
 
         Args:
@@ -217,7 +217,7 @@ class WindowDecisions:
 
         Args:
             start: iteration whose state the run begins from.
-            memory: memory of this rank's snapshots; its ``keeps_own`` is set to the decision of all ranks.
+            memory: memory of this rank's snapshots; its ``keeps_own_copies`` is set to the decision of all ranks.
             is_running: True if the job has already begun, so that it continues even if memory is short.
 
         Raises:
@@ -260,20 +260,20 @@ class WindowDecisions:
         Raises:
             ConfigError: a rank needs more than it may use. On every rank.
         """
-        memory.keeps_own = True
+        memory.keeps_own_copies = True
         local = Needs(
             memory.here([schedule]), memory.in_flight([schedule]),
             AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
         needs = all_gather_objects(local, Needs)
-        memory.keeps_own, total = decide_keep_own(
+        memory.keeps_own_copies, total = decide_keep_own(
             needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
         )
-        per_rank = totals(needs, self.topology.kept_bytes, keeps_own=memory.keeps_own)
+        per_rank = totals(needs, self.topology.kept_bytes, keeps_own_copies=memory.keeps_own_copies)
         self.planned_bytes = per_rank[self.topology.rank].nbytes
         if self.topology.rank == 0:
-            also = "" if memory.keeps_own else "; own snapshots go when all peers have them"
+            also = "" if memory.keeps_own_copies else "; own snapshots go when all peers have them"
             log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
 
     @property
@@ -407,8 +407,11 @@ class WindowDecisions:
         if math.isinf(self.allowed.nbytes):
             return [[] for _ in schedules]
         per_rank = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules], list[Needs])
-        keeps_own = checkpointer.memory.keeps_own
-        return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*per_rank, strict=True)]
+        keeps_own_copies = checkpointer.memory.keeps_own_copies
+        return [
+            totals(needs, self.topology.kept_bytes, keeps_own_copies=keeps_own_copies)
+            for needs in zip(*per_rank, strict=True)
+        ]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
         """Return the host memory that this rank needs for ``schedule`` after the current one. Memory of the current one

@@ -101,13 +101,13 @@ class WindowsOnDisk:
         self.job_name, self._place = self.job_name or self._names.start, place
         if self._is_missing:
             text = f"windows are written to {place.path} again"
-            self._reports.say_once(text)
+            self._reports.log_once(text)
             self._reports.event(WindowsOnDiskAgain(text))
         self._is_missing, self._misses = False, 0
         self._writer = self._make_writer(place)
         self._checkpointer.write_to(self._writer, self._binding.iteration)
 
-    def try_again(self) -> None:
+    def retry_folder(self) -> None:
         """Try an unusable folder again. Called at the beginning of each window; most calls only count down."""
         if self._config.disk.persist_dir is None or self._writer is not None:
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moevement_core.comms.exchange import all_gather_objects
-from moevement_core.rebuild.survivors import Kept
+from moevement_core.rebuild.survivors import SurvivorChecks
 from moevement_core.rendezvous.roster import Death, NoticedBy
 from moevement_core.restart.generation import generation
 from moevement_core.restart.leaving import LeavingPhase
@@ -38,7 +38,7 @@ _Told = tuple[float, float, float, float, float, float, int, dict[str, float], i
 
 
 def report_failure(
-    session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: Kept, times: Times
+    session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: SurvivorChecks, times: Times
 ) -> None:
     """Log and record the account of a recovery. Every rank calls it.
 
@@ -88,7 +88,7 @@ def report_failure(
     )
     if dist.get_rank() == 0:
         for line in account.lines():
-            session.saving.reports.say(line)
+            session.saving.reports.log(line)
     session.saving.reports.event(account)
     if roster.split:
         nodes = tuple(roster.nodes_of(*block) for block in roster.split)

@@ -11,9 +11,9 @@ from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.rebuild.execute import execute
 from moevement_core.rebuild.live_replicas import LiveReplicas
 from moevement_core.rebuild.prepare import Prepared, Scope, prepare
-from moevement_core.rebuild.survivors import Kept, check_kept
+from moevement_core.rebuild.survivors import SurvivorChecks, check_kept
 from moevement_core.recovery import flips
-from moevement_core.recovery.places import Source
+from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.plan import Report
 from moevement_core.recovery.sources import MemorySource, SnapshotSource
 from moevement_core.run.events import RecoveredFromDisk
@@ -91,7 +91,7 @@ class Recoverer:
             placed_since=self.placements.unchanged_since(placement()),
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
-        if self._windows.strategy.to_disk_alone:
+        if self._windows.strategy.only_to_disk:
             return self._prepare_from_disk(parts, report, {}, until, None)
         try:
             may_redo = self._saving.may_redo
@@ -129,7 +129,7 @@ class Recoverer:
         self._records.take({record["iteration"]: record for record in records if record} | dict(prepared.outcomes))
         return self._carry_out(prepared, is_reported=is_reported)
 
-    def check_kept(self, until: int, prepared: Prepared | None) -> Kept:
+    def check_kept(self, until: int, prepared: Prepared | None) -> SurvivorChecks:
         """Compare the state that survivors kept with digests of it. See
         :func:`moevement_core.rebuild.survivors.check_kept`.
 
@@ -169,7 +169,7 @@ class Recoverer:
         self._release()
         self.done.append(done)
         if is_reported:  # otherwise the account of the whole failure contains it
-            self._reports.say_once(done.sentence())
+            self._reports.log_once(done.sentence())
         self._reports.event(done)
         return done
 
@@ -191,8 +191,8 @@ class Recoverer:
                 f"--moevement-strategy {strategy.name}: snapshots of {records[run.last].get('strategy')} leave experts "
                 "to older ones, and how many tokens those lack it alone can tell; give that strategy"
             )
-        lost = self._windows.go_back(run, learned)
-        self._saving.rolled_back_to(prepared.own_plan.iterations.start - 1)
+        lost = self._windows.roll_back(run, learned)
+        self._saving.discard_after(prepared.own_plan.iterations.start - 1)
         return lost
 
     def _prepare_from_disk(
@@ -228,7 +228,7 @@ class Recoverer:
         text = f"{name} on disk and replay iterations {prepared.own_plan.begins + 1} to {until}"
         if cause is None:
             text = f"all ranks go back to {text}"
-            self._reports.say_once(text)
+            self._reports.log_once(text)
             self._reports.event(RecoveredFromDisk(text, name, until))
         else:
             text = (

@@ -51,7 +51,7 @@ class RankReport:
     run_totals: Any = None
     """Totals of the job that replacements continue (``Binding.run_totals``)."""
     shared: Any = None
-    """Data from which a replacement builds its model and optimizer (``Binding.shared``)."""
+    """Data from which a replacement builds its model and optimizer (``Binding.build_data``)."""
     keeps: Copies = field(default_factory=dict)
     """Snapshots that the rank keeps for others."""
     policy: Policy | None = None
@@ -128,10 +128,10 @@ class Rejoined:
         assert mark is not None
         binding.put_boundary(mark.boundary if self.is_between or mark.resumed is None else mark.resumed)
         kept = session.recoverer.check_kept(self.until, self.prepared)
-        session.go_on(self.until)
+        session.resumed(self.until)
         times = Times(self.usable_at, self.prepared_at, replay_at, time.time())
         report_failure(session, self.until, self.lost, recovery, kept, times)
-        binding.back(self.until, mark.outcome, is_between=self.is_between)
+        binding.on_recovered(self.until, mark.outcome, is_between=self.is_between)
 
     def _replay(self, prepared: Prepared) -> Recovery:
         session, binding = self.session, self.session.binding
@@ -180,7 +180,7 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
     kept = RankReport(
         status,
         keeps=session.saving.keeps(),
-        shared=binding.shared(),
+        shared=binding.build_data(),
         policy=session.saving.policy(),
         run_totals=binding.run_totals(),
     )
@@ -192,8 +192,8 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
         kept,
         status=replace(status, committed=mark.iteration, has_begun_next=mark.resumed is not None),
         outcome=mark.outcome,
-        common=binding.common(mark.boundary),
-        begun=binding.common(mark.resumed) if mark.resumed is not None else None,
+        common=binding.replicated_state(mark.boundary),
+        begun=binding.replicated_state(mark.resumed) if mark.resumed is not None else None,
     )
 
 
@@ -287,7 +287,7 @@ def _log_gradients(session: Session) -> None:
         return
     if mark.iteration not in session.binding.iterations_left_out():
         session.saving.checkpointer.log_gradients(mark.iteration)
-    session.saving.checkpointer.let_gradients_go(mark.iteration)
+    session.saving.checkpointer.wait_for_gradient_copies(mark.iteration)
 
 
 def _go_on_or_join(

@@ -134,7 +134,7 @@ class Session:
         began = time.perf_counter()
         if not observer.observer.is_capturing:
             saving.checkpointer.pause(committed)
-            saving.checkpointer.let_gradients_go(committed)
+            saving.checkpointer.wait_for_gradient_copies(committed)
             self.totals.last_begin_s = 0.0
             return
         saving.windows.count(committed)
@@ -149,7 +149,7 @@ class Session:
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders)
-        gradient_stall_s = saving.checkpointer.let_gradients_go(committed)  # the trainer clears gradients next
+        gradient_stall_s = saving.checkpointer.wait_for_gradient_copies(committed)  # the trainer clears gradients next
         self.totals.stall_s += gradient_stall_s
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
         begin_s = time.perf_counter() - began
@@ -248,7 +248,7 @@ class Session:
         self.saving.rewire(policy, kept)
         self._start_clock()
 
-    def go_on(self, committed: int) -> None:
+    def resumed(self, committed: int) -> None:
         """Drop counts of re-executed iterations. Called on every rank before the first iteration after a failure."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
@@ -256,7 +256,7 @@ class Session:
 
     # The end
 
-    def let_go(self) -> None:
+    def end_threads(self) -> None:
         """End the threads of this session, in a process that continues without it. Waits for no other rank."""
         self.saving.checkpointer.capturer.close()
 

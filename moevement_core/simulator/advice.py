@@ -42,7 +42,7 @@ class Fixed:
 
     def allows(self, strategy: Strategy) -> bool:
         """Return True if a strategy agrees with these settings."""
-        inputs, size = strategy.costs.plan.given, strategy.costs.plan.size
+        inputs, size = strategy.costs.plan.inputs, strategy.costs.plan.size
         if not isinstance(strategy, MoEvement):
             return True
         has_kind = self.kind is None or isinstance(strategy, Redo) or inputs.kind is self.kind
@@ -73,7 +73,7 @@ class Choice:
     @property
     def copies(self) -> int:
         """Number of peers that keep a copy; 0 if state is in storage."""
-        return self.strategy.costs.plan.given.replicas if self.strategy.in_memory else 0
+        return self.strategy.costs.plan.inputs.replicas if self.strategy.in_memory else 0
 
     @property
     def fits(self) -> bool:
@@ -111,7 +111,7 @@ class Choice:
         if isinstance(strategy, MoEvement):
             recovery = " --moevement-recovery redo" if isinstance(strategy, Redo) else ""
             return (
-                f"--moevement-sparse-ckpt --moevement-window {plan.size} --moevement-window-kind {plan.given.kind} "
+                f"--moevement-sparse-ckpt --moevement-window {plan.size} --moevement-window-kind {plan.inputs.kind} "
                 f"--moevement-replicas {self.copies}{recovery}"
             )
         if isinstance(strategy, Gemini):
@@ -170,13 +170,13 @@ class Advice:
 
 def fits(strategy: Strategy) -> bool:
     """Return True if a node has enough host memory for a strategy, as far as that is known."""
-    memory = strategy.costs.plan.given.cluster.host_memory_bytes
+    memory = strategy.costs.plan.inputs.cluster.host_memory_bytes
     return memory is None or node_bytes(strategy) <= memory
 
 
 def node_bytes(strategy: Strategy) -> float:
     """Return the bytes of host memory that a strategy takes on a node."""
-    inputs = strategy.costs.plan.given
+    inputs = strategy.costs.plan.inputs
     return strategy.host_bytes * min(inputs.cluster.gpus_per_node, inputs.job.ranks)
 
 
@@ -202,11 +202,11 @@ class Variants:
             copies: number of copies on other nodes; left out, that of the job.
             is_redone: True for windows of a recovery by redo.
         """
-        copies = self.costs.plan.given.replicas if copies is None else copies
+        copies = self.costs.plan.inputs.replicas if copies is None else copies
         key = (kind, window, copies, is_redone)
         if key not in self._known:
             recovery = Recovery.REDO if is_redone else Recovery.REPLAY
-            inputs = replace(self.costs.plan.given, kind=kind, window=window, replicas=copies, recovery=recovery)
+            inputs = replace(self.costs.plan.inputs, kind=kind, window=window, replicas=copies, recovery=recovery)
             try:
                 self._known[key] = replace(self.costs, plan=CheckpointPlan(inputs))
             except WindowError:
@@ -229,11 +229,11 @@ def advise(
         fixed: settings that the user has decided.
     """
     costs = variants.costs
-    copies = costs.plan.given.replicas
+    copies = costs.plan.inputs.replicas
     choices = choices_of(variants, draws, until_s, spares, rows, fixed)
     by_copies = {copies: choices}
     for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
-        if count != copies and variants.of(costs.plan.given.kind, copies=count) is not None:
+        if count != copies and variants.of(costs.plan.inputs.kind, copies=count) is not None:
             by_copies[count] = choices_of(variants, draws, until_s, spares, (), fixed, count)
     in_memory = (
         next(choice for choice in by_copies[count] if choice.strategy.in_memory) for count in sorted(by_copies)
@@ -257,8 +257,8 @@ def choices_of(
         copies: number of copies on other nodes; left out, that of the job.
     """
     fixed = fixed or Fixed()
-    copies = variants.costs.plan.given.replicas if copies is None else copies
-    known = [Choice(cell) for cell in rows if may_be_proposed(cell.strategy) and fixed.allows(cell.strategy)]
+    copies = variants.costs.plan.inputs.replicas if copies is None else copies
+    known = [Choice(cell) for cell in rows if is_candidate(cell.strategy) and fixed.allows(cell.strategy)]
     for candidates in _by_family(_candidates(variants, draws.mtbf_s, fixed, copies)).values():
         candidates.sort(key=lambda candidate: (fits(candidate), candidate.analytic_ettr(draws.mtbf_s)), reverse=True)
         known += [Choice(cell_of(candidate, draws, until_s, spares)) for candidate in candidates[:SIMULATED]]
@@ -281,7 +281,7 @@ def _rank(choice: Choice) -> tuple[bool, float, float]:
     return choice.fits, choice.ettr, choice.cell.formula
 
 
-def may_be_proposed(strategy: Strategy) -> bool:
+def is_candidate(strategy: Strategy) -> bool:
     """Return True if a strategy loses no update, and a job can be started with it."""
     is_part = isinstance(strategy, MoEvement) and strategy.techniques != Techniques()
     return strategy.name not in (*LOSSY, "none", "gemini-stalling") and not is_part
@@ -303,7 +303,7 @@ def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) ->
     smallest = variants.of(WindowKind.ROLLING, None, copies, is_redone=True)
     for variant in _windows(smallest, variants, WindowKind.ROLLING, fixed.window, copies):
         yield Redo(variant)
-    costs = variants.of(variants.costs.plan.given.kind, variants.costs.plan.given.window, copies)
+    costs = variants.of(variants.costs.plan.inputs.kind, variants.costs.plan.inputs.window, copies)
     if costs is None:
         return
     # Training waits for a checkpoint that is still being sent when the next one begins; this interval avoids that.

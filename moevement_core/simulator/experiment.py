@@ -114,7 +114,7 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
 
 def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
     """Return the results of one strategy, trained once with the failures of each training in ``draws``."""
-    job = strategy.costs.plan.given.job
+    job = strategy.costs.plan.inputs.job
     # A strategy may change during a training, so each training has a fresh one.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
     return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes, draws.together)

@@ -45,7 +45,7 @@ class Checkpointing:
     period: int | None = None
     """Iterations from one window to the next; left out, as many as the cap on overhead asks for."""
     replicas: int = 2
-    keeps_own: bool = True
+    keeps_own_copies: bool = True
     """True if ranks keep their own snapshots after all peers have them."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
@@ -157,7 +157,7 @@ class Scenario:
         plan = CheckpointPlan(
             PlanInput(
                 self.job, self.cluster, self.job.regime, time.total_s, WindowKind(saved.window_kind), saved.replicas,
-                saved.window, saved.period, self.contention, keeps_own=saved.keeps_own,
+                saved.window, saved.period, self.contention, keeps_own_copies=saved.keeps_own_copies,
             )
         )  # fmt: skip
         assert self.cluster.storage_bytes_per_s is not None

@@ -62,7 +62,7 @@ class Way:
     @property
     def spares_h(self) -> float:
         """GPU hours of idle spares."""
-        return self.spares * self.strategy.costs.plan.given.cluster.gpus_per_node * MONTH_H
+        return self.spares * self.strategy.costs.plan.inputs.cluster.gpus_per_node * MONTH_H
 
     @property
     def total_h(self) -> float:
@@ -233,7 +233,7 @@ def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
     A failure that finds all spares under repair waits until the scheduler provides a node. Erlang's loss formula gives
     the share of such failures.
     """
-    costs, inputs, spares = strategy.costs, strategy.costs.plan.given, pool.count or 0
+    costs, inputs, spares = strategy.costs, strategy.costs.plan.inputs, pool.count or 0
     without = 1.0
     for count in range(1, spares + 1):
         load = pool.repair_s / mtbf_s * without

@@ -85,7 +85,7 @@ class Agreement(ABC):
         """Return what all ranks agreed on from the last proposals; None before the first."""
 
 
-class Alone(Agreement):
+class SingleRankAgreement(Agreement):
     """Agreement of a job with a single rank: its own proposals."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ there are several.
 """
 SMALLEST_SLAB = 1 << 20
 """Bytes of the smallest slab."""
-GIVEN_BACK_AT_ONCE = 256 << 20
+RETURNED_AT_ONCE = 256 << 20
 """Approximate most bytes that one call of :meth:`Arena.shrink` releases, because a training thread may wait for it."""
 
 
@@ -53,7 +53,7 @@ class Arena:
         self._device = device
         self._lock = threading.Lock()
         """Lock that is always entered directly and never through the condition: see :mod:`moevement_core.util.gate`."""
-        self._given_back = threading.Condition(self._lock)
+        self._freed = threading.Condition(self._lock)
         self._resizing = threading.Lock()
         self._slabs: list[torch.Tensor] = []
         """Slabs in order of addresses."""
@@ -90,7 +90,7 @@ class Arena:
                 everything = sorted([*self._slabs, *slabs], key=torch.Tensor.data_ptr)
                 free = _merged([*self._free, *slabs], everything)
                 self._slabs, self._free, self._leaving = everything, free, frozenset()
-                self._given_back.notify_all()
+                self._freed.notify_all()
 
     def shrink(self, nbytes: int) -> bool:
         """Release some free slabs, as long as ``nbytes`` stay; return True if more slabs are to be released.
@@ -138,7 +138,7 @@ class Arena:
         """
         with self._lock:
             self._free = _outside([extent.memory for buffer in held for extent in buffer.extents], self._slabs)
-            self._given_back.notify_all()
+            self._freed.notify_all()
 
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until ``nbytes`` are free; return False after ``timeout_s`` seconds.
@@ -146,7 +146,7 @@ class Arena:
         Another thread may acquire them before the caller does.
         """
         with self._lock:
-            return self._given_back.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
+            return self._freed.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """Return a buffer of at least ``nbytes``, in few pieces; None if fewer bytes are free."""
@@ -195,7 +195,7 @@ class Arena:
 
     def _give_back(self, pieces: Sequence[torch.Tensor]) -> None:
         self._free = _merged([*self._free, *pieces], self._slabs)
-        self._given_back.notify_all()
+        self._freed.notify_all()
 
 
 def _nbytes(memory: torch.Tensor) -> int:
@@ -215,7 +215,7 @@ def _without_surplus(
     used = {slab.data_ptr(): slab.nbytes for slab in slabs}
     for piece in free:
         used[slabs[_place(piece, slabs)].data_ptr()] -= piece.nbytes
-    at_once = GIVEN_BACK_AT_ONCE
+    at_once = RETURNED_AT_ONCE
     released, leaving = set[int](), set[int]()
     for slab in sorted(slabs, key=lambda slab: used[slab.data_ptr()]):
         if slab.nbytes > surplus:

@@ -91,7 +91,7 @@ class Capture:
         """
         return self._wait(self.copied)
 
-    def let_change(self) -> float:
+    def order_after_copies(self) -> float:
         """Order later work of the current stream after the copies, and block until that is possible.
 
         On a GPU it is possible once the copies are issued; they may still be under way afterwards. Without a GPU the
@@ -105,7 +105,7 @@ class Capture:
         """
         waited_s = self._wait(self.issued)
         if self.last is not None:
-            self.last.hold_back()
+            self.last.order_before()
         return waited_s
 
     def _wait(self, gate: Gate) -> float:
@@ -168,8 +168,8 @@ class CopyEngine(ABC):
 
         Args:
             at_once: small live tensors that may change after this call, and their targets.
-            beside: live tensors that change only after :meth:`Capture.wait_copied` or :meth:`Capture.let_change`, and
-                their targets.
+            beside: live tensors that change only after :meth:`Capture.wait_copied` or
+                :meth:`Capture.order_after_copies`, and their targets.
             whole: live tensors by operator that only get a digest; they must stay unchanged as long as ``beside``.
             done: called on the background thread when copies and digests are complete.
             failed: called instead of ``done`` after an error, when nothing writes into the targets any more.
@@ -213,7 +213,7 @@ class CopyEngine(ABC):
         self._jobs.put(over)
         over.wait()
 
-    def go_on(self) -> None:
+    def end_pause(self) -> None:
         """End a pause, because the caller is about to wait for digests."""
         self._pause.end()
 
@@ -340,7 +340,7 @@ class StreamCopies(CopyEngine):
         first, last, end = device.event(timing=True), device.event(timing=True), device.event(sleeps=True)
         with device.use_stream(stream):
             try:
-                begun.hold_back(stream)
+                begun.order_before(stream)
                 first.record(stream)
                 self._issue_paced(capture)
                 last.record(stream)

@@ -29,7 +29,7 @@ class CheckFreq(Dense):
 
     name = "checkfreq"
     rolls_back_all = True
-    to_disk_alone = True
+    only_to_disk = True
     is_tuned = True
 
     def __init__(self, table: OperatorTable, interval: int | None = None, cap: float = OVERHEAD_CAP) -> None:

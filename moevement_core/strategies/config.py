@@ -212,9 +212,9 @@ class StrategyConfig:
         return self.cap if keeps or self.overhead_cap is not None else None
 
     @property
-    def to_disk_alone(self) -> bool:
+    def only_to_disk(self) -> bool:
         """True if restore points are on disk only, and peers receive no copies."""
-        return self.name in EVERYTHING and EVERYTHING[self.name].to_disk_alone
+        return self.name in EVERYTHING and EVERYTHING[self.name].only_to_disk
 
     @property
     def may_redo(self) -> bool:

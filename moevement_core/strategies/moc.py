@@ -223,12 +223,14 @@ class MoC(Strategy):
         account = _account(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
         versions = kept_at(run.version_at, learned)
-        self.account = account.back_to(np.where(self.table.is_expert, versions, account.kept))
+        self.account = account.rolled_back_to(np.where(self.table.is_expert, versions, account.kept))
         lost = self.account.lost_since(account, self.table)
         self.experts = self._dynamic.after(self.experts, lost.proportion)
         return lost
 
-    def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
+    def schedules_after_rollback(
+        self, schedules: Sequence[Schedule], iteration: int, history: int
+    ) -> Sequence[Schedule]:
         """Return the schedules up to ``iteration``, and one that continues their turns under another ``history``."""
         # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration]

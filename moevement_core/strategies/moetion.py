@@ -96,7 +96,7 @@ class MoEtion(Selecting):
 
     # Extra capacity (section 6)
 
-    def short_of_tokens(self) -> Collection[str]:
+    def boosted_experts(self) -> Collection[str]:
         """Return the experts that lost tokens in a recovery, until extra capacity has repaid them."""
         return [self.table.names[place] for place in np.flatnonzero(self._owed)]
 

@@ -216,7 +216,7 @@ class Redo(Strategy):
         in_force = [now] if isinstance(now, RedoSchedule) and is_change else []
         return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
 
-    def way_of(self, schedule: Schedule) -> str:
+    def reason_prefix(self, schedule: Schedule) -> str:
         """Return the way to recover that ``schedule`` is for; empty if the user chose redo."""
         if self.is_chosen:
             return ""

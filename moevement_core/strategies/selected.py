@@ -245,14 +245,16 @@ class Selecting(Strategy):
         """Return the tokens that restored versions of experts lack, and continue from the snapshot's account."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
-        account = then.account.back_to(np.where(self.table.is_expert, versions, then.account.kept))
+        account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
         self._memory = Memory(
             account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
             account.routed,  # the live state equals the saved state
         )  # fmt: skip
         return account.lost_since(then.account, self.table)
 
-    def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
+    def schedules_after_rollback(
+        self, schedules: Sequence[Schedule], iteration: int, history: int
+    ) -> Sequence[Schedule]:
         """Return the schedules up to ``iteration``, the last one once more from there, under another ``history``."""
         # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration] or [

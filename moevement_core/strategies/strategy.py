@@ -96,7 +96,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     rolls_back_all: ClassVar[bool] = False
     """True if a loss sends every rank back to the restore point; False if only stages that lost state go back."""
-    to_disk_alone: ClassVar[bool] = False
+    only_to_disk: ClassVar[bool] = False
     """True if restore points are on disk only, and peers receive no copies."""
     loses_updates: ClassVar[bool] = False
     """True if a recovery may leave operators at older versions; snapshots then also hold :meth:`learned`."""
@@ -152,7 +152,7 @@ class Strategy(ABC):
             counts: tokens of one iteration, or a sum over several, float64 ``[operators]``, of all ranks of the stage.
         """
 
-    def short_of_tokens(self) -> Collection[str]:
+    def boosted_experts(self) -> Collection[str]:
         """Return the experts that get extra capacity in the next iteration."""
         return ()
 
@@ -189,7 +189,7 @@ class Strategy(ABC):
         """
         return Proposal([now], is_change=False)
 
-    def way_of(self, schedule: Schedule) -> str:
+    def reason_prefix(self, schedule: Schedule) -> str:
         """Return the prefix of :attr:`Proposal.why` that goes with ``schedule``; empty if there is no choice."""
         return ""
 
@@ -214,7 +214,9 @@ class Strategy(ABC):
         """
         raise NotImplementedError
 
-    def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
+    def schedules_after_rollback(
+        self, schedules: Sequence[Schedule], iteration: int, history: int
+    ) -> Sequence[Schedule]:
         """Return the schedules of the job after it went back to ``iteration``; called after :meth:`restored`.
 
         Args:

@@ -70,9 +70,9 @@ class Needs:
     """Boundary log."""
     allowed: Allowed
 
-    def own(self, *, keeps_own: bool) -> int:
+    def own(self, *, keeps_own_copies: bool) -> int:
         """Return the bytes for its own snapshots."""
-        return self.snapshots if keeps_own else self.in_flight
+        return self.snapshots if keeps_own_copies else self.in_flight
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,18 @@ class Total:
         )
 
 
-def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
+def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> list[Total]:
     """Return the total of each rank, in time linear in the ranks."""
     at_peer = kept([need.at_peer for need in needs])
     return [
-        Total(rank, need.own(keeps_own=keeps_own), at_peer[rank], need.log, need.allowed)
+        Total(rank, need.own(keeps_own_copies=keeps_own_copies), at_peer[rank], need.log, need.allowed)
         for rank, need in enumerate(needs)
     ]
 
 
-def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
+def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
     """Return the total of the rank with the least memory left, or with the largest excess; the first of several."""
-    return max(totals(needs, kept, keeps_own=keeps_own), key=lambda total: (total.beyond, -total.rank))
+    return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 
 def decide_keep_own(
@@ -137,10 +137,10 @@ def decide_keep_own(
         ConfigError: a rank does not fit either way. The message names the cheapest change that makes it fit.
     """
     choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
-    for keeps_own in choices if may_drop else [True]:
-        if (total := worst(needs, kept, keeps_own=keeps_own)).beyond <= 0:
-            return keeps_own, total
-    change = next(_cheapest(needs, kept, total, changes, keeps_own=keeps_own, may_drop=may_drop))
+    for keeps_own_copies in choices if may_drop else [True]:
+        if (total := worst(needs, kept, keeps_own_copies=keeps_own_copies)).beyond <= 0:
+            return keeps_own_copies, total
+    change = next(_cheapest(needs, kept, total, changes, keeps_own_copies=keeps_own_copies, may_drop=may_drop))
     raise ConfigError(
         f"host memory: {total} at W = {window}; {total.allowed.nbytes / 1e9:.3f} GB are allowed "
         f"({total.allowed.why}). The cheapest change that makes it fit: {change}"
@@ -148,17 +148,20 @@ def decide_keep_own(
 
 
 def _cheapest(
-    needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own: bool,
+    needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own_copies: bool,
     may_drop: bool,
 ) -> Iterator[str]:  # fmt: skip
     """Yield changes that would make the job fit, the one that gives up the least first."""
-    if keeps_own and may_drop and worst(needs, kept, keeps_own=False).beyond <= 0:
+    if keeps_own_copies and may_drop and worst(needs, kept, keeps_own_copies=False).beyond <= 0:
         yield "--moevement-keep-own auto"
     unlogged = [replace(need, log=0) for need in needs]
-    if any(need.log for need in needs) and (left := -worst(unlogged, kept, keeps_own=keeps_own).beyond) > 0:
+    if (
+        any(need.log for need in needs)
+        and (left := -worst(unlogged, kept, keeps_own_copies=keeps_own_copies).beyond) > 0
+    ):
         yield f"--moevement-log-memory-gb {math.floor(left / 1e6) / 1e3:.3f}"
     for flag, other in changes:
-        if worst(needs, other, keeps_own=keeps_own or not may_drop).beyond <= 0:
+        if worst(needs, other, keeps_own_copies=keeps_own_copies or not may_drop).beyond <= 0:
             yield flag
     yield f"--moevement-host-memory-gb {gigabytes(total.nbytes)}, if the node has that, or another window or strategy"
 

@@ -34,7 +34,7 @@ from moevement_core.replication.placement import (
 )
 from moevement_core.replication.protection import Parity
 from moevement_core.restart.injection import InjectingTransport
-from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+from moevement_core.snapshot.agreement import Agreement, GroupAgreement, SingleRankAgreement
 from moevement_core.topology import wind_down
 from moevement_core.topology.address import connections_of
 from moevement_core.topology.host_budget import AtPeer
@@ -187,8 +187,8 @@ def connect(
         stage_group=_make_stage_groups(stages, stage),
         agreement=_agreement(world),
         snapshots=_for_snapshots(config, guard, connections),
-        fetches=flips.on_the_way("fetches", connections.channel("fetches")) if world > 1 else None,
-        feeds=flips.on_the_way("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
+        fetches=flips.flipping_transport("fetches", connections.channel("fetches")) if world > 1 else None,
+        feeds=flips.flipping_transport("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
     )
     return Topology(
         rank=rank,
@@ -217,7 +217,7 @@ def _most_experts(operators: Iterable[Operator]) -> int:
 
 
 def _agreement(world: int) -> Agreement:
-    agreement: Agreement = GroupAgreement() if world > 1 else Alone()
+    agreement: Agreement = GroupAgreement() if world > 1 else SingleRankAgreement()
     agreement.winding_down = wind_down.is_asked_for
     return agreement
 
@@ -225,7 +225,7 @@ def _agreement(world: int) -> Agreement:
 def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connections) -> Transport | None:
     if not any(guard.peers):
         return None
-    transport = flips.on_the_way("snapshots", connections.channel("snapshots", is_background=True))
+    transport = flips.flipping_transport("snapshots", connections.channel("snapshots", is_background=True))
     return InjectingTransport(transport) if config.drill.faults else transport
 
 

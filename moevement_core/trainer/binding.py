@@ -12,15 +12,16 @@ Methods in the order of a job's life, and their callers:
 ``states``
 ``boundary``                  every rank, between two iterations
 ``commit_point``              every rank, once; its ``step`` in each iteration
-``shared``, ``run_totals``         survivors, after a failure
+``build_data``,               survivors, after a failure
+``run_totals``
 ``regroup`` or ``build``      survivors (``regroup``) or replacements (``build``), after a failure
 ``clear_gradients``,          every rank, after ``regroup`` or ``build``
 ``put_progress``, ``resume``
 ``replaying``                 ranks that replay; it gives the ``Trainer`` of a replay
-``complete``                  ranks of a stage in which a rank repeated updates alone
+``gather_replicas``           ranks of a stage in which a rank repeated updates alone
 ``put_boundary``,             every rank, when all ranks have the state that training resumes from
 ``gradients_left``,
-``replicas``, ``back``
+``replicas``, ``on_recovered``
 ============================  ==========================================================================================
 """
 
@@ -39,7 +40,7 @@ from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.policy.popularity import Ordering
 from moevement_core.recovery.boundary_log import BoundaryLog
-from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
 from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
@@ -138,7 +139,7 @@ class Binding(ABC):
         """Return :meth:`boundary` with copies of its tensors, which the next iteration does not change."""
         return {name: _copied(part) for name, part in self.boundary().items()}
 
-    def common(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
+    def replicated_state(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rank-independent part of a boundary, which a rank may take from another rank after a failure."""
         return {"progress": boundary["progress"]}
 
@@ -191,7 +192,7 @@ class Binding(ABC):
 
     # After a failure
 
-    def shared(self) -> Any:
+    def build_data(self) -> Any:
         """Return the data of a survivor from which a replacement builds itself without communication."""
         return None
 
@@ -204,11 +205,11 @@ class Binding(ABC):
         """Use the current process groups in every object that survived."""
 
     @abstractmethod
-    def build(self, shared: Any) -> bool:
+    def build(self, build_data: Any) -> bool:
         """Build model and optimizer on a replacement, without communication, because other ranks do not build theirs.
 
         Args:
-            shared: result of :meth:`shared` on a survivor.
+            build_data: result of :meth:`build_data` on a survivor.
 
         Returns:
             True if the state is the one that the job started from.
@@ -255,7 +256,7 @@ class Binding(ABC):
         return ()
 
     @abstractmethod
-    def replaying(self, shared_from: int | None, alone: Alone | None) -> AbstractContextManager[Trainer]:
+    def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:
         """Return a context in which iterations are re-executed, and training's records beside its state stay unchanged.
 
         The ranks that replay call it.
@@ -263,10 +264,10 @@ class Binding(ABC):
         Args:
             shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
                 compute gradients, and the active copy uses their sum. None without copies.
-            alone: neighbours that feed this rank, if other stages keep their state and wait; otherwise None.
+            feeding: neighbours that feed this rank, if other stages keep their state and wait; otherwise None.
         """
 
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         """Gather the parts of a state from its data-parallel replicas, and make compute weights from it.
 
         All ranks of a stage call it after a rank of the stage has repeated its updates alone. Without this method,
@@ -274,7 +275,7 @@ class Binding(ABC):
         """
         raise NotImplementedError
 
-    def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
+    def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         """Do the work scheduled after ``until`` that the failure may have prevented; its state is live on every rank.
 
         Args:

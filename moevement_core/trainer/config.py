@@ -87,7 +87,7 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
     if copies.placement is None:
         papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
         copies = replace(copies, placement=papers.get(strategy.name, PlacementKind.SPREAD))
-    if not strategy.to_disk_alone:
+    if not strategy.only_to_disk:
         return copies
     if disk.persist_dir is None:
         raise ConfigError(

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 from moevement_core import log
 
-_LINE = re.compile(r"damage found by (?P<by>.+?): (?P<what>.+); (?P<instead>.+)")
+_LINE = re.compile(r"damage found by (?P<check>.+?): (?P<data>.+); (?P<action>.+)")
 
 
 @dataclass(frozen=True)
 class Damage:
     """Damage that one check found, as one line of the log."""
 
-    by: str
+    check: str
     """Name of the check that found the damage."""
-    what: str
+    data: str
     """Description of the damaged data."""
-    instead: str
+    action: str
     """Action of the rank instead of using the data."""
 
     def __str__(self) -> str:
-        return f"damage found by {self.by}: {self.what}; {self.instead}"
+        return f"damage found by {self.check}: {self.data}; {self.action}"
 
     @staticmethod
     def parse(text: str) -> Damage | None:
@@ -34,6 +34,6 @@ class Damage:
         return Damage(**match.groupdict()) if match else None
 
 
-def report(by: str, what: str, instead: str) -> None:
+def report(check: str, data: str, action: str) -> None:
     """Log damage as a warning of this rank; any thread may call it."""
-    log.warning(str(Damage(by, what, instead)))
+    log.warning(str(Damage(check, data, action)))

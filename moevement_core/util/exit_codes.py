@@ -53,7 +53,7 @@ def exit_cleanly() -> Iterator[None]:
 
 
 @contextmanager
-def output_may_end() -> Iterator[None]:
+def quiet_on_closed_output() -> Iterator[None]:
     """End the process quietly if the reader of standard output is gone (``| head``, a closed terminal).
 
     Raises:

@@ -43,7 +43,7 @@ class _Interrupts:
         for number in (signal.SIGALRM, signal.SIGINT):
             self._before.append((number, signal.signal(number, self._interrupt)))
 
-    def give_back(self, *, process_ends: bool) -> None:
+    def restore(self, *, process_ends: bool) -> None:
         """Restore the earlier handlers, or ignore SIGINT from now on if the process ends."""
         if process_ends:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,7 +95,7 @@ def interruptible(*, process_ends: bool) -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
-        interrupts.give_back(process_ends=process_ends)
+        interrupts.restore(process_ends=process_ends)
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:

@@ -72,7 +72,7 @@ class LogBuffers:
         self._taken[size] += 1
         return self._free[size].popitem()[1]
 
-    def give_back(self, buffer: torch.Tensor, element_bytes: int) -> None:
+    def release(self, buffer: torch.Tensor, element_bytes: int) -> None:
         """Return a buffer to the free ones."""
         if buffer.numel():
             self._free[buffer.numel(), element_bytes][buffer.data_ptr()] = buffer

@@ -15,7 +15,7 @@ the time. With 10 it got a tenth; then the newest gradients reached peers too la
 re-executed iterations."""
 
 
-def let_training_go_first() -> None:
+def lower_priority() -> None:
     """Lower the priority of the calling thread and of the threads that it starts later.
 
     Other systems than Linux have no priority for each thread; there the function does nothing. A process without

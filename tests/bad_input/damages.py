@@ -15,7 +15,7 @@ from tests.bad_input.command import Needs, Reason
 
 Change = Callable[[RunRecord], None]
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
-RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "strangers.json", "config.yaml", "job.json"
+RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "rejected_values.json", "config.yaml", "job.json"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tests.launching import survive
 from tests.training import SCRIPT, start_from, train
 
 
-def some_of(cases: Iterable[str], *quick: str) -> list[Any]:
+def first_names(cases: Iterable[str], *quick: str) -> list[Any]:
     """Return all cases as parameters; cases that are not in ``quick`` are for the exhaustive matrix."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
@@ -102,7 +102,7 @@ In the last two, state dies with its rank: shards of the dense part, or the only
 """
 
 
-@pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS, "DP3xBF16"))
+@pytest.mark.parametrize("layout", first_names(SLOT_LAYOUTS, "DP3xBF16"))
 @pytest.mark.slow("dense saves, and a fresh job")
 def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str, tmp_path: Path) -> None:
     nproc, left, overrides = SLOT_LAYOUTS[layout]
@@ -129,7 +129,7 @@ LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", some_of(LOST))
+@pytest.mark.parametrize("layout", first_names(LOST))
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
     """Kill a rank that alone holds its shard of the distributed optimizer.
@@ -159,7 +159,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", some_of(WINDOWS, "DP3"))
+@pytest.mark.parametrize("layout", first_names(WINDOWS, "DP3"))
 def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tmp_path: Path) -> None:
     """Kill a rank without gradients at peers: the ranks that are left replay, and their sums have another order."""
     nproc, job = WINDOWS[layout]
@@ -185,7 +185,7 @@ BACK = ("--respawn-after", "0.5")
 """Launcher options with which a killed process starts again while the job runs with fewer ranks."""
 
 
-@pytest.mark.parametrize("layout", some_of(("DP3", "PP2xDP2xsharded", "slots")))
+@pytest.mark.parametrize("layout", first_names(("DP3", "PP2xDP2xsharded", "slots")))
 @pytest.mark.slow("a process joins while the job saves every iteration")
 def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Path) -> None:
     """Check that the job restarts nothing, loses no committed iteration, and goes on as a fresh job would."""
@@ -237,7 +237,7 @@ def test_experts_move_where_loads_ask_for_it(tmp_path: Path) -> None:
     assert_same(survived, other, last)
 
 
-@pytest.mark.parametrize("kind", some_of(("sharded", "slots")))
+@pytest.mark.parametrize("kind", first_names(("sharded", "slots")))
 def test_windows_on_disk_are_loaded_by_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
     kinds: dict[str, dict[str, Any]] = {
         "sharded": SHARDED | {"pipeline_model_parallel_size": 2},

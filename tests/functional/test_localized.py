@@ -134,8 +134,8 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
     warnings = re.findall(r"^moevement: WARNING rank 0: (.*)$", outcomes[0].output, re.MULTILINE)
     (damage,) = filter(None, map(Damage.parse, warnings))
-    assert "boundary log" in damage.by
-    assert re.findall(r"\d+", damage.what) == ["6"]
+    assert "boundary log" in damage.check
+    assert re.findall(r"\d+", damage.data) == ["6"]
     recovered = RunRecord(tmp_path / "recovered")
     check_scope(recovered, check(wanted, recovered, sparse), {0, 1})
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.launching.children import ASKING, Child, Program, end_all
+from moevement_core.launching.children import END_SIGNALS, Child, Program, end_all
 from moevement_core.run.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.launching import finished, launch, logs, survive
@@ -220,7 +220,7 @@ def test_a_rank_ignores_what_its_launcher_answers(tmp_path: Path) -> None:
     try:
         while not ready.exists():
             time.sleep(0.01)
-        for number in ASKING:
+        for number in END_SIGNALS:
             os.kill(child.pid, number)
         time.sleep(0.2)
         assert child.poll() is None

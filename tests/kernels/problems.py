@@ -56,7 +56,7 @@ class Problem:
         return Weights(self.w1), Weights(self.w2)
 
 
-def some_of(quick: Collection[tuple[Any, ...]], *values: Collection[Any]) -> list[Any]:
+def first_names(quick: Collection[tuple[Any, ...]], *values: Collection[Any]) -> list[Any]:
     """Return all combinations of values as parameters; those that are not in ``quick`` are for the exhaustive run."""
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.full) for case in product(*values)]
 

@@ -17,7 +17,7 @@ from moevement_kernels.weights import BLOCK, Weights
 from triton import language as tl
 
 from megatron.moevement.fp8 import formats
-from tests.kernels.problems import COUNTS, close, some_of
+from tests.kernels.problems import COUNTS, close, first_names
 
 SMALL = Tiles(rows=16, columns=32, inner=32, warps=4, stages=2)
 BLOCKS = Tiles(rows=16, columns=128, inner=64, warps=4, stages=2)
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Activation, torch.dtype]] = {
 """Activation and FP8 type of each case, by its distribution of tokens."""
 
 
-@pytest.mark.parametrize(("mode", "shape"), some_of(list(zip(MODES, CASES, strict=True)), MODES, CASES))
+@pytest.mark.parametrize(("mode", "shape"), first_names(list(zip(MODES, CASES, strict=True)), MODES, CASES))
 def test_kernels_compute_what_the_reference_does(mode: str, shape: str) -> None:
     kind, dtype = CASES[shape]
     args: Any = problem(mode, kind, COUNTS[shape], dtype)
@@ -114,7 +114,7 @@ def test_where_sums_are_exact_so_are_the_bits(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wrong"), some_of([("delayed", "nan"), ("current", "inf"), ("by block", "inf")], MODES, ("nan", "inf"))
+    ("mode", "wrong"), first_names([("delayed", "nan"), ("current", "inf"), ("by block", "inf")], MODES, ("nan", "inf"))
 )
 def test_what_is_no_number_stays_none(mode: str, wrong: str) -> None:
     """Check that an overflow stays visible in the results, and that an infinite block is not scaled."""

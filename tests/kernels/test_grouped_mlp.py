@@ -14,7 +14,7 @@ from moevement_kernels.tiles import Tiles, row_tiles
 from moevement_kernels.weights import E5M2, Weights
 from triton import language as tl
 
-from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close, some_of
+from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close, first_names
 
 
 def compare(problem: Problem, tiles: Tiles = SMALL) -> None:
@@ -58,7 +58,7 @@ EACH_ONCE = [*((kind, torch.float32) for kind in Activation), *((Activation.SWIG
 """Cases with every activation in FP32, and with every dtype for one activation."""
 
 
-@pytest.mark.parametrize(("kind", "dtype"), some_of(EACH_ONCE, list(Activation), DTYPES))
+@pytest.mark.parametrize(("kind", "dtype"), first_names(EACH_ONCE, list(Activation), DTYPES))
 def test_activations_and_dtypes(kind: Activation, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         problem = Problem(kind, COUNTS["ragged"], dtype)
@@ -71,7 +71,7 @@ def test_activations_and_dtypes(kind: Activation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    some_of(
+    first_names(
         [(Activation.SWIGLU, torch.bfloat16), (Activation.SQUARED_RELU, torch.float32)], list(Activation), DTYPES[:2]
     ),
 )

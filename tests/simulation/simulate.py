@@ -127,7 +127,7 @@ def stand_ins() -> Iterator[None]:
         (saving, "RECORD_SLACK_BYTES", 4096),
         (boundary_log, "_Digests", _Digests),
         *((module, "own_address", lambda *_: "simulated") for module in (saving, window_start)),
-        *((module, "let_training_go_first", lambda: None) for module in (sender, receiver)),
+        *((module, "lower_priority", lambda: None) for module in (sender, receiver)),
         *((log, level, _log(level)) for level in ("info", "warning")),
         *((place, name, _current(name)) for place, name, _ in distributed(None)),  # type: ignore[arg-type]
     ]

@@ -16,7 +16,7 @@ import torch
 
 import moevement_core as ft
 from moevement_core.recovery.boundary_log import Direction
-from moevement_core.recovery.feed import Alone, Feeds
+from moevement_core.recovery.feed import Feeding, Feeds
 from tests.simulation.modules import world
 
 
@@ -260,7 +260,7 @@ class Trainer(ft.Binding):
     def regroup(self) -> None:
         """Do nothing, as no state here refers to a process group."""
 
-    def build(self, shared: Any) -> bool:
+    def build(self, build_data: Any) -> bool:
         return True
 
     def clear_gradients(self) -> None:
@@ -269,14 +269,14 @@ class Trainer(ft.Binding):
     def gradients_left(self) -> list[str]:
         return [str(operator) for operator, gradient in enumerate(self.live) if gradient is not None]
 
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         """Do nothing, as every rank saves all of its state."""
 
     @contextmanager
-    def replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[ft.Trainer]:
+    def replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[ft.Trainer]:
         self.is_replaying = True
         try:
-            yield Replay(self, alone.feeds() if alone is not None else None)
+            yield Replay(self, feeding.feeds() if feeding is not None else None)
         finally:
             self.is_replaying = False
             self.frozen = frozenset()
@@ -305,8 +305,8 @@ class Replay(ft.Trainer):
             for _, gradient in tensors:
                 self.trainer._apply(self.places[name], int(gradient), outcome["step"]["norm"])
 
-    def complete(self) -> None:
-        self.trainer.complete()
+    def gather_replicas(self) -> None:
+        self.trainer.gather_replicas()
 
     def put_boundary(self, boundary: Any) -> None:
         self.trainer.put_boundary(boundary)

@@ -101,7 +101,7 @@ def test_time_memory_and_rollback_follow_from_the_window() -> None:
 
 
 def test_of_windows_on_disk_one_more_is_kept_whole_on_each_rank() -> None:
-    plan = planned(to_disk=True, keeps_own=False)
+    plan = planned(to_disk=True, keeps_own_copies=False)
     stage = plan.stages[0]
     slots = stage.window.slot_bytes[0]
     assert plan.own_memory(stage) == 3 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))

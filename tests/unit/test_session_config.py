@@ -190,8 +190,8 @@ def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dic
     assert re.search(rf"--moevement-capacity-boost 0\.1\b.*{flag}\b", complaint)
 
 
-class WithoutComplete(MegatronBinding):
-    complete = Binding.complete
+class WithoutGathering(MegatronBinding):
+    gather_replicas = Binding.gather_replicas
     expert_room = Binding.expert_room
 
 
@@ -199,9 +199,9 @@ def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> Non
     config = session_config(parsed("--moevement-recovery", "redo"))
     assert config is not None
     live = Live()
-    needed = r"\bWithoutComplete\b.*\bcomplete\(\).*--moevement-recovery replay\b"
+    needed = r"\bWithoutGathering\b.*\bcomplete\(\).*--moevement-recovery replay\b"
     with pytest.raises(ConfigError, match=rf"--moevement-recovery redo\b.*{needed}"):
-        refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
 
 
 def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
@@ -209,9 +209,9 @@ def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
     config = session_config(parsed(*words, moe_expert_capacity_factor=1.0))
     assert config is not None
     live = Live()
-    needed = r"\bWithoutComplete\b.*\bexpert_room\(\)"
+    needed = r"\bWithoutGathering\b.*\bexpert_room\(\)"
     with pytest.raises(ConfigError, match=rf"--moevement-capacity-boost 0\.1\b.*{needed}"):
-        refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
 
 
 def test_copies_are_where_the_strategy_has_them() -> None:

@@ -9,7 +9,7 @@ from typing import Any, override
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.moevement.restart.alone import building_data_alone
+from megatron.moevement.restart.solo_build import building_data_without_others
 from megatron.moevement.runtime.job import Process
 from moevement_core.restart.generation import waiting_for_others
 
@@ -100,7 +100,7 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
                 return live.datasets[chunk]
             with live.undo.nested() as inner:
                 if is_rejoining:
-                    building_data_alone(inner, get_args().data_cache_path)
+                    building_data_without_others(inner, get_args().data_cache_path)
                 with waiting_for_others():  # Rank 0 may build indices, which takes minutes.
                     datasets = original(*args, **kwargs)
             live.datasets[chunk:] = [datasets]

@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import RankPosition, state_pieces
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.slots import slots
+from megatron.moevement.elastic.survivor_state import SurvivorState
 from megatron.moevement.elastic.transfer import bring_pieces
 from megatron.moevement.optimizer import weights
 from megatron.moevement.runtime.job import Job
@@ -26,7 +26,7 @@ from moevement_core.run.events import Resized as ResizedEvent
 
 @torch.no_grad()
 def bring_live_state(
-    live: Live, stand: RankPosition, iteration: int, offer: Offer | None, *, is_verified: bool
+    live: Live, stand: RankPosition, iteration: int, survivor: SurvivorState | None, *, is_verified: bool
 ) -> Exchanged:
     """Fill the optimizer's state and the weights of a model that was just built. Collective.
 
@@ -34,7 +34,7 @@ def bring_live_state(
         live: Megatron's objects.
         stand: position of this rank in the resized job.
         iteration: iteration of the state; the newest that any rank has committed.
-        offer: state that this rank brings; None if it brings none.
+        survivor: state that this rank brings; None if it brings none.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
     Returns:
@@ -47,7 +47,7 @@ def bring_live_state(
     from megatron.core.utils import unwrap_model
 
     wanted = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
-    exchanged = bring_pieces(offer.live(iteration) if offer is not None else (), wanted, is_verified=is_verified)
+    exchanged = bring_pieces(survivor.live(iteration) if survivor is not None else (), wanted, is_verified=is_verified)
     _make_weights(live)
     return exchanged
 

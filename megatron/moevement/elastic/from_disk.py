@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.moevement.binding import MegatronBinding
-from megatron.moevement.elastic.held import Formation, Held
+from megatron.moevement.elastic.formation import Formation, FormationSnapshots
 from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.rebuild import prepare_from_snapshots
 from megatron.moevement.elastic.slots import slots
@@ -35,7 +35,7 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
 
     def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:
         stands = tuple(RankPosition.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
-        held = Held(
+        held = FormationSnapshots(
             Formation(-1, stands),
             -1,
             files.holdings(),

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.moevement.elastic.held import Held
-from megatron.moevement.elastic.line import Line, line_of
-from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.formation import FormationSnapshots
+from megatron.moevement.elastic.iteration_outcome import IterationOutcome, newest_outcome
 from megatron.moevement.elastic.pieces import RankPosition, state_pieces
 from megatron.moevement.elastic.slots import Loads, slots
+from megatron.moevement.elastic.survivor_state import SurvivorState
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects
@@ -64,12 +64,12 @@ class Meeting:
     """Floating-point operations that the job has executed so far."""
     held: Sequence[OfferedState]
     """State that each rank brings, by rank."""
-    line: Line | None = None
+    newest_outcome: IterationOutcome | None = None
     """Outcome of the newest iteration; a failure may have prevented its metrics line."""
 
 
 def meet(process: Process) -> Meeting | None:
-    """Exchange what state is left, bring every survivor to the newest iteration, and keep its state as an offer.
+    """Exchange what state is left, bring every survivor to the newest iteration, and keep its state as an survivor.
 
     Collective: every rank calls it as soon as process groups are usable.
 
@@ -82,54 +82,56 @@ def meet(process: Process) -> Meeting | None:
         return None
     lineage = max((report.lineage for report in known), key=_number_of_start)
     if own is None or own.lineage != lineage:
-        own, process.offer, process.before = None, None, ()
+        own, process.survivor, process.before = None, None, ()
     known = [report for report in known if report.lineage == lineage]
     newest = max(report.committed for report in known)
     holders = [report for report in known if report.committed == newest]
     if own is not None and own.committed == newest - 1 and own.may_follow:
         _follow(process.job, holders, newest)
-    if own is not None and process.offer is None:
-        process.offer = _offer(process)
+    if own is not None and process.survivor is None:
+        process.survivor = _survivor_state(process)
     is_between = not (
         all(holder.has_begun_next for holder in holders) and any(holder.stand.is_last for holder in holders)
     )
-    return _agree(process.offer, lineage, newest, is_between)
+    return _agree(process.survivor, lineage, newest, is_between)
 
 
-def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
+def _agree(survivor: SurvivorState | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
     """Exchange the state that ranks bring.
 
     A rank without state of ``iteration`` brings nothing; it may have waited as a spare since.
     """
-    committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
+    committed = -1 if survivor is None or survivor.mark is None else survivor.mark.iteration
     held = (
         OfferedState()
-        if offer is None or committed < iteration
-        else OfferedState(offer.stand, offer.experts, offer.loads)
+        if survivor is None or committed < iteration
+        else OfferedState(survivor.stand, survivor.experts, survivor.loads)
     )
-    helds = all_gather_objects(held, OfferedState)
-    world = max(brought.stand.world for brought in helds if brought.stand is not None)
-    run_totals = max(all_gather_objects(offer.run_totals if offer is not None else 0.0, float))
-    return Meeting(lineage, is_between, world, iteration, run_totals, helds, line_of(offer, iteration))
+    kept_snapshots = all_gather_objects(held, OfferedState)
+    world = max(brought.stand.world for brought in kept_snapshots if brought.stand is not None)
+    run_totals = max(all_gather_objects(survivor.run_totals if survivor is not None else 0.0, float))
+    return Meeting(
+        lineage, is_between, world, iteration, run_totals, kept_snapshots, newest_outcome(survivor, iteration)
+    )
 
 
-def live_boundary(meeting: Meeting, offer: Offer | None, stand: RankPosition) -> Mapping[str, Any] | None:
+def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankPosition) -> Mapping[str, Any] | None:
     """Return the boundary state with which this rank continues from the newest iteration. Collective.
 
     The optimizer's state is not part of it (:func:`~megatron.moevement.elastic.bring.bring_live_state`).
 
     Args:
         meeting: the agreement of all ranks.
-        offer: state that this rank brings; None if it brings none.
+        survivor: state that this rank brings; None if it brings none.
         stand: position of this rank in the resized job.
 
     Returns:
         The boundary state; None if no rank of this rank's stage has it.
     """
     own: dict[RankPosition, Mapping[str, Any]] = {}
-    if offer is not None and (mark := offer.mark) is not None and mark.iteration == meeting.newest:
+    if survivor is not None and (mark := survivor.mark) is not None and mark.iteration == meeting.newest:
         is_complete = not meeting.is_between and mark.resumed is not None
-        own = {offer.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
+        own = {survivor.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
     return nearest_of_stage(own, stand)
 
 
@@ -171,8 +173,8 @@ def _standing(process: Process) -> _Standing | None:
 
     A rank whose optimizer step was torn has committed nothing, but may have snapshots.
     """
-    if (offer := process.offer) is not None:
-        return _standing_of(offer.lineage, offer.mark, offer.stand, may_follow=False)
+    if (survivor := process.survivor) is not None:
+        return _standing_of(survivor.lineage, survivor.mark, survivor.stand, may_follow=False)
     job = process.job
     commit = job.session.commit if job.session is not None and job.has_begun else None
     if commit is None:
@@ -202,7 +204,7 @@ def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
     commit.follow(newest, peer.outcome, peer.common)
 
 
-def _offer(process: Process) -> Offer:
+def _survivor_state(process: Process) -> SurvivorState:
     from megatron.training import get_args
 
     job = process.job
@@ -214,7 +216,7 @@ def _offer(process: Process) -> Offer:
     pieces = [] if mark is None else state_pieces(_chunks(job), job.live.optimizer, job.stand)
     memory = MemorySource(job.session.saving.checkpointer)
     snapshots = [memory.open(holding.source, holding.owner, holding.iteration) for holding in memory.holdings()]
-    return Offer(
+    return SurvivorState(
         process.lineage,
         mark,
         # The device memory is needed for the next model, whose shards differ.
@@ -227,7 +229,9 @@ def _offer(process: Process) -> Offer:
         {} if job.loads is None else job.loads.now(),
         None if mark is None else job.ledger.sums_of(mark.iteration),
         [
-            Held.in_memory([snapshot for snapshot in snapshots if snapshot is not None], job.formation, job.stand.rank),
+            FormationSnapshots.in_memory(
+                [snapshot for snapshot in snapshots if snapshot is not None], job.formation, job.stand.rank
+            ),
             *(() if job.session.saving.has_persisted else process.before),
         ],
     )

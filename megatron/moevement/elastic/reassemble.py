@@ -13,14 +13,14 @@ from megatron.moevement.arguments import RunConfig
 from megatron.moevement.elastic.boundary import fitted
 from megatron.moevement.elastic.bring import bring_live_state, report_resized
 from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
-from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.setup import place_experts, record_placement
+from megatron.moevement.elastic.survivor_state import SurvivorState
 from megatron.moevement.optimizer.norms import as_logged
-from megatron.moevement.restart.alone import sharing_parameter_keys
 from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
+from megatron.moevement.restart.solo_build import sharing_parameter_keys
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core import log
@@ -76,11 +76,11 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
     if job.loads is not None:
         job.loads.put(loads)
     try:
-        resized, prepared = _bring(job, process.offer, meeting, is_verified=run.session.verify is not Verify.NOTHING)
+        resized, prepared = _bring(job, process.survivor, meeting, is_verified=run.session.verify is not Verify.NOTHING)
     except StateMissing as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
-        process.offer, process.before = None, ()
+        process.survivor, process.before = None, ()
         process.start_over()
         return False
     args.num_floating_point_operations_so_far = meeting.run_totals
@@ -92,7 +92,9 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
     return True
 
 
-def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool) -> tuple[Resized, Prepared | None]:
+def _bring(
+    job: Job, survivor: SurvivorState | None, meeting: Meeting, *, is_verified: bool
+) -> tuple[Resized, Prepared | None]:
     """Bring the newest state from replicas and shards; without them, prepare a recovery from snapshots.
 
     Returns:
@@ -104,15 +106,15 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
     live, stand = job.live, job.stand
     assert stand is not None
     rebuilt: Rebuilt | None = None
-    boundary = live_boundary(meeting, offer, stand)
+    boundary = live_boundary(meeting, survivor, stand)
     try:
         if not all(all_gather_objects(boundary is not None, bool)):
             raise StateMissing("a stage has no rank left that trained")
-        exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
+        exchanged = bring_live_state(live, stand, meeting.newest, survivor, is_verified=is_verified)
         iteration = meeting.newest
     except StateMissing as why:
         rebuilt = prepare_from_snapshots(
-            offer.helds if offer is not None else (),
+            survivor.kept_snapshots if survivor is not None else (),
             job.binding.states(),
             live.optimizer,
             stand,
@@ -126,7 +128,7 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
     job.binding.put_progress(boundary["progress"])
     resized = Resized(
         iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
-        meeting.world_before, exchanged, meeting.line if rebuilt is None else None,
+        meeting.world_before, exchanged, meeting.newest_outcome if rebuilt is None else None,
     )  # fmt: skip
     return resized, None if rebuilt is None else rebuilt.prepared
 
@@ -137,13 +139,13 @@ def take_up_resized(process: Process, resized: Resized) -> None:
     assert job.session is not None
     if resized.boundary is not None:
         job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
-        if (line := resized.line) is not None:
-            norm = as_logged(line.outcome.get("clip_norm"))
-            job.ledger.replayed(resized.iteration, line.losses, bool(line.outcome.get("overflow")), norm)
+        if (newest := resized.newest_outcome) is not None:
+            norm = as_logged(newest.outcome.get("clip_norm"))
+            job.ledger.replayed(resized.iteration, newest.losses, bool(newest.outcome.get("overflow")), norm)
     job.session.begin_training()
     job.has_begun = True  # The rank has its state from here on, even if a failure interrupts the rest of this function.
-    process.before = process.offer.helds if process.offer is not None else ()
-    process.offer, job.resized = None, None
+    process.before = process.survivor.kept_snapshots if process.survivor is not None else ()
+    process.survivor, job.resized = None, None
     if job.loads is not None:
         job.loads.forget_replayed()
     report_resized(job, resized)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.elastic.boundary import fitted, fitted_record
-from megatron.moevement.elastic.held import Formation, Held
+from megatron.moevement.elastic.formation import Formation, FormationSnapshots
 from megatron.moevement.elastic.meeting import nearest_of_stage
 from megatron.moevement.elastic.pieces import RankPosition, saved_piece, snapshot_pieces
 from megatron.moevement.elastic.transfer import bring_pieces
@@ -31,7 +31,7 @@ from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.schedule import Saved
 from moevement_core.rebuild.prepare import Prepared
-from moevement_core.recovery.places import Holding
+from moevement_core.recovery.holdings import Holding
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
@@ -80,7 +80,7 @@ class Rebuilt:
 
 
 def prepare_from_snapshots(
-    helds: Sequence[Held],
+    kept_snapshots: Sequence[FormationSnapshots],
     states: Mapping[str, OperatorState],
     optimizer: Any,
     stand: RankPosition,
@@ -91,7 +91,7 @@ def prepare_from_snapshots(
     """Plan a recovery from the snapshots that all ranks have, and send each rank its part. Collective.
 
     Args:
-        helds: snapshots that this rank has, by formation of the job.
+        kept_snapshots: snapshots that this rank has, by formation of the job.
         states: live tensors of this rank's operators; the function writes nothing to them.
         optimizer: Megatron's optimizer.
         stand: position of this rank in the resized job.
@@ -102,7 +102,7 @@ def prepare_from_snapshots(
         StateMissing: the snapshots do not hold a state; raised on all ranks.
     """
     began = time.perf_counter()
-    plan, formation, handed_out = _agree(helds, until)
+    plan, formation, handed_out = _agree(kept_snapshots, until)
     snapshots: dict[int, Snapshot] = {}
     moved, digests = 0, dict[str, int]()
     recut = _Recut(plan, formation, states, optimizer, stand, is_verified=is_verified)
@@ -122,18 +122,20 @@ def prepare_from_snapshots(
 # Choice of snapshots
 
 
-def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
+def _agree(
+    kept_snapshots: Sequence[FormationSnapshots], until: int | None
+) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
     """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank sends for it.
 
     All ranks plan anew without the snapshots that turn out to be damaged.
     """
-    usable = {held.formation: list(held.holdings) for held in helds}
+    usable = {held.formation: list(held.holdings) for held in kept_snapshots}
     while True:
-        plan, formation, own = _plan(helds, usable, until)
+        plan, formation, own = _plan(kept_snapshots, usable, until)
         handed_out: list[Snapshot] = []
         damaged: list[Holding] = []
         for holding in own:
-            snapshot = next(held for held in helds if held.formation == formation).open(holding)
+            snapshot = next(held for held in kept_snapshots if held.formation == formation).open(holding)
             if snapshot is None or snapshot.damaged() is not None:
                 damaged.append(holding)
             else:
@@ -147,11 +149,11 @@ def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Form
 
 
 def _plan(
-    helds: Sequence[Held], usable: Mapping[Formation, Sequence[Holding]], until: int | None
+    kept_snapshots: Sequence[FormationSnapshots], usable: Mapping[Formation, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Holding]]:
     """Return the plan, the formation whose snapshots it uses, and the snapshots that this rank has to send."""
     gathered = all_gather_objects(
-        [(held.formation, held.own, tuple(usable[held.formation])) for held in helds],
+        [(held.formation, held.own, tuple(usable[held.formation])) for held in kept_snapshots],
         list[tuple[Formation, int, tuple[Holding, ...]]],
     )
     by_job: dict[Formation, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}

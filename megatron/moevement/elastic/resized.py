@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.moevement.elastic.line import Line
+from megatron.moevement.elastic.iteration_outcome import IterationOutcome
 from moevement_core.elastic.exchange import Exchanged
 
 
@@ -22,7 +22,7 @@ class Resized:
     """True if an evaluation or a dense save that is due after that iteration may not have happened."""
     world_before: int
     exchanged: Exchanged
-    line: Line | None = None
+    newest_outcome: IterationOutcome | None = None
     """Outcome of that iteration; a failure may have prevented its metrics line."""
     usable_at: float = 0.0
     """Time at which process groups became usable, in seconds since the epoch."""

@@ -35,7 +35,7 @@ class Call:
         if scales is None:
             return recipe.quantise(matrix, role)
         assert self._then is not None
-        if self._region.trains and not (self._region.is_again and role is not Role.GRADIENT):
+        if self._region.trains and not (self._region.is_recomputation and role is not Role.GRADIENT):
             scales.record(role, matrix)
         scale = scales.scale if role is Role.GRADIENT else self._then
         return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
@@ -75,14 +75,14 @@ class Region:
         return call
 
     @property
-    def is_again(self) -> bool:
+    def is_recomputation(self) -> bool:
         """True while the region runs again, in a backward pass."""
         return self._again is not None
 
     @property
     def is_taped(self) -> bool:
         """True if the current operations will run again, or are running again now."""
-        return bool(self._tapes) or self.is_again
+        return bool(self._tapes) or self.is_recomputation
 
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:

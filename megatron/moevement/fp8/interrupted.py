@@ -35,7 +35,7 @@ def forget_regions() -> None:
         recomputation._is_first_fp8_module.clear()  # type: ignore[attr-defined]
 
 
-def register_again(module: Any) -> None:
+def reset_registration(module: Any) -> None:
     """Let ``module`` register in its next forward pass; its scales and amax histories stay unchanged.
 
     The caller does this for every module of a model after :func:`forget_regions`.

@@ -41,7 +41,7 @@ class Restore:
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         """Load full state or compute weights of some operators; all compute weights of this rank are valid afterwards.
 
-        If it is not shared, the rank loads only what it saves itself; see :meth:`complete`.
+        If it is not shared, the rank loads only what it saves itself; see :meth:`gather_replicas`.
 
         Args:
             snapshot: snapshot of this rank.
@@ -74,7 +74,7 @@ class Restore:
         self._gather()
 
     @torch.no_grad()
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         """Send full state of which each replica has a range, and compute weights, to all replicas.
 
         Collective over the ranks of the stage. Ranks that kept their state have all of it, and keep it.

@@ -290,7 +290,7 @@ def live_replicas(chunks: list[Any], optimizer: Any) -> frozenset[int]:
     return frozenset(set.intersection(*ranks) - {dist.get_rank()}) if ranks else frozenset()
 
 
-def in_place_of(rank: int) -> Whose:
+def part_of_rank(rank: int) -> Whose:
     """Return a function that selects the part of another rank, which is in all groups of replicas of this rank."""
     return lambda group: dist.get_process_group_ranks(group).index(rank)
 

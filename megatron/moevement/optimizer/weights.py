@@ -72,14 +72,14 @@ def round_masters(member: Any) -> None:
             half.copy_(parameter.main_param.view(-1))
 
 
-def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
+def recompute_weights(chunks: Iterable[Any], optimizer: Any) -> None:
     """Recompute weights that do not follow from their master weights, on all replicas, before training.
 
     Two cases need it. Megatron dequantises FP8 weights for a dense checkpoint and quantises them again, which gives
     other codes if a recipe does not quantise its own output to itself (MXFP8). And an optimizer with narrower masters
     starts with weights that are more precise than the masters, while a recovery has only the masters.
     """
-    make_own_again(optimizer)
+    recompute_own_weights(optimizer)
     with remaking():
         _make_quantised_again(chunks, optimizer)
 
@@ -94,8 +94,8 @@ def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def make_own_again(optimizer: Any) -> None:
-    """Execute the part of :func:`make_again` that waits for no other rank: this rank's range if masters are narrow.
+def recompute_own_weights(optimizer: Any) -> None:
+    """Recompute the weights of this rank's own range, which waits for no other rank, if masters are narrow.
 
     A replacement needs no more to have the state of the job's start. FP8 weights that follow from FP32 masters are
     correct when the model is built, and the other ranges come with the next gather.

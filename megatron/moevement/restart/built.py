@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.moevement.elastic.held import Formation
+from megatron.moevement.elastic.formation import Formation
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.replicas import mark_replicas

@@ -25,9 +25,9 @@ from megatron.moevement.elastic.setup import begin_placement, record_placement
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
-from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
 from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
+from megatron.moevement.restart.solo_build import building_without_others, sharing_parameter_keys
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
@@ -108,7 +108,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
         begin_placement(args, is_restart=names.is_restart)
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
-        weights.make_again(live.model, live.optimizer)
+        weights.recompute_weights(live.model, live.optimizer)
         if slots() is not None:
             equalize_replicas(live, RankPosition.now())
         live.iteration = args.iteration
@@ -157,7 +157,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
     binding = job.binding
     binding.groups_now = groups
     binding.on_build = lambda keys: _build(job, setup, args, keys, first)
-    binding.on_resume = lambda until: recorder.go_on(job, args)
+    binding.on_resume = lambda until: recorder.resume_record(job, args)
     try:
         session = job.session if job.has_begun else None
         job.rejoined = rejoin(binding, config, session, job.rejoined, functools.partial(_joined, job))
@@ -191,9 +191,9 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
         for name in ("load", "pretrained_checkpoint"):
             inner.set(args, name, None)
         sharing_parameter_keys(inner, binding.parameter_keys, parameter_keys)
-        asked = building_alone(inner)
+        asked = building_without_others(inner)
         live.model, live.optimizer, live.scheduler = setup()
-    weights.make_own_again(live.optimizer)
+    weights.recompute_own_weights(live.optimizer)
     job.config_before = leftovers.config_of(live)
     connect(job)
     return not asked and load is None and pretrained is None

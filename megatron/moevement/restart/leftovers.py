@@ -115,7 +115,7 @@ def _buffers_with_gradients(live: Live) -> Iterator[str]:
                 yield f"gradients in buffer {number}"
 
 
-def let_go(live: Live) -> None:
+def drop_references(live: Live) -> None:
     """Drop references that would keep an unreferenced model in memory.
 
     Garbage collection does not follow autograd's graphs. Modules and their attributes keep tensors of the last forward
@@ -268,7 +268,7 @@ def _reset_modules(live: Live) -> None:
         chunk.train()
         for module in chunk.modules():
             module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as the whole one
-            interrupted.register_again(module)
+            interrupted.reset_registration(module)
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
                 for name in _SHARED_EXPERTS:

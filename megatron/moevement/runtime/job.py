@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
-from megatron.moevement.elastic.held import Formation, Held
+from megatron.moevement.elastic.formation import Formation, FormationSnapshots
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.elastic.survivor_state import SurvivorState
 from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
@@ -60,11 +60,11 @@ class Job:
         self.ledger = Ledger(self.live)
         self.binding = MegatronBinding(self.live, self.ledger)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the model, the optimizer and the host memory of a finished job, without waiting for other ranks."""
         if self.session is not None:
-            self.session.let_go()
-        leftovers.let_go(self.live)
+            self.session.end_threads()
+        leftovers.drop_references(self.live)
         self.live.model = self.live.optimizer = self.live.scheduler = self.live.loop = None
         self.session = self.rejoined = self.loads = None
 
@@ -81,9 +81,9 @@ class Process:
         self.job = Job()
         self.lineage = ""
         """Name of the job's start from which the state descends without a gap in the iterations."""
-        self.offer: Offer | None = None
+        self.survivor: SurvivorState | None = None
         """State that this rank brings to the reassembly of an elastic job; None outside of a reassembly."""
-        self.before: Sequence[Held] = ()
+        self.before: Sequence[FormationSnapshots] = ()
         """Snapshots from before the job got its present size, until a window of that size is persisted."""
         self.rejected_at = 0
         """Last iteration in which this process rejected a result of its own without a second pass."""
@@ -92,6 +92,6 @@ class Process:
 
     def start_over(self) -> Job:
         """Release the job and its memory, and return a new empty one."""
-        self.job.let_go()
+        self.job.free()
         self.job = Job()
         return self.job

@@ -148,7 +148,7 @@ def record_evaluated(process: Process) -> Wrapper:
     return wrapper
 
 
-def go_on(job: Job, args: Namespace) -> None:
+def resume_record(job: Job, args: Namespace) -> None:
     """Continue the record after a failure, on the last rank, even if another process was the last rank before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()

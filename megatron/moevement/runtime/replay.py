@@ -25,7 +25,7 @@ from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.feed import Feeding
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.util.undo import UndoStack
@@ -41,7 +41,7 @@ class MegatronTrainer(Trainer):
         commit: commit point of this rank's optimizer, whose steps are repeated ones during the replay.
         shared_from: first iteration in which a copy of a tied embedding is active on any stage. From then on all copies
             compute gradients, because the gradient of the active copy is a sum over all.
-        alone: input from other stages, if they keep their state; None if all stages replay.
+        feeding: input from other stages, if they keep their state; None if all stages replay.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MegatronTrainer(Trainer):
         views: OperatorViews,
         commit: CommittedOptimizer,
         shared_from: int | None,
-        alone: Alone | None = None,
+        feeding: Feeding | None = None,
     ) -> None:
         from megatron.core.utils import unwrap_model
 
@@ -71,7 +71,7 @@ class MegatronTrainer(Trainer):
         self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
         self._shared_from = shared_from
-        self._alone = alone
+        self._feeding = feeding
         self._batches: Any = None
         self._batches_at = -1
 
@@ -117,9 +117,9 @@ class MegatronTrainer(Trainer):
         return not any(map(gathers_by_gradients, members(self._live.optimizer)))
 
     @override
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         with remaking():
-            self._restore.complete()
+            self._restore.gather_replicas()
 
     @override
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
@@ -267,7 +267,7 @@ class MegatronTrainer(Trainer):
 
         Tensors come from their logs, numbers from the records.
         """
-        if self._alone is None:
+        if self._feeding is None:
             return
         from megatron.core.utils import get_attr_wrapped_model
         from megatron.training import get_args
@@ -278,7 +278,7 @@ class MegatronTrainer(Trainer):
             undo.set(config, "barrier_with_L1_time", False)
         for member in members(self._live.optimizer):
             undo.set(member, "grad_stats_parallel_group", single)
-        undo.set(self._live, "feeds", self._alone.feeds())
+        undo.set(self._live, "feeds", self._feeding.feeds())
 
     def _group_of_this_rank(self) -> Any:
         """Return a group that has only this rank; it ends with the replay."""
@@ -305,12 +305,12 @@ class MegatronTrainer(Trainer):
         """Turn off overlapped reductions and gathers, which wait for gradients of frozen parameters too."""
         hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
 
-        def hook_again() -> None:
+        def restore_hooks() -> None:
             for chunk in hooked:
                 if not chunk.remove_forward_pre_hook_handles:
                     chunk.enable_forward_pre_hook()
 
-        undo.push(hook_again)
+        undo.push(restore_hooks)
         for chunk in hooked:
             chunk.disable_forward_pre_hook(param_sync=False)
         for config in {id(chunk.ddp_config): chunk.ddp_config for chunk in self._chunks}.values():
@@ -329,7 +329,7 @@ class MegatronTrainer(Trainer):
             # Megatron packs the gradients of all parameters that require one into one tensor to reduce it. A sum over
             # more than two ranks depends on the position of a number in it, so frozen parameters have to be packed too.
             with self._mode.as_if_active():
-                if self._alone is None or num_tokens is None:
+                if self._feeding is None or num_tokens is None:
                     return finalize(model, num_tokens, *args, **kwargs)
                 # Megatron would ask the last stage for the count, but that stage does not run.
                 result = finalize(model, None, *args, **kwargs)

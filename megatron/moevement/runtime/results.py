@@ -48,7 +48,7 @@ def validate_first_iteration() -> None:
     get_rerun_state_machine().first_iteration_complete = True
 
 
-def locate_when_computed_again(process: Process) -> Wrapper:
+def locate_on_recomputation(process: Process) -> Wrapper:
     """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before a second pass.
 
     The second pass replaces the values. It also sends over stage boundaries again, so the wrapper drops what the first
@@ -65,7 +65,7 @@ def locate_when_computed_again(process: Process) -> Wrapper:
                 job = process.job
                 job.place_of_failure = _place(job, machine)
                 if job.live.boundary_log is not None:
-                    job.live.boundary_log.begin_again()
+                    job.live.boundary_log.restart_iteration()
             return is_wanted
 
         return should_run_forward_backward
@@ -113,9 +113,9 @@ def refuse_without_second_pass(process: Process) -> Wrapper:
                 return original(machine, *args, **kwargs)
             except RuntimeError as error:
                 iteration = process.job.live.iteration + 1
-                is_again = process.rejected_at == iteration
+                is_recomputation = process.rejected_at == iteration
                 process.rejected_at = iteration
-                raise ResultError(str(error), [dist.get_rank()] if is_again else ()) from error
+                raise ResultError(str(error), [dist.get_rank()] if is_recomputation else ()) from error
 
         return validate_result
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.restart import places
+from megatron.moevement.restart import fault_points
 from megatron.moevement.runtime.job import Job, Process
 
 
@@ -30,7 +30,9 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             bound = signature.bind(*args, **kwargs)
             iteration = bound.arguments.get("iteration")
             bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
-            bound.arguments["forward_step_func"] = places.forward_and_backward(bound.arguments["forward_step_func"])
+            bound.arguments["forward_step_func"] = fault_points.forward_and_backward(
+                bound.arguments["forward_step_func"]
+            )
             committed = live.iteration = live.iteration if iteration is None else int(iteration)
             if process.before and job.session.saving.has_persisted:
                 process.before = ()

@@ -149,7 +149,7 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """Return the stripe of an iteration, unchanged until :meth:`give_back`; None if missing, in part or damaged."""
+        """Return the stripe of an iteration, unchanged until :meth:`end_reading`; None if incomplete or damaged."""
         with self._lock:
             stripe = self._stripes.get(iteration)
             if stripe is None or stripe.missing:
@@ -158,11 +158,11 @@ class GroupStore:
         if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
             what = f"parity of iteration {iteration} of ranks {', '.join(map(str, self.group.members))}"
             damage.report("the digest of a sum that is read", what, "planning again without it")
-            self.give_back(stripe)
+            self.end_reading(stripe)
             return None
         return stripe
 
-    def give_back(self, stripe: Stripe) -> None:
+    def end_reading(self, stripe: Stripe) -> None:
         """End the reading of a leased stripe."""
         with self._lock:
             stripe.users -= 1
@@ -239,7 +239,7 @@ class MemberStore(PeerStore):
         return self.group.group.members
 
     @override
-    def is_part_of(self, others: Collection[PeerStore]) -> bool:
+    def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
         return any(isinstance(other, MemberStore) and other.group is self.group for other in others)
 
     @property
@@ -274,7 +274,7 @@ class MemberStore(PeerStore):
         self.group.free_before(iteration)
 
     @override
-    def give_back(self, last: int) -> None:
+    def free_unneeded(self, last: int) -> None:
         """Free nothing, because parts of a sum are of use as long as any member needs them."""
 
     @override

@@ -47,7 +47,7 @@ class Costs:
     @property
     def iteration_s(self) -> float:
         """Seconds of an iteration without checkpointing."""
-        return self.plan.given.iteration_s
+        return self.plan.inputs.iteration_s
 
     @cached_property
     def full_bytes(self) -> int:
@@ -62,24 +62,24 @@ class Costs:
     @property
     def ranks_of_stage(self) -> int:
         """Number of ranks of a pipeline stage."""
-        return self.plan.given.job.ranks // self.plan.given.job.pipeline_parallel
+        return self.plan.inputs.job.ranks // self.plan.inputs.job.pipeline_parallel
 
     @property
     def nodes(self) -> int:
         """Number of nodes of the job."""
-        return math.ceil(self.plan.given.job.ranks / self.plan.given.cluster.gpus_per_node)
+        return math.ceil(self.plan.inputs.job.ranks / self.plan.inputs.cluster.gpus_per_node)
 
     def copy_s(self, nbytes: float) -> float:
         """Return the seconds to copy ``nbytes`` from device to host."""
-        return nbytes / self.plan.given.cluster.d2h_bytes_per_s
+        return nbytes / self.plan.inputs.cluster.d2h_bytes_per_s
 
     def send_s(self, nbytes: float) -> float:
         """Return the seconds to send ``nbytes`` to all peers."""
-        return nbytes * self.plan.given.replicas / self.plan.given.cluster.replication_bytes_per_s
+        return nbytes * self.plan.inputs.replicas / self.plan.inputs.cluster.replication_bytes_per_s
 
     def fetch_s(self, nbytes: float) -> float:
         """Return the seconds to fetch ``nbytes`` from one peer and copy them to the device."""
-        return max(nbytes / self.plan.given.cluster.replication_bytes_per_s, self.copy_s(nbytes))
+        return max(nbytes / self.plan.inputs.cluster.replication_bytes_per_s, self.copy_s(nbytes))
 
     def store_s(self) -> float:
         """Return the seconds to write all state of the job to storage, or to read it."""
@@ -91,8 +91,8 @@ class Costs:
 
     def stages_of(self, nodes: Collection[int]) -> set[int]:
         """Return the pipeline stages with a rank on one of ``nodes``, in Megatron's order of ranks."""
-        per_node, of_stage = self.plan.given.cluster.gpus_per_node, self.ranks_of_stage
-        ranks = self.plan.given.job.ranks
+        per_node, of_stage = self.plan.inputs.cluster.gpus_per_node, self.ranks_of_stage
+        ranks = self.plan.inputs.job.ranks
         return {
             stage
             for node in nodes
@@ -105,8 +105,8 @@ class Costs:
 
         The peers are those that a live job would choose, and ranks of a node may have different ones.
         """
-        job, replicas = self.plan.given.job, self.plan.given.replicas
-        nodes = [rank // self.plan.given.cluster.gpus_per_node for rank in range(job.ranks)]
+        job, replicas = self.plan.inputs.job, self.plan.inputs.replicas
+        nodes = [rank // self.plan.inputs.cluster.gpus_per_node for rank in range(job.ranks)]
         # A job on a single node keeps its copies there, and loses all of them with the node.
         peers = place(nodes, replicas, same_node=self.nodes == 1) if replicas < job.ranks else [()] * job.ranks
         kept: list[set[frozenset[int]]] = [set() for _ in range(self.nodes)]
@@ -121,7 +121,7 @@ class Costs:
 
     def segments(self, nodes: Collection[int]) -> list[frozenset[int]]:
         """Return the segments of stages that replay together, as a live recovery finds them (appendix A)."""
-        job = self.plan.given.job
+        job = self.plan.inputs.job
         pipeline = Pipeline(job.pipeline_parallel, job.chunks > 1, job.tied_stages)
         return segments(pipeline, self.stages_of(nodes))
 
@@ -131,7 +131,7 @@ class Costs:
         It is 1 for operators that are no experts. Shares of experts are drawn for each layer with the given skew; equal
         seeds give equal shares.
         """
-        ranks = self.plan.given.job.expert_parallel
+        ranks = self.plan.inputs.job.expert_parallel
         drawn = np.ones((ranks, len(operators)))
         of_layer: dict[str, list[int]] = {}
         for index, operator in enumerate(operators):

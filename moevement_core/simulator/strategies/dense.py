@@ -81,7 +81,7 @@ class Dense(Strategy):
 
         One buffer is filled while the other holds the newest complete checkpoint.
         """
-        return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.given.replicas if self.in_memory else 0))
+        return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.inputs.replicas if self.in_memory else 0))
 
     def rollback(self, committed: int, into: float) -> int:
         """Return the number of iterations since the newest checkpoint that has arrived where it is kept."""

@@ -33,7 +33,7 @@ class Partial(Strategy):
         self.expert_bytes = sum(size for _, size in experts)
         self.other_bytes = sum(size for operator, size in pairs if operator.kind is not OperatorKind.EXPERT)
         self.layers = max(1, sum(operator.kind is OperatorKind.GATE for operator, _ in pairs))
-        self.experts = max(1, round(len(experts) / self.layers * costs.plan.given.job.expert_parallel))
+        self.experts = max(1, round(len(experts) / self.layers * costs.plan.inputs.job.expert_parallel))
         """Number of experts of a layer, on all ranks that share it."""
         self.parameters = sum(operator.parameters / operator.shards for operator, _ in experts)
         """Parameters of experts of which a rank holds the state."""
@@ -79,7 +79,7 @@ class Partial(Strategy):
     @property
     def host_bytes(self) -> float:
         """Bytes of the newest state of everything and of the snapshot being copied, also for each peer."""
-        return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.given.replicas)
+        return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.inputs.replicas)
 
     @property
     def arrival(self) -> float:
@@ -177,8 +177,8 @@ class MoEtion(Partial):
         self.is_redundant = any(operator.shards > 1 for operator in costs.plan.stages[0].shape.operators)
         each = self.expert_bytes / max(1, self.layers * self.experts)
         seconds = costs.iteration_s * interval
-        local = costs.plan.given.cluster.d2h_bytes_per_s * seconds - self.other_bytes
-        remote = costs.plan.given.cluster.replication_bytes_per_s * seconds / max(1, costs.plan.given.replicas) - (
+        local = costs.plan.inputs.cluster.d2h_bytes_per_s * seconds - self.other_bytes
+        remote = costs.plan.inputs.cluster.replication_bytes_per_s * seconds / max(1, costs.plan.inputs.replicas) - (
             0 if self.is_redundant else self.other_bytes
         )
         sent = min(each, self.parameters / max(1, self.layers * self.experts) * GRADIENT_BYTES)

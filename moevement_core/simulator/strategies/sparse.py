@@ -44,8 +44,8 @@ class MoEvement(Strategy):
         kind: WindowKind | None = None,
         name: str = "moevement",
     ) -> None:
-        if kind is not None and kind is not costs.plan.given.kind:
-            costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.given, kind=kind)))
+        if kind is not None and kind is not costs.plan.inputs.kind:
+            costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.inputs, kind=kind)))
         super().__init__(costs)
         self.techniques, self.name = techniques or Techniques(), name
 
@@ -136,7 +136,7 @@ class MoEvement(Strategy):
 
         An expert works for the tokens that reach it, and other operators for all tokens. An embedding has no products.
         """
-        factor = {OperatorKind.EXPERT: float(self.costs.plan.given.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
+        factor = {OperatorKind.EXPERT: float(self.costs.plan.inputs.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
         each = np.array([operator.parameters * factor.get(operator.kind, 1.0) for operator in stage.operators])
         ends = np.array(stage.window.ends)
         active, total = np.zeros(len(ends)), 0.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.moevement.elastic.held import Formation
+from megatron.moevement.elastic.formation import Formation
 from megatron.moevement.elastic.meeting import OfferedState, _Standing
 from megatron.moevement.elastic.rebuild import _Kind
 from megatron.moevement.restart.origin import Origin
@@ -24,7 +24,7 @@ from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.window import Window, WindowKind
 from moevement_core.rebuild import survivors
 from moevement_core.recovery.agree import RankStatus
-from moevement_core.recovery.places import Fetch, Holding, Source, Sum, Term
+from moevement_core.recovery.holdings import Fetch, Holding, Source, Sum, Term
 from moevement_core.recovery.plan import Report
 from moevement_core.run.outcome import Recovery
 from moevement_core.saving import totals

@@ -74,7 +74,7 @@ class Rank:
             patch.setattr(random, "FP8GlobalStateManager", self.manager, raising=False)
             interrupted.forget_regions()
         for module in self.modules:
-            interrupted.register_again(module)
+            interrupted.reset_registration(module)
 
 
 def test_an_iteration_updates_all_scales_after_an_interruption_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_operations_of_fused_sequences_register_again() -> None:
     operation: Any = torch.nn.Module()
     forward = {"buffer_index_and_autocast_key": (0, "key"), "num_quantizers": 1}
     operation._fp8_metas = {"forward": forward, "backward": None}
-    interrupted.register_again(operation)
+    interrupted.reset_registration(operation)
     assert forward == {"num_quantizers": 1}
 
 

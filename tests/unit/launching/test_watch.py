@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moevement_core.comms.token import Token
 from moevement_core.launching import orphans, supervisor
-from moevement_core.launching.children import Child, Program, end_all, nothing_left_behind
+from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
 from moevement_core.launching.watch import ReplaceFailedRanks
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
@@ -137,7 +137,7 @@ def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device
     (held := tmp_path / "held").mkdir()
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
     monkeypatch.setattr(orphans, "RELEASE_S", 60.0)
-    with nothing_left_behind():
+    with no_orphans_left():
         job = Job(tmp_path, 0, first=HOLDS.format(device=str(device), folder=str(held)))
         try:
             deadline = time.monotonic() + 60

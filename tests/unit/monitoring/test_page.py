@@ -17,7 +17,7 @@ from moevement_cli import recovery_chart
 from moevement_cli.colors import RUN_COLORS
 from moevement_cli.elements import Element
 from moevement_cli.html_report import page
-from moevement_cli.line_chart import BOTTOM, HEIGHT, TOP, Chart, Line, Mark, thinned, tick_step
+from moevement_cli.line_chart import BOTTOM, HEIGHT, TOP, Chart, Curve, Mark, thinned, tick_step
 from moevement_cli.main import main
 from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import compare
@@ -261,13 +261,13 @@ def test_ticks_are_at_round_numbers(least: float, most: float, step: float) -> N
 
 def test_what_is_no_number_is_a_gap() -> None:
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, math.inf), (5, 1.0), (6, 3.0)]
-    drawn = Chart("loss", [Line("run", "#000", points)]).draw()
+    drawn = Chart("loss", [Curve("run", "#000", points)]).draw()
     assert len(drawn.findall(".//polyline")) == 2
 
 
 def test_a_chart_has_its_numbers_as_a_table_too() -> None:
     points = [(float(x), 2.0 * x) for x in range(1, 1001)]
-    chart = Chart("loss", [Line("run", "#000", points)], [Mark(500.0, "#000", "run: recovery 1", "rank 2 killed")])
+    chart = Chart("loss", [Curve("run", "#000", points)], [Mark(500.0, "#000", "run: recovery 1", "rank 2 killed")])
     drawn = chart.draw()
     rows = [[cell.text for cell in row.findall("td")] for row in drawn.findall(".//tbody/tr")]
     assert rows[0] == ["1", "2"]
@@ -282,7 +282,7 @@ def test_a_chart_has_its_numbers_as_a_table_too() -> None:
 
 def test_a_band_has_gaps_and_ends_at_the_edge_of_what_is_shown() -> None:
     band = [(1.0, -90.0, 90.0), (2.0, math.nan, math.nan), (3.0, 1.0, 3.0), (4.0, 1.0, 4.0)]
-    line = Line("run", "#000", [(1.0, 2.0), (2.0, 2.5), (3.0, 2.0), (4.0, 2.0)], band=band)
+    line = Curve("run", "#000", [(1.0, 2.0), (2.0, 2.5), (3.0, 2.0), (4.0, 2.0)], band=band)
     drawn = Chart("costs", [line], view=(0.0, 4.0)).draw()
     polygons = drawn.findall(".//polygon")
     places = [
@@ -298,13 +298,13 @@ def test_a_band_has_gaps_and_ends_at_the_edge_of_what_is_shown() -> None:
 
 
 def test_a_line_below_zero_is_drawn_with_zero() -> None:
-    drawn = Chart("costs", [Line("run", "#000", [(1.0, -2.0), (2.0, -1.0)])]).draw()
+    drawn = Chart("costs", [Curve("run", "#000", [(1.0, -2.0), (2.0, -1.0)])]).draw()
     assert {"-2", "0"} <= {text.text for text in drawn.findall(".//text")}
 
 
 def test_a_chart_that_says_nothing_is_a_number() -> None:
     def chart(*values: float, **fields: float) -> Chart:
-        return Chart("memory", [Line("run", "#000", list(enumerate(values)))], unit="bytes", **fields)  # type: ignore[arg-type]
+        return Chart("memory", [Curve("run", "#000", list(enumerate(values)))], unit="bytes", **fields)  # type: ignore[arg-type]
 
     assert chart(103e6, 103e6, math.nan).is_constant
     assert chart(103e6, 103e6).values() == [("run", "103 MB")]
@@ -317,7 +317,7 @@ def test_a_chart_that_says_nothing_is_a_number() -> None:
 
 def test_a_line_that_stays_where_it_is_is_drawn() -> None:
     for value in (0.0, 7.0):
-        drawn = Chart("stall", [Line("run", "#000", [(5, value)])], from_zero=False).draw()
+        drawn = Chart("stall", [Curve("run", "#000", [(5, value)])], from_zero=False).draw()
         (polyline,) = drawn.findall(".//polyline")
         assert "nan" not in polyline.attrib["points"]
 

@@ -225,20 +225,20 @@ def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:
         strategy.observe(np.where(strategy.table.is_expert, 10.0, 0.0))
         strategy.propose(first, None)
         learned[iteration] = strategy.learned()
-    assert not strategy.short_of_tokens()
+    assert not strategy.boosted_experts()
     last = len(strategy.table)
     versions = np.full(last, 5)
     behind = strategy.table.index_of[expert_name(1, 3)]
     versions[behind] = 2
     lost = strategy.restored(VersionRun(1, versions, 5, versions), learned)
     assert lost.by_expert == {expert_name(1, 3): 30}
-    assert strategy.short_of_tokens() == [expert_name(1, 3)]
+    assert strategy.boosted_experts() == [expert_name(1, 3)]
     strategy.observe_extra_tokens(np.where(np.arange(last) == behind, 12.0, 0.0))
     replacement = MoEtion(table(), 1, 1)
     replacement.adopt(strategy.learned())
-    assert replacement.short_of_tokens() == [expert_name(1, 3)]
+    assert replacement.boosted_experts() == [expert_name(1, 3)]
     replacement.observe_extra_tokens(np.where(np.arange(last) == behind, 18.0, 7.0))
-    assert not replacement.short_of_tokens()
+    assert not replacement.boosted_experts()
 
 
 def test_a_reach_that_ranks_cannot_agree_on_is_refused() -> None:

@@ -257,7 +257,7 @@ def test_another_k_is_in_force_with_the_next_snapshot() -> None:
 def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_history() -> None:
     schedule = PartialSchedule(table(), 2, 2, 6)
     strategy = MoC(schedule.table, 2, 2)
-    before, after = strategy.going_on([schedule], 8, history=5)
+    before, after = strategy.schedules_after_rollback([schedule], 8, history=5)
     assert before is schedule
     assert isinstance(after, PartialSchedule)
     assert after.start == 10

@@ -9,7 +9,7 @@ import pytest
 
 from moevement_core.errors import RecoveryError
 from moevement_core.rebuild import prepare as module
-from moevement_core.recovery.places import Fetch, Holding, Source
+from moevement_core.recovery.holdings import Fetch, Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report
 from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.snapshot.snapshot import Snapshot

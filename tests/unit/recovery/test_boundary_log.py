@@ -271,7 +271,7 @@ def test_it_finds_the_first_value_that_is_not_finite_and_begins_again() -> None:
         log.note(FORWARD, sent)
         log.note(BACKWARD, sent / 0 if order >= 2 else sent)
     assert (log.first_not_finite(FORWARD), log.first_not_finite(BACKWARD)) == (None, 2)
-    log.begin_again()
+    log.restart_iteration()
     assert log.first_not_finite(BACKWARD) is None
     log.note(FORWARD, tensor(1, 7))
     log.end()

@@ -10,7 +10,7 @@ import torch
 
 from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.fetch import fetch
-from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.holdings import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.snapshot.snapshot import Snapshot
 from tests.unit.recovery.toy import Toy

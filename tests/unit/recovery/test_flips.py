@@ -32,7 +32,7 @@ def sent_through(channel: str, kind: FlipKind, *frames: torch.Tensor) -> list[to
     """Return what a peer receives of ``frames`` through a channel that flips a bit."""
     flips.begin((Flip(kind, seed=3),))
     wire = Wire()
-    transport = flips.on_the_way(channel, Loopback(wire, 0))
+    transport = flips.flipping_transport(channel, Loopback(wire, 0))
     for frame in frames:
         transport.send(1, 4, frame)
     arrived = []
@@ -73,7 +73,7 @@ def test_a_flip_of_a_message_is_refused() -> None:
 def test_nothing_is_between_who_sends_and_the_wire_without_such_a_flip() -> None:
     inner = Loopback(Wire(), 0)
     flips.begin((Flip(FlipKind.COPIES),))
-    assert flips.on_the_way("feeds", inner) is inner
+    assert flips.flipping_transport("feeds", inner) is inner
 
 
 def test_a_flip_of_a_header_is_found_by_its_checksum() -> None:

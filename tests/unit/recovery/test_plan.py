@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moevement_core.errors import RecoveryError
-from moevement_core.recovery.places import Fetch, Holding, Source
+from moevement_core.recovery.holdings import Fetch, Holding, Source
 from moevement_core.recovery.plan import Report, plan_from_replicas, plan_recovery
 
 WINDOW = {0: "2111", 1: "0211", 2: "0021", 3: "0002"}

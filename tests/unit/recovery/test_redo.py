@@ -12,7 +12,7 @@ from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery, plan_redo
 from moevement_core.recovery.replay import Observer, replay
 from moevement_core.snapshot.snapshot import Snapshot

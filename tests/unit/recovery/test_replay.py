@@ -15,7 +15,7 @@ from moevement_core.policy.recoverable import recoverable_runs
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
 from moevement_core.recovery.replay import Observer, replay
 from moevement_core.snapshot.agreement import NONE
@@ -31,7 +31,7 @@ def plan_of(snapshots: dict[int, Snapshot], until: int | None) -> RecoveryPlan:
     return plan_recovery([Report(0, 0, tuple(holdings))], until)
 
 
-def bring_back(toy: Toy, snapshots: dict[int, Snapshot], until: int) -> tuple[RecoveryPlan, StateCheck]:
+def reallocate(toy: Toy, snapshots: dict[int, Snapshot], until: int) -> tuple[RecoveryPlan, StateCheck]:
     plan = plan_of(snapshots, until)
     toy.ran.clear()
     check = StateCheck(toy.states(), toy.whole)
@@ -48,7 +48,7 @@ def test_figure_8(kind: WindowKind, size: int) -> None:
     snapshots = run_until(toy, until, {})
     truth, rng = toy.whole(), toy.rng
     toy.wipe()
-    plan, check = bring_back(toy, snapshots, until)
+    plan, check = reallocate(toy, snapshots, until)
     assert toy.whole() == truth
     assert toy.rng == rng
     assert not check.differences
@@ -80,7 +80,7 @@ def test_any_schedule_any_iteration_any_snapshots_left(seed: int) -> None:
         with pytest.raises(RecoveryError, match=rf"\biteration {until}\b"):
             plan_of(snapshots, until)
         return
-    _, check = bring_back(toy, snapshots, until)
+    _, check = reallocate(toy, snapshots, until)
     assert toy.whole() == truth, f"seed {seed}"
     assert toy.rng == rng, f"seed {seed}"
     assert not check.differences, f"seed {seed}"
@@ -92,7 +92,7 @@ def test_the_state_that_a_run_begins_from_comes_back_though_no_iteration_was_run
     truth = toy.whole()
     snapshots = {iteration: toy.snapshot(iteration, 0, {}) for iteration in (-3, -2, -1)}
     toy.wipe()
-    plan, check = bring_back(toy, snapshots, 0)
+    plan, check = reallocate(toy, snapshots, 0)
     assert (plan.first, plan.until, toy.ran) == (-3, 0, [])
     assert toy.whole() == truth
     assert (check.known_until, check.verified_until) == (0, NONE), "restored, and nothing was recomputed"
@@ -104,16 +104,16 @@ def test_verified_is_said_of_the_last_iteration_that_was_compared_and_of_none_be
     toy = Toy(3, WindowKind.ALIGNED)
     snapshots = run_until(toy, 8, {})
     toy.wipe()
-    _, check = bring_back(toy, snapshots, 8)
+    _, check = reallocate(toy, snapshots, 8)
     assert check.verified_until == 7, "snapshot 7 has a digest of everything, and 8 there is none"
     assert check.recomputed == set(toy.names)
     without = {i: Snapshot(_without_whole(s), s.buffer) for i, s in snapshots.items()}
     toy.wipe()
-    _, check = bring_back(toy, {i: without[i] for i in range(3, 6)}, 8)
+    _, check = reallocate(toy, {i: without[i] for i in range(3, 6)}, 8)
     assert check.known_until == 3, "slot 0 was compared when it was loaded, and never again"
     assert (check.recomputed, check.verified_until) == (set(), NONE), "nothing was compared after an update"
     toy.wipe()
-    _, check = bring_back(toy, {i: snapshots[i] for i in range(3, 6)}, 8)
+    _, check = reallocate(toy, {i: snapshots[i] for i in range(3, 6)}, 8)
     last = {name for name, saved in zip(toy.names, snapshots[5].contents, strict=True) if saved == Saved.FULL}
     assert check.verified_until == 5
     assert check.restored == last, "of the last slot nothing was updated before its digest was compared"
@@ -144,7 +144,7 @@ def test_a_replay_that_goes_wrong_is_found() -> None:
         return result
 
     toy.run = run_with_a_flipped_bit  # type: ignore[method-assign]
-    _, check = bring_back(toy, snapshots, 7)
+    _, check = reallocate(toy, snapshots, 7)
     assert re.search(rf"\b{re.escape(toy.names[0])}\b.*\biteration 5\b", check.differences[0])
     assert check.verified_until < 5
 
@@ -154,16 +154,16 @@ def test_a_send_that_differs_is_found_though_state_and_losses_are_right() -> Non
     snapshots = run_until(toy, 6, {})
     toy.wipe()
     toy.sent = lambda iteration: f"sent in {iteration}"  # type: ignore[method-assign]
-    _, check = bring_back(toy, snapshots, 6)
+    _, check = reallocate(toy, snapshots, 6)
     assert not check.sends, "no record says what was sent"
     sent = {i: _with_sent(s, f"sent in {i}") for i, s in snapshots.items()}
     toy.wipe()
-    plan, check = bring_back(toy, sent, 6)
+    plan, check = reallocate(toy, sent, 6)
     assert check.sends == set(range(plan.first + 1, 6)), "of the last one there is no record here"
     assert not check.differences
     sent[5] = _with_sent(snapshots[5], "something else")
     toy.wipe()
-    _, check = bring_back(toy, sent, 6)
+    _, check = reallocate(toy, sent, 6)
     (difference,) = check.differences
     assert re.search(r"\bsent\b.*\biteration 5\b", difference)
 
@@ -182,7 +182,7 @@ def test_a_loss_that_differs_is_found() -> None:
     toy.wipe()
     run = toy.run
     toy.run = lambda iteration, outcome: {"loss": run(iteration, outcome)["loss"] + 1e-3}  # type: ignore[method-assign]
-    plan, check = bring_back(toy, snapshots, 6)
+    plan, check = reallocate(toy, snapshots, 6)
     assert re.search(rf"\bloss\b.*\biteration {plan.first + 1}\b", check.differences[0])
     assert check.losses_until == NONE
 
@@ -196,7 +196,7 @@ def test_frozen_weights_matter() -> None:
     toy.load = lambda snapshot, loads, is_shared=True: load(  # type: ignore[method-assign,misc]
         snapshot, loads if snapshot.iteration in (3, 6) else {n: s for n, s in loads.items() if s == 2}
     )
-    bring_back(toy, {i: snapshots[i] for i in (3, 4, 5)}, 8)
+    reallocate(toy, {i: snapshots[i] for i in (3, 4, 5)}, 8)
     assert toy.whole() != truth
 
 

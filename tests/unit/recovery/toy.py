@@ -117,7 +117,7 @@ class Toy(Trainer):
             self.update(name)
 
     @override
-    def complete(self) -> None:
+    def gather_replicas(self) -> None:
         pass
 
     @override

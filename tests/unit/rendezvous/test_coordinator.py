@@ -26,10 +26,10 @@ from moevement_core.rendezvous.roster import (
     JOINED,
     STOP,
     Death,
-    GivenBack,
     MemberInfo,
     NoticedBy,
     Roster,
+    UnusableDevice,
 )
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.store import GenerationStore
@@ -490,11 +490,16 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
     job.leave(0)
     assert job.coordinator.waiting() == []
     assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
-    assert [process["pid"] for process in job.coordinator.who()] == [1000, 1003, 1002, None]
-    assert [process["role"] for process in job.coordinator.who()] == ["active", "active", "spare", "starting"]
+    assert [process["pid"] for process in job.coordinator.process_entries()] == [1000, 1003, 1002, None]
+    assert [process["role"] for process in job.coordinator.process_entries()] == [
+        "active",
+        "active",
+        "spare",
+        "starting",
+    ]
     assert (job.coordinator.roster.spares, job.coordinator.roster.starting) == (0, 1)
     job.join(4, "node", ("GPU-d",))
-    assert [process["role"] for process in job.coordinator.who()][2:] == ["spare", "spare"]
+    assert [process["role"] for process in job.coordinator.process_entries()][2:] == ["spare", "spare"]
 
 
 def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
@@ -510,7 +515,7 @@ def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
 def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(store: Any, is_seen_first: bool) -> None:
     """Let the supervisor see the process end, or never see it because the driver holds the process."""
     job = two_nodes(store)
-    job.members[1].give_back(GivenBack("illegal access", "node0-1"))
+    job.members[1].report_unusable_device(UnusableDevice("illegal access", "node0-1"))
     if is_seen_first:
         job.coordinator.died(1, 1001, "ended with 74")
     job.settle()
@@ -525,7 +530,7 @@ def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(sto
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(store: Any, is_broken: bool) -> None:
     job = two_nodes(store, members=3)
-    job.members[1].give_back(GivenBack("ECC", "node0-1", is_broken))
+    job.members[1].report_unusable_device(UnusableDevice("ECC", "node0-1", is_broken))
     job.settle()
     job.join(5, "node0", ("node0-0", "node0-1"))
     assert job.coordinator.waiting() == ([] if is_broken else [5])
@@ -540,7 +545,7 @@ def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
     assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 2}
-    job.members[3].give_back(GivenBack("no answer", "node1-1", is_broken=True))
+    job.members[3].report_unusable_device(UnusableDevice("no answer", "node1-1", is_broken=True))
     job.settle()
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2}
     assert job.coordinator.state is State.RUNNING
@@ -562,7 +567,7 @@ def test_ranks_that_are_given_back_are_no_failures_in_the_same_place(store: Any)
     job = Job(store, 2, 2)
     for number in range(1, attempts.FAILURES + 1):
         job.join(number + 1)
-        job.members[number].give_back(GivenBack("illegal access"))
+        job.members[number].report_unusable_device(UnusableDevice("illegal access"))
         job.coordinator.step()
         job.leave(0, committed=7)
         job.passes(60)
@@ -695,7 +700,7 @@ def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(store: Any) -> No
     job = Job(store, 4, 0, lease_s=10.0)
     for number, node in enumerate("aabbcc"):
         job.join(number, node, (f"{node}-0", f"{node}-1"))
-    job.members[1].give_back(GivenBack("ECC", "a-1", is_broken=True))
+    job.members[1].report_unusable_device(UnusableDevice("ECC", "a-1", is_broken=True))
     job.settle()
     job.leave(0, 2, 3)
     assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}

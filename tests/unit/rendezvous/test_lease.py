@@ -187,7 +187,7 @@ def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
         both.server.poll(0.005, both.answer)
     assert both.holder.alive == {}
     assert not other.is_connected
-    assert both.server.strangers > 0
+    assert both.server.unauthenticated > 0
     other.close()
 
 
@@ -253,7 +253,7 @@ def test_a_new_supervisor_is_heard_behind_callers_that_never_greet(both: Both, m
     monkeypatch.setattr(lease_server, "SHORT_GREETING_S", 0.1)
     silent = [socket.create_connection(both.address) for _ in range(MOST_UNKNOWN + 20)]
     both.until(lambda: both.client.is_connected)
-    assert both.server.strangers >= 20
+    assert both.server.unauthenticated >= 20
     for caller in silent:
         caller.close()
 
@@ -267,7 +267,7 @@ def test_supervisors_that_all_call_at_once_are_each_greeted_once(both: Both) -> 
             for number, client in enumerate(clients):
                 client.step([number], {number: 1})
             both.server.poll(0.01, both.answer)
-        assert both.server.strangers == 0, "none was cut off for another one"
+        assert both.server.unauthenticated == 0, "none was cut off for another one"
         for supervisor in list(both.server._connections.values()):
             both.server._drop(supervisor)
         for client in clients:

@@ -23,9 +23,9 @@ def test_both_sides_see_what_the_other_writes() -> None:
     assert (supervisor.committed, process.is_held, process.is_winding_down) == (41, False, True)
     supervisor.hold_until(boot_time_s() + 60)
     assert process.is_held
-    supervisor.let_wait(waits=True)
+    supervisor.set_waiting(waits=True)
     assert process.is_waiting
-    supervisor.let_wait(waits=False)
+    supervisor.set_waiting(waits=False)
     assert not process.is_waiting
     supervisor.close()
     process.commit(42)

@@ -61,7 +61,7 @@ def test_what_is_given_back_stays_promised_and_comes_again_for_a_snapshot(monkey
     held = store.begin(0, 2 * PAGE)
     assert held is not None
     assert store.begin(1, 6 * PAGE) is None
-    store.bring_back(6 * PAGE)
+    store.reallocate(6 * PAGE)
     assert store.memory_bytes == 8 * PAGE, "no more than that"
     assert store.begin(1, 6 * PAGE) is not None
     store.need(9 * PAGE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as drawn
 
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.advice import Advice, Fixed, Variants, advise, fits, may_be_proposed
+from moevement_core.simulator.advice import Advice, Fixed, Variants, advise, fits, is_candidate
 from moevement_core.simulator.experiment import Cell, Draws, run
 from moevement_core.simulator.failures import FailureModel
 from moevement_core.simulator.strategies import STRATEGIES, Costs
@@ -39,7 +39,7 @@ def asked(
 
 def with_memory(job: Costs, nbytes: float | None) -> Costs:
     """Return the job on nodes with ``nbytes`` of host memory."""
-    plan_input = job.plan.given
+    plan_input = job.plan.inputs
     cluster = replace(plan_input.cluster, host_memory_bytes=nbytes)
     return replace(job, plan=CheckpointPlan(replace(plan_input, cluster=cluster)))
 
@@ -71,7 +71,7 @@ def test_advice_is_no_worse_than_a_row_of_the_table_beside_it(
         memory,
     )  # fmt: skip
     cells, advice = asked(job, mtbf_s, spares, together=together)
-    rows = [cell for cell in cells if may_be_proposed(cell.strategy)]
+    rows = [cell for cell in cells if is_candidate(cell.strategy)]
     best = advice.best
     assert best.ettr >= max((row.ettr for row in rows if fits(row.strategy) or not best.fits), default=0.0)
     assert [choice.ettr for choice in advice.choices if choice.fits] == sorted(
@@ -125,7 +125,7 @@ def test_with_much_bandwidth_the_window_is_short() -> None:
 def test_what_is_fixed_is_not_chosen(kind: WindowKind) -> None:
     _, advice = asked(costs(kind=kind, window=5), 1800.0, Spares(), fixed=Fixed(kind, 5))
     (sparse,) = (choice for choice in advice.choices if choice.strategy.name.startswith("moevement"))
-    assert (sparse.strategy.costs.plan.size, sparse.strategy.costs.plan.given.kind) == (5, kind)
+    assert (sparse.strategy.costs.plan.size, sparse.strategy.costs.plan.inputs.kind) == (5, kind)
     assert f"--moevement-window 5 --moevement-window-kind {kind}" in sparse.flags
 
 

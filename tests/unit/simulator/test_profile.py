@@ -116,7 +116,7 @@ def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() ->
     measured = replace(scenario, profile=replace(scenario.profile, contention=0.3))
     fixed = replace(measured, checkpointing=replace(measured.checkpointing, contention=0.0))
     assert [variant.contention for variant in (scenario, measured, fixed)] == [0.0, 0.3, 0.0]
-    assert [variant.costs().plan.given.contention for variant in (measured, fixed)] == [0.3, 0.0]
+    assert [variant.costs().plan.inputs.contention for variant in (measured, fixed)] == [0.3, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_job_that_was_measured_takes_as_long(tmp_path: Path) -> None:
     scenario = scenario_of(tmp_path)
     assert scenario.time.total_s == pytest.approx(3.0)
     assert scenario.cluster.storage_bytes_per_s == 3e8
-    assert scenario.costs().plan.given.iteration_s == pytest.approx(3.0)
+    assert scenario.costs().plan.inputs.iteration_s == pytest.approx(3.0)
 
 
 def test_other_jobs_follow_from_the_parts(tmp_path: Path) -> None:

@@ -177,8 +177,8 @@ def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
 def test_stages_with_copies_of_one_embedding_roll_back_together_as_in_a_live_job() -> None:
     """Use stages of two nodes with eight ranks each."""
     free, tied = costs(), costs(tied=True)
-    assert free.plan.given.job.tied_stages == frozenset()
-    assert tied.plan.given.job.tied_stages == {0, 7}
+    assert free.plan.inputs.job.tied_stages == frozenset()
+    assert tied.plan.inputs.job.tied_stages == {0, 7}
     assert free.segments((0,)) == [{0}]
     assert tied.segments((0,)) == [{0, 7}]
     assert tied.segments((4,)) == [{2}]
@@ -217,11 +217,11 @@ def test_slowing_by_copies_is_counted_for_all() -> None:
 
 def test_copies_to_peers_slow_training_in_proportion_to_what_they_take_of_links() -> None:
     hidden = costs(d2h=4.0, network=256.0)
-    plan = CheckpointPlan(replace(hidden.plan.given, contention=0.5, window=2, period=2))
+    plan = CheckpointPlan(replace(hidden.plan.inputs, contention=0.5, window=2, period=2))
     contended = replace(hidden, plan=plan)
     for name in ("gemini", "moc", "moetion", "moevement", "redo"):
         strategy = STRATEGIES[name](contended, 1800.0)
-        sent_s = plan.given.replicas * strategy.sent_bytes * plan.given.cluster.gpus_per_node / 256e9
+        sent_s = plan.inputs.replicas * strategy.sent_bytes * plan.inputs.cluster.gpus_per_node / 256e9
         assert strategy.contended_s == pytest.approx(0.5 * sent_s), name
         assert strategy.contended_s > 0, name
         assert strategy.slowed_s == pytest.approx(strategy.contended_s), name
@@ -232,7 +232,9 @@ def test_copies_to_peers_slow_training_in_proportion_to_what_they_take_of_links(
 def test_windows_that_rest_cost_less_in_an_iteration_and_more_after_a_failure(name: str) -> None:
     hidden = costs(d2h=4.0, network=256.0)
     often, rarely = (
-        STRATEGIES[name](replace(hidden, plan=CheckpointPlan(replace(hidden.plan.given, window=2, period=period))), 1e4)
+        STRATEGIES[name](
+            replace(hidden, plan=CheckpointPlan(replace(hidden.plan.inputs, window=2, period=period))), 1e4
+        )
         for period in (2, 12)
     )
     assert rarely.sent_bytes == pytest.approx(often.sent_bytes / 6)

@@ -67,7 +67,8 @@ class Rank:
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
             number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own=job.keeps_own), Allowance(math.inf),
+            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own_copies=job.keeps_own_copies),
+            Allowance(math.inf),
             self.reports.append,
         )  # fmt: skip
 
@@ -88,10 +89,10 @@ class Job:
 
     def __init__(
         self, ranks: int = 3, replicas: int = 1, size: int = 3, kind: WindowKind = WindowKind.ALIGNED,
-        allowance_bytes: float = float("inf"), dense: bool = False, keeps_own: bool = True,
+        allowance_bytes: float = float("inf"), dense: bool = False, keeps_own_copies: bool = True,
     ) -> None:  # fmt: skip
         self.ranks, self.size, self.kind, self.allowance_bytes, self.dense = ranks, size, kind, allowance_bytes, dense
-        self.keeps_own = keeps_own
+        self.keeps_own_copies = keeps_own_copies
         self.wire = Wire()
         self.board: dict[int, dict[int, Mapping[int, RunStatus]]] = {}
         self.placement = place(range(ranks), replicas)
@@ -177,7 +178,7 @@ class Job:
                     )
                     kept = store.snapshots()
                     for iteration in range(run.first, run.last + 1):
-                        if self.keeps_own:
+                        if self.keeps_own_copies:
                             self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
             own_ = rank.checkpointer.own

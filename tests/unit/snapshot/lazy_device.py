@@ -53,7 +53,7 @@ class LazyEvent(Event):
         device.run(self.stream, self.at)
 
     @override
-    def hold_back(self, stream: Any = None) -> None:
+    def order_before(self, stream: Any = None) -> None:
         (stream or self.device.current_stream()).work.append(lambda: self.device.run(self.stream, self.at))
 
     @override

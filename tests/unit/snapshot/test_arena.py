@@ -195,7 +195,7 @@ def test_what_is_given_back_leaves_the_process() -> None:
 
 def test_slabs_go_a_few_at_a_time_and_only_those_that_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "SMALLEST_SLAB", 2 * PAGE)
-    monkeypatch.setattr(arenas, "GIVEN_BACK_AT_ONCE", 4 * PAGE)
+    monkeypatch.setattr(arenas, "RETURNED_AT_ONCE", 4 * PAGE)
     arena = Arena(CpuDevice())
     arena.grow(16 * PAGE)
     buffers = [arena.acquire(2 * PAGE) for _ in range(8)]
@@ -254,7 +254,7 @@ def test_growing_makes_use_of_what_was_to_go(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))])
 def test_nothing_that_is_held_changes_while_memory_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "SMALLEST_SLAB", 4 * PAGE)
-    monkeypatch.setattr(arenas, "GIVEN_BACK_AT_ONCE", 8 * PAGE)
+    monkeypatch.setattr(arenas, "RETURNED_AT_ONCE", 8 * PAGE)
     print(f"seed {seed}")
     random, arena, held = Random(seed), Arena(CpuDevice()), list[tuple[int, Buffer]]()
     for mark in range(400):

@@ -22,13 +22,13 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
-from moevement_core.recovery.places import Source
+from moevement_core.recovery.holdings import Source
 from moevement_core.recovery.sources import MemorySource
 from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot import arena as arenas
-from moevement_core.snapshot.agreement import NONE, Alone
+from moevement_core.snapshot.agreement import NONE, SingleRankAgreement
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
@@ -93,7 +93,7 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
 
 @pytest.mark.parametrize("kind", list(WindowKind))
 def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_ever(kind: WindowKind) -> None:
-    with job(ranks=3, replicas=2, size=3, kind=kind, keeps_own=False) as training:
+    with job(ranks=3, replicas=2, size=3, kind=kind, keeps_own_copies=False) as training:
         training.run(16)
         for rank in training.members:
             own = rank.checkpointer.own
@@ -111,7 +111,7 @@ def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_
 
 
 def test_what_a_recovery_reads_is_not_dropped_when_peers_come_to_have_it() -> None:
-    with job(ranks=2, replicas=1, size=3, keeps_own=False) as training:
+    with job(ranks=2, replicas=1, size=3, keeps_own_copies=False) as training:
         training.wire.stopped[0] = threading.Event()
         training.run(2, settled=False)
         checkpointer = training.members[0].checkpointer
@@ -152,15 +152,17 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize(
-    ("kind", "keeps_own"),
+    ("kind", "keeps_own_copies"),
     [
         (WindowKind.ROLLING, True), (WindowKind.ALIGNED, False),
         pytest.param(WindowKind.ROLLING, False, marks=pytest.mark.full),
         pytest.param(WindowKind.ALIGNED, True, marks=pytest.mark.full),
     ],
 )  # fmt: skip
-def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(kind: WindowKind, keeps_own: bool) -> None:
-    with job(ranks=3, replicas=2, size=6, kind=kind, keeps_own=keeps_own) as training:
+def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(
+    kind: WindowKind, keeps_own_copies: bool
+) -> None:
+    with job(ranks=3, replicas=2, size=6, kind=kind, keeps_own_copies=keeps_own_copies) as training:
         training.run(13)
         first = training.members[0].checkpointer
         large = memory_of(training)
@@ -177,7 +179,7 @@ def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(kind: 
                 assert rank.checkpointer.asked_bytes == at_peer
                 assert [receiver._allowance.of(receiver.store.key) for receiver in rank.receivers] == [at_peer] * 2
             for own, others in memory_of(training):
-                assert own <= (here - 2 * PAGE if keeps_own else here), "nothing for lag where none comes"
+                assert own <= (here - 2 * PAGE if keeps_own_copies else here), "nothing for lag where none comes"
                 assert others <= 2 * at_peer
                 assert (others == large[0][1]) == (size == 6)
         assert not reports(training)
@@ -263,7 +265,7 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
 
 def test_a_planned_end_is_agreed_on_again_after_a_failure() -> None:
     """Forget the planned end: a replacement does not know of it, so survivors that kept to it would exit alone."""
-    agreed = Alone()
+    agreed = SingleRankAgreement()
     agreed.winding_down = lambda: True
     with job(ranks=1, replicas=0) as training:
         checkpointer = training.members[0].checkpointer
@@ -298,8 +300,8 @@ def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest
         training.run(8)
         assert damaged
         (damage,) = damage_in(caplog)
-        assert damage.what.startswith("snapshot"), "and which"
-        assert "again" in damage.instead
+        assert damage.data.startswith("snapshot"), "and which"
+        assert "again" in damage.action
         assert training.members[0].checkpointer.progress.persisted == 3
 
 
@@ -384,7 +386,7 @@ def test_a_header_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest.L
         training.wire.damage = flip_once
         training.run(8)
         assert damaged
-        assert any("header" in damage.by for damage in damage_in(caplog))
+        assert any("header" in damage.check for damage in damage_in(caplog))
         assert training.members[1].receivers[0].store.snapshots(), "it came at the second attempt"
 
 
@@ -582,7 +584,7 @@ class _Logs:
         self.logged.append(ready)
         return True
 
-    def let_gradients_change(self) -> float:
+    def order_after_gradient_copies(self) -> float:
         return 0.0
 
 
@@ -593,7 +595,7 @@ def test_gradients_are_copied_from_the_mark_of_their_own_update_on(monkeypatch: 
         checkpointer.mark_gradients()
         checkpointer.log_gradients(1)
         checkpointer.mark_gradients()
-        checkpointer.let_gradients_go(1)  # never logged
+        checkpointer.wait_for_gradient_copies(1)  # never logged
         checkpointer.log_gradients(2)
         checkpointer.mark_gradients()
         checkpointer.log_gradients(2, is_replayed=True)

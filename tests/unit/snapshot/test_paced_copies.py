@@ -84,7 +84,7 @@ def test_training_that_waits_has_the_rest_issued_at_once(engine: CopyEngine) -> 
     device.permits = threading.Semaphore(0)  # no copy ends, as far as the background thread can see
     capture = start(engine, live_pairs)
     assert device.is_waited_for.wait(30)
-    let = threading.Thread(target=capture.let_change, daemon=True)
+    let = threading.Thread(target=capture.order_after_copies, daemon=True)
     let.start()
     while not capture.is_urgent:
         let.join(0.001)

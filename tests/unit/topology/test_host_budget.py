@@ -79,8 +79,8 @@ def needs(has: float, log: int = 0) -> list[Needs]:
     [(3.0, KeepOwn.AUTO, True), (2.9, KeepOwn.AUTO, False), (9, KeepOwn.NEVER, False), (3.0, KeepOwn.ALWAYS, True)],
 )
 def test_own_copies_go_where_there_is_no_room_for_them(has: float, keep_own: KeepOwn, keeps: bool) -> None:
-    keeps_own, total = decide_keep_own(needs(has), kept(2), budget(keep_own=keep_own), 6, [], may_drop=True)
-    assert keeps_own is keeps
+    keeps_own_copies, total = decide_keep_own(needs(has), kept(2), budget(keep_own=keep_own), 6, [], may_drop=True)
+    assert keeps_own_copies is keeps
     assert total.own == (GB if keeps else GB // 4)
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from moevement_core.util.priority import LEAST, NICENESS, let_training_go_first
+from moevement_core.util.priority import LEAST, NICENESS, lower_priority
 
 
 def niceness() -> int:
@@ -20,7 +20,7 @@ def test_the_thread_and_those_that_it_starts_and_no_others_are_lowered() -> None
     before, seen = niceness(), list[int]()
 
     def work() -> None:
-        let_training_go_first()
+        lower_priority()
         seen.append(niceness())
         inner = threading.Thread(target=lambda: seen.append(niceness()))
         inner.start()
@@ -38,4 +38,4 @@ def test_a_system_that_refuses_is_no_failure(monkeypatch: pytest.MonkeyPatch) ->
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    let_training_go_first()
+    lower_priority()

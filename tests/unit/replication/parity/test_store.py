@@ -14,7 +14,7 @@ import torch
 from moevement_core.device import CpuDevice
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.fetch import fetch
-from moevement_core.recovery.places import Fetch, Holding, Place, Source
+from moevement_core.recovery.holdings import Fetch, Holding, Place, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sums import places_in_sums
 from moevement_core.recovery.take_part import summed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.moevement.elastic.held import Held
+from megatron.moevement.elastic.formation import FormationSnapshots
 from megatron.moevement.elastic.pieces import RankPosition
 from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
@@ -15,7 +15,7 @@ from moevement_core.trainer.commit import Mark
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
+class SurvivorState:
     """State of a rank after an iteration, live and in snapshots."""
 
     lineage: str
@@ -36,7 +36,7 @@ class Offer:
     """Losses of that iteration by name, as the sum over this rank's micro-batches and the number of tokens; None if
     this rank has no losses.
     """
-    helds: Sequence[Held] = ()
+    kept_snapshots: Sequence[FormationSnapshots] = ()
     """Snapshots of this rank and those it keeps for peers, of that formation of the job.
 
     Until a window of that formation is persisted, they include snapshots of earlier ones.

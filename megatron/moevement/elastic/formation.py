@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.moevement.elastic.pieces import RankPosition
-from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.holdings import Holding, Source
 from moevement_core.recovery.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
 
@@ -24,7 +24,7 @@ class Formation:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class FormationSnapshots:
     """Snapshots of one formation that this process can send to other ranks."""
 
     formation: Formation
@@ -35,7 +35,7 @@ class Held:
     """Function that opens one snapshot without checking it; it returns None if the snapshot is not readable."""
 
     @staticmethod
-    def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> Held:
+    def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> FormationSnapshots:
         """Return the snapshots that this process captured and those it keeps for peers.
 
         Args:
@@ -47,4 +47,4 @@ class Held:
             holding_of(snapshot, Source.MEMORY if snapshot.header.rank == rank else Source.PEER): snapshot
             for snapshot in snapshots
         }
-        return Held(formation, rank, list(by_holding), by_holding.get)
+        return FormationSnapshots(formation, rank, list(by_holding), by_holding.get)

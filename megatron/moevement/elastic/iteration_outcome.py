@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import RankPosition
+from megatron.moevement.elastic.survivor_state import SurvivorState
 from moevement_core.comms.codec import Plain
 from moevement_core.comms.exchange import all_gather_objects
 
 
 @dataclass(frozen=True)
-class Line:
+class IterationOutcome:
     """Outcome of an iteration, as a metrics line reports it."""
 
     losses: Mapping[str, torch.Tensor]
@@ -24,20 +24,23 @@ class Line:
     """Outcome of the iteration's optimizer step."""
 
 
-def line_of(offer: Offer | None, iteration: int) -> Line | None:
+def newest_outcome(survivor: SurvivorState | None, iteration: int) -> IterationOutcome | None:
     """Return the losses and the step outcome of ``iteration``; None if no survivor has them. Collective.
 
     Args:
-        offer: state that this rank brings; None if it is new.
+        survivor: state that this rank brings; None if it is new.
         iteration: newest iteration that any rank has committed.
     """
     from megatron.training import get_args
 
-    mark = offer.mark if offer is not None else None
-    is_live = offer is not None and mark is not None and mark.iteration == iteration
+    mark = survivor.mark if survivor is not None else None
+    is_live = survivor is not None and mark is not None and mark.iteration == iteration
     own = None
-    if is_live and offer is not None and mark is not None:
-        own = offer.stand, Plain((dict(offer.losses) if offer.losses is not None else None, dict(mark.outcome)))
+    if is_live and survivor is not None and mark is not None:
+        own = (
+            survivor.stand,
+            Plain((dict(survivor.losses) if survivor.losses is not None else None, dict(mark.outcome))),
+        )
     sent = [report for report in all_gather_objects(own, tuple[RankPosition, Plain] | None) if report is not None]
     known = [(stand, *report.value) for stand, report in sent]
     outcome = next((outcome for _, _, outcome in known if outcome), None)
@@ -47,7 +50,7 @@ def line_of(offer: Offer | None, iteration: int) -> Line | None:
     args = get_args()
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
     if not last or len(last) < next(iter(last)).world // ranks:
-        return Line({}, outcome)
+        return IterationOutcome({}, outcome)
     sums = [losses for _, losses in sorted(last.items(), key=lambda item: item[0].rank)]
     totals = {name: torch.stack([losses[name] for losses in sums]).sum(dim=0) for name in sums[0]}
-    return Line({name: total[0] / total[1] for name, total in totals.items()}, outcome)
+    return IterationOutcome({name: total[0] / total[1] for name, total in totals.items()}, outcome)

@@ -1,6 +1,6 @@
 """Sizes of the code: the classes with the most public methods and fields, and the longest files.
 
-``python scripts/house.py`` prints them.
+``python scripts/code_sizes.py`` prints them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("moevement_core", "megatron/moevement", "moevement_cli", "kernels")
+PACKAGES = ("moevement_core", "megatron/moevement", "moevement_cli", "kernels")
 LIVE = ("engine", "session", "restart", "launching", "replication", "rendezvous", "persistence", "runtime", "optimizer")
 """Packages of the live half: threads, processes, and state that changes."""
 
@@ -61,13 +61,13 @@ def _fields(node: ast.ClassDef, functions: list[ast.FunctionDef]) -> set[str]:
 
 def main() -> None:
     """Print the sizes of the code."""
-    sizes = [size for package in ROOMS for size in classes(ROOT / package)]
+    sizes = [size for package in PACKAGES for size in classes(ROOT / package)]
     live = [size for size in sizes if any(part in size.file.parts for part in LIVE)]
     for what in ("methods", "fields"):
         print(f"live classes with the most {what}:")
         for size in sorted(live, key=lambda size: getattr(size, what), reverse=True)[:10]:
             print(f"  {getattr(size, what):3} {size.name} ({size.file})")
-    files = [path for package in ROOMS for path in (ROOT / package).rglob("*.py")]
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     print(f"{len(files)} files, {sum(lengths.values())} lines; the longest:")
     for path in sorted(lengths, key=lambda path: lengths[path], reverse=True)[:12]:

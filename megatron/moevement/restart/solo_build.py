@@ -19,7 +19,7 @@ _DATA = "megatron.core.datasets"
 """Package whose modules build indices on rank 0 alone."""
 
 
-def building_alone(undo: UndoStack) -> list[str]:
+def building_without_others(undo: UndoStack) -> list[str]:
     """Make reductions and broadcasts do nothing while a replacement builds its model.
 
     Tied embeddings, for example, are summed over two stages when a model is built.
@@ -33,7 +33,7 @@ def building_alone(undo: UndoStack) -> list[str]:
     return asked
 
 
-def building_data_alone(undo: UndoStack, cache: str | None) -> None:
+def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
     """Have a replacement build its data sets alone, including indices that are missing in its cache.
 
     Megatron builds indices on rank 0 while the other ranks wait. Rank 0 of a running job keeps its data sets and builds
