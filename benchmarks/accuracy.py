@@ -1,15 +1,15 @@
-"""Benchmark of what failures cost in accuracy, by strategy. It writes accuracy.md and accuracy.png.
+"""Benchmark of the accuracy that failures cost under each strategy. It writes accuracy.md and accuracy.png.
 
     python -m benchmarks.accuracy --text ../shared/data/wikitext-2/test.txt ../shared/data/wikitext-2/valid.txt \\
-        --folder runs/accuracy        (an hour and a half on two cores; goes on from what is in the folder)
+        --folder runs/accuracy        (an hour and a half on two cores; results that are in the folder are used again)
 
 The benchmark trains the laptop preset's model on one rank, on WikiText-2 byte by byte. ``--moevement-wipe-at``
 overwrites model and optimizer with NaN. The rank restores them from its own snapshots, as the strategy does after a
 failure. Two trainings run at a time.
 
 1. Four failures per training (MoEvement, figure 12 and table 5): each strategy, several seeds.
-2. One failure at the middle (MoC-System, figure 7): several numbers of saved experts and intervals, for lost shares of
-   tokens from 0 up.
+2. One failure half way (MoC-System, figure 7): several numbers of saved experts and several intervals, so that the
+   trainings lose different shares of tokens.
 3. Routers that drop tokens all the time (MoEtion, table 1).
 """
 
@@ -97,9 +97,9 @@ class Outcome:
 def main() -> None:
     """Train, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="WikiText-2, as text")
-    parser.add_argument("--folder", type=Path, required=True, help="where runs stay")
-    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each (default: 200)")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="text files of WikiText-2")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of runs and results")
+    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each training (default: 200)")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     data = arguments.folder / "wikitext"
@@ -139,7 +139,7 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 
 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
-    """Return the result of a training. The function trains only if the folder has no result of the same settings."""
+    """Return the result of a training. The function trains only if the folder has no result for these settings."""
     run_dir, words = folder / run.id, _words(run, data, iterations)
     kept, made_of = run_dir.with_suffix(".json"), _made_of([*words, str(run.dropped)], folder)
     if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
@@ -176,7 +176,7 @@ def _words(run: Run, data: Path, iterations: int) -> list[str]:
     words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
     if run.wiped_at:
         words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
-    if run.dropped:  # space for all tokens, because the dispatcher expects a fixed number of them
+    if run.dropped:  # The dispatcher expects a fixed number of tokens, so experts need capacity for all of them.
         words += ["--moe-expert-capacity-factor", "8"]
     return words
 
@@ -271,18 +271,18 @@ def report(outcomes: Outcomes, iterations: int) -> str:
     python -m benchmarks.accuracy --text .../wikitext-2/test.txt .../wikitext-2/valid.txt --folder runs/accuracy --iterations {iterations}
 
 The laptop preset's model (4 layers, 8 experts each, top-2) on one rank, {iterations} iterations of 2,048 bytes of WikiText-2 (80% of
-the lines to train on, 10% to validate, 10% to test), seeds {", ".join(map(str, SEEDS))}. A failure overwrites model and optimizer with NaN;
-they are restored from the rank's snapshots, as the strategy does it after a kill. ± is half of a 95% confidence interval over seeds
-(Student) of the difference to the same seed without failures. Validation losses of different seeds without failures have a standard
-deviation of {_noise(outcomes):.4f}; the difference to the same seed is smaller than that and still means something, as all else is equal in
-both runs.
+the lines to train on, 10% to validate, 10% to test), seeds {", ".join(map(str, SEEDS))}. A failure overwrites model and optimizer with NaN.
+The rank restores both from its snapshots, as the strategy does after a kill. Each training is compared with the failure-free training
+of the same seed. ± is half of a 95% confidence interval (Student) of this difference over seeds. Validation losses of different
+seeds without failures have a standard deviation of {_noise(outcomes):.4f}. A smaller difference to the same seed can still mean
+something, because the two trainings differ in nothing else.
 
 ![validation loss over time, over lost tokens, over dropped tokens](accuracy.png)
 
 ## Four failures (MoEvement, figure 12 and table 5)
 
-At a fifth, two, three and four fifths of the training. MoC-System every 10 iterations, *K from 1* with its doubling when
-3.75% of the tokens are lost, the others without; MoEtion in every iteration.
+Failures come after one, two, three and four fifths of the training. MoC-System saves every 10 iterations. *K from 1* doubles
+K when 3.75% of the tokens are lost; the other rows keep their K. MoEtion saves in every iteration.
 
 {table(("strategy", *HEADER), _named(outcomes, (FREE, *STRATEGIES)))}
 
@@ -292,12 +292,12 @@ At a fifth, two, three and four fifths of the training. MoC-System every 10 iter
 
 ## Tokens dropped all the time (MoEtion, table 1)
 
-Routers drop each routed token with a probability, in training alone.
+Routers drop each routed token with this probability, in training only.
 
 {table(("dropped", *HEADER[1:-1]), dropped)}
 
-What a model this small and a training this short can show: whether bits are equal where they should be, and whether losing
-updates of experts costs anything that is larger than the noise. The papers' downstream tasks are beyond both.
+A model this small and a training this short can show two things: whether bits are equal where they should be, and whether
+lost updates of experts cost more than the noise. They cannot show results on the papers' downstream tasks.
 
 {measured_on("torch", "megatron-core")}, gloo.
 """

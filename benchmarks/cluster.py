@@ -4,9 +4,9 @@
     python -m benchmarks.cluster --losses 50 --seed 2 --layout PP4 --spare-nodes 3         # the other half
 
 The job has four ranks on two nodes, two spares on each other node, one task per node, and the batch script as shipped.
-The benchmark takes the node with ranks 2 and 3 away again and again. In turn it kills the node (its kernel resets
-connections), or cuts its power (silence). It then boots the node before Slurm misses it, and the node rejoins with
-spares. The benchmark needs root, and Debian's slurm-wlm, munge and iproute2.
+Again and again the benchmark takes away the node with ranks 2 and 3. It alternates between two kinds of loss. A killed
+node resets its connections; a node without power is silent. The benchmark then boots the node before Slurm misses it,
+and the node rejoins with spares. The benchmark needs root, and Debian's slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ PARTS = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "re
 def main() -> int:
     """Lose nodes and print a table. The exit code is 1 if the bits differ from a failure-free run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", type=int, default=6, help="default: 6")
-    parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
+    parser.add_argument("--losses", type=int, default=6, help="number of losses (default: 6)")
+    parser.add_argument("--lease", type=float, default=10.0, help="seconds of a lease (default: 10)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="PP2xEP2")
     parser.add_argument(
-        "--spare-nodes", type=int, default=1, help="more: losses follow one another sooner (default: 1)"
+        "--spare-nodes", type=int, default=1, help="spare nodes; with more, losses follow sooner (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=1, help="of when in an iteration a node is lost (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the moments of the losses (default: 1)")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
-        print(f"no cluster here: {reason}", file=sys.stderr)
+        print(f"no cluster can start here: {reason}", file=sys.stderr)
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")

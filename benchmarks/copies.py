@@ -1,4 +1,4 @@
-"""Benchmark of the processor time of a byte on its way to a peer, from copy to digest. It writes copies.md.
+"""Benchmark of the processor time that a byte of a snapshot costs until a peer has it. It writes copies.md.
 
 python -m benchmarks.copies        (a minute on two cores)
 """
@@ -22,7 +22,7 @@ from moevement_core.snapshot.snapshot import digest_of
 OUTPUT = Path(__file__).with_suffix(".md")
 NBYTES = 64 << 20
 CHUNKS = (64 << 10, 1 << 20, 8 << 20)
-"""Bytes per call of the kernel, as a sender uses them for slow and for fast links."""
+"""Bytes per system call of a sender. Senders use small calls on slow links, and large calls on fast links."""
 GB = 1e9
 SLOW_LINK_S = 80.0
 """Seconds that a link of 100 Mbit/s needs for a GB."""
@@ -31,23 +31,23 @@ SLOW_LINK_S = 80.0
 def main() -> None:
     """Measure with the options of the command line, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=16, help="of 64 MiB each (default: 16)")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds of 64 MiB each (default: 16)")
     rounds = parser.parse_args().rounds
     OUTPUT.write_text(report(processor_seconds(rounds), rounds), encoding="utf-8")
 
 
 def processor_seconds(rounds: int) -> dict[str, float]:
-    """Return seconds of a processor per GB, by step."""
+    """Return the processor seconds per GB of each step."""
     data, target = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
     seconds = {
         "copy into snapshot memory": _of_this_thread(lambda: target.copy_(data), rounds),
-        "digest, by who captures": _of_this_thread(lambda: digest_of(data), rounds),
+        "digest, by the capturing rank": _of_this_thread(lambda: digest_of(data), rounds),
     }
     for chunk in CHUNKS:
         send, receive = _sent_and_received(data, target, chunk, rounds)
         seconds[f"send, {chunk >> 10} KiB at a time"] = send
-        seconds[f"receive it, {chunk >> 10} KiB at a time"] = receive
-    seconds["digest, by who receives"] = _of_this_thread(lambda: digest_of(target), rounds)
+        seconds[f"receive, {chunk >> 10} KiB at a time"] = receive
+    seconds["digest, by the peer"] = _of_this_thread(lambda: digest_of(target), rounds)
     return seconds
 
 
@@ -64,7 +64,7 @@ def _of_this_thread(work: Callable[[], object], rounds: int) -> float:
 def _sent_and_received(data: torch.Tensor, target: torch.Tensor, chunk: int, rounds: int) -> tuple[float, float]:
     """Return the processor seconds per GB of sender and receiver.
 
-    The kernel copies the bytes directly between memory and socket at both ends.
+    At both ends the operating system copies the bytes directly between tensor memory and socket.
     """
     ends = Connections("127.0.0.1"), Connections("127.0.0.1")
     for rank, end in enumerate(ends):
@@ -103,10 +103,10 @@ def report(results: dict[str, float], rounds: int) -> str:
 
     python -m benchmarks.copies --rounds {rounds}        (writes this file)
 
-Seconds of one processor for each GB of a snapshot, by what is done with it on its way to one peer, over loopback; {rounds} times
-64 MiB. A byte has two digests on this way, one where it is captured and one where it arrives. Between snapshot memory and
-socket it is copied by the kernel alone: `send` reads snapshot memory where it is, and `recv` writes into it. Small pieces are
-what a slow link is sent: one of 100 Mbit/s takes {SLOW_LINK_S:.0f} s for a GB, so sending them takes {small:.1%} of a processor.
+Processor seconds for each GB of a snapshot that a rank sends to one peer, by step, over loopback; {rounds} rounds of
+64 MiB. Each byte is digested twice: at the rank that captures it and at the peer. Only the operating system copies it
+between snapshot memory and socket: `send` reads from snapshot memory, and `recv` writes into it. A sender uses small pieces on a
+slow link. A link of 100 Mbit/s takes {SLOW_LINK_S:.0f} s for a GB, so sending takes {small:.1%} of a processor.
 
 {table(("", "a GB"), rows)}
 

@@ -31,7 +31,7 @@ from moevement_core.simulator.availability import Change, changes, nodes_over_ti
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
 
 NODES, SLOTS, FLOOR = 10, 6, 2
-"""Nodes, slots per node, and least replicas of an expert in the paper's testbed (section 6.1)."""
+"""Number of nodes, slots per node, and minimum replicas of an expert in the paper's testbed (section 6.1)."""
 MODELS = {"GPT-S": 8, "GPT-L": 16}
 SEGMENT_S = 4800.0
 _SMALL = ElasticJob(experts=8, slots=6, floor=2, iteration_s=0.45, nodes=10, expert_bytes=63e6, checkpoint_s=5.0)
@@ -49,7 +49,7 @@ class Rebalanced(NamedTuple):
     """Result of a policy over the whole record, as means over layers."""
 
     share: float
-    """Tokens of the slowest replica divided by those of an even one. Mean over records and layers."""
+    """Tokens of the slowest replica, divided by those of a replica under even load. Mean over records and layers."""
     times: float
     """Number of new allocations of a layer."""
     moved: float
@@ -198,35 +198,38 @@ def report(survived: list[list[str]], followed: list[list[str]], spot: list[list
 
     python -m benchmarks.elastic ROUTING.npz TRACE.csv        (writes this file)
 
-{NODES} nodes of {SLOTS} slots and a floor of {FLOOR} replicas, as in Lazarus's section 6. The record is a GPT-MoE's of 32 experts in
-24 layers; a model of fewer experts has the most loaded ones of each layer, as the paper cuts it. Computed, not trained.
+{NODES} nodes of {SLOTS} slots and a floor of {FLOOR} replicas, as in Lazarus's section 6. The record comes from a GPT-MoE with 32 experts in
+24 layers. A model with fewer experts has the most loaded experts of each layer, as in the paper. All results are computed;
+nothing was trained.
 
-The probability that every expert of a layer has a replica left when so many nodes are lost at once, mean over layers (the
-paper's figure 8). Maximum rank overlap is by its closed form, which a test compares with counting every set of nodes; the
-others are counted.
+The first table has the probability that every expert of a layer keeps a replica if this number of nodes is lost at once, as a
+mean over layers (the paper's figure 8). For maximum rank overlap it is computed by the closed form, which a test compares with
+a count over all sets of nodes. For the other placements all sets are counted.
 
 {table(first, survived)}
 
-The paper reads 0.41 for GPT-L at step 200 with 4 nodes lost, and 0.12 for the spread placement, and does not say of which layers.
+The paper has 0.41 for GPT-L at step 200 with 4 nodes lost, and 0.12 for the spread placement. It does not say for which layers.
 
-How well allocations follow the routing: tokens of the slowest replica over those of one if all were equal (1.00 is
-perfect, and the expert part of an iteration takes that many times as long), and what following costs.
+The second table shows how well allocations follow the routing, and what that costs. *slowest over an even replica* is the
+number of tokens of the slowest replica, divided by that of a replica under even load. The expert part of an iteration takes that
+many times as long; 1.00 is perfect.
 
 {table(second, followed)}
 
 **Nodes that come and go**: the trace `{trace}` in segments of {SEGMENT_S / 60:.0f} minutes on a cluster of {NODES} nodes; means over segments. *lazarus* has
-elastic experts, *regroup* equal ones in groups of nodes that hold every expert once (the paper's DS(FT)), *restart* starts
-from the newest checkpoint whenever a node goes (its DS). Iterations, checkpoints and regrouping take what the paper says or
-implies: {JOBS["GPT-S"][System.LAZARUS].iteration_s} and {JOBS["GPT-L"][System.LAZARUS].iteration_s} s on ten nodes, 63 and 112 MB an expert, 100 Gb/s, 25 s, 120 s for a restart, which the paper does
-not say. Half of an iteration is taken to be experts, and waits for the node with the most tokens. The trace has more nodes
-than the cluster, so one that goes is replaced at once while others wait.
+elastic experts. *regroup* has equal replicas in groups of nodes; a group holds every expert once (the paper's DS(FT)). *restart*
+starts from the newest checkpoint whenever a node leaves (the paper's DS). These constants are published or implied by the paper:
+iterations of {JOBS["GPT-S"][System.LAZARUS].iteration_s} and {JOBS["GPT-L"][System.LAZARUS].iteration_s} s on ten nodes, 63 and 112 MB an expert, 100 Gb/s, and 25 s to regroup. Two are assumed:
+a restart takes 120 s, and experts take half of an iteration, which waits for the node with the most tokens. The trace has more
+nodes than the cluster. So a node that leaves is replaced at once as long as others wait.
 
 {table(third, spot)}
 
-Published, on one segment of 80 minutes that it does not name: Lazarus 2.3 times as many samples as DS on GPT-S and 3.4 times on GPT-L,
-1.2 and 1.8 times as many as DS(FT). Two things stand out here. Replicas with equal shares of an expert's tokens do not make
-nodes equal: experts with one replica are few tokens each, and maximum rank overlap puts them on the same nodes. And a group of
-nodes is most of what regrouping wastes: with 16 experts it is four nodes of ten.
+The paper publishes numbers for one segment of 80 minutes, and does not say which one. Lazarus trains 2.3 times as many samples as DS
+on GPT-S and 3.4 times as many on GPT-L, and 1.2 and 1.8 times as many as DS(FT). Two results stand out here. First, replicas with
+equal shares of an expert's tokens do not give nodes equal work: experts with few replicas have few tokens, and maximum rank
+overlap puts them on the same nodes. Second, *regroup* wastes most because nodes are used in groups: with 16 experts a group is
+four nodes of ten.
 
 {measured_on("numpy")}.
 """

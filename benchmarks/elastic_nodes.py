@@ -1,11 +1,11 @@
-"""Live benchmark of changing nodes, which replays a recorded trace under several systems. It writes elastic_nodes.md.
+"""Live benchmark of several systems while nodes leave and join as in a recorded trace. It writes elastic_nodes.md.
 
     python -m benchmarks.elastic_nodes TRACE.csv                 (half an hour)
 
-The benchmark plays a segment of the trace faster than recorded, on six nodes in namespaces with one rank each. The
-first node has the coordinator and stays. The benchmark kills a node that the trace removes, and boots it again as the
-replacement that the trace adds. The job has fewer nodes until the processes of the booted node have joined, as with a
-preempted instance. The benchmark needs root, slurm-wlm, munge and iproute2.
+The benchmark plays a segment of the trace faster than recorded, on six network namespaces that act as nodes with one
+rank each. The first node runs the coordinator and stays. The benchmark kills a node that the trace removes, and boots
+it again as the replacement that the trace adds. The job has fewer nodes until the processes of the booted node have
+joined, as with a preempted instance. The benchmark needs root, slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ FLAGS: dict[str, dict[str, Any]] = {
     "restart": PLAIN | {"moevement_lease_seconds": False, "save_interval": SAVE_EVERY},
 }
 WHAT = {
-    "static": "elastic experts, no node goes",
+    "static": "elastic experts, no node is lost",
     "lazarus": "elastic experts, 4 slots of 8 experts on each rank (`--moevement-elastic --moevement-expert-slots 4`)",
     "replicas": "every rank has all state (`--moevement-elastic`)",
     "shards": "a distributed optimizer, gradients at peers (`... --use-distributed-optimizer --moevement-recovery redo`)",
-    "restart": f"no fault tolerance: a restart from the newest dense checkpoint, one every {SAVE_EVERY} iterations, "
-    "for each change, once the nodes that were lost are booted again",
+    "restart": f"no fault tolerance; at each change, a restart from the newest dense checkpoint (every {SAVE_EVERY} iterations), "
+    "as soon as the lost nodes are booted again",
 }
 
 
 @dataclass
 class Played:
-    """Result of the segment under one system."""
+    """Result of one system on the segment of the trace."""
 
     iterations: int = 0
     """Iterations committed at the end of the segment. Iterations that a restart repeats count once."""
@@ -69,7 +69,7 @@ class Played:
     sizes: list[int] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Newest iteration, by seconds since the beginning of the segment."""
+    """Pairs of seconds since the beginning of the segment, and the newest iteration at that time."""
     is_unequal: bool = False
     """True if a migration ended with unequal digests."""
 
@@ -77,14 +77,14 @@ class Played:
 def main() -> int:
     """Play the trace under each system, write the page and the plot, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds, add or remove, node")
-    parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="of the segment (default: 28800)")
-    parser.add_argument("--length", type=float, default=4800.0, metavar="S", help="of the segment (default: 4800)")
-    parser.add_argument("--speedup", type=float, default=40.0, metavar="X", help="default: 40")
-    parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(WHAT), help="default: all")
+    parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="lines: milliseconds, add or remove, node")
+    parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="begin of segment (default: 28800)")
+    parser.add_argument("--length", type=float, default=4800.0, metavar="S", help="length of segment (default: 4800)")
+    parser.add_argument("--speedup", type=float, default=40.0, metavar="X", help="speed of the replay (default: 40)")
+    parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(WHAT), help="systems (default: all)")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
-        print(f"no cluster here: {reason}", file=sys.stderr)
+        print(f"no cluster can start here: {reason}", file=sys.stderr)
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
@@ -108,9 +108,9 @@ def main() -> int:
 
 
 def node_events(first: Sequence[str], recorded: Sequence[Change], speedup: float) -> Iterator[tuple[float, list[str]]]:
-    """Yield the time of each loss in seconds, with the cluster's nodes that are lost.
+    """Yield the time of each loss in seconds, and the nodes of the cluster that are lost then.
 
-    A node of the cluster also stands for the replacement that the trace adds for it.
+    A node of the cluster stands for a node of the trace, and later for the replacement that the trace adds for it.
     """
     here = dict(zip(first, [f"n{number}" for number in range(2, NODES + 1)], strict=True))
     for change in recorded:
@@ -228,34 +228,34 @@ def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]],
             ]
         )  # fmt: skip
     header = [
-        "system", "iterations", "of static", "sizes after each change", "run again", "s to go on, median", "most",
-        "loss apart from static",
+        "system", "iterations", "share of static", "sizes after each change", "repeated", "s to resume, median", "most",
+        "loss difference to static",
     ]  # fmt: skip
     when = ", ".join(f"{at_s:.0f} s ({len(nodes)})" for at_s, nodes in events)
     what = "\n".join(f"- **{system}**: {WHAT[system]}" for system in played)
     length_s = arguments.length / arguments.speedup
     unequal = [system for system, result in played.items() if result.is_unequal]
-    equal = "in all of them" if not unequal else f"in all but those of {', '.join(unequal)}"
+    equal = "in all systems" if not unequal else f"in all systems but {', '.join(unequal)}"
     return f"""# Nodes that come and go, live
 
     python -m benchmarks.elastic_nodes TRACE.csv        (writes this file and the plot)
 
-The trace `{arguments.trace.stem}` from {arguments.begin:.0f} s on, {arguments.length:.0f} s of it in {length_s:.0f} s, on six nodes that
-are network namespaces under Slurm, a rank on each. Nodes are lost at {when}; a node that was lost is booted again at once,
-and back when its processes are. Nobody has a spare.
+The benchmark plays the trace `{arguments.trace.stem}` from {arguments.begin:.0f} s on, {arguments.length:.0f} s of it in {length_s:.0f} s, on six network
+namespaces under Slurm that act as nodes with one rank each. Nodes are lost at {when}. A lost node is booted again at once,
+and joins when its processes have started. There are no spares.
 
 {what}
 
 {table(header, rows)}
 
-A snapshot has one copy (`--moevement-replicas 1`). A change that takes two nodes at once, or nodes that go within seconds of
-each other, may take a shard and its copy: *shards* then restarts from its beginning, two copies are the default
-outside of this page. Time is pressed together, and restarts are not: starting six interpreters on two cores
-takes *restart* longer than the trace leaves it, so no figure of it says anything of another machine.
+A snapshot has one copy on this page (`--moevement-replicas 1`); the default is two. If two nodes are lost at once or within
+seconds, a shard may be lost together with its copy. *shards* then restarts from the beginning. The trace is played faster than
+recorded, but restarts are as slow as ever: to start six interpreters on two cores takes *restart* longer than the time between
+two changes. So its numbers say nothing about other machines.
 
-Two cores compute for all ranks, however many there are, so fewer ranks are not slower here: what differs is what is lost
-by going on. After a change digests of all operators were compared with those before it, and are equal {equal}.
-What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).
+Two cores compute for all ranks, however many there are, so fewer ranks are not slower here. The systems differ only in what
+a change costs. After each change, digests of all operators were compared with those before it; they are equal {equal}.
+[elastic.md](elastic.md) says what fewer nodes cost at the paper's scale.
 
 ![iterations over time]({PLOT.name})
 

@@ -1,10 +1,10 @@
-"""Live benchmark of experts in slots that follow their loads: their gain and cost. It writes elastic_rebalance.md.
+"""Live benchmark of the gain and the cost of expert slots that follow the loads. It writes elastic_rebalance.md.
 
     python -m benchmarks.elastic_rebalance                 (eight minutes)
 
 The benchmark trains the laptop preset on four data-parallel ranks, with four slots for eight experts each, without an
-auxiliary loss that would even out the loads. In the first training experts stay where equal loads placed them. In the
-others the job checks their loads at a fixed interval of iterations.
+auxiliary loss that would even out the loads. In the first training, the placement for equal loads never changes. In
+each other training, the job checks the loads at a fixed interval of iterations.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEVER = 1_000_000
 def main() -> None:
     """Measure each interval, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=160, metavar="N", help="default: 160")
-    parser.add_argument("--every", type=int, nargs="+", default=[NEVER, 40, 20], metavar="N", help="looks at loads")
+    parser.add_argument("--iterations", type=int, default=160, metavar="N", help="of each (default: 160)")
+    parser.add_argument("--every", type=int, nargs="+", default=[NEVER, 40, 20], metavar="N", help="check intervals")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -74,17 +74,17 @@ def _row(record: RunRecord, every: int) -> list[str]:
 def report(rows: list[list[str]], iterations: int) -> str:
     """Return the text of the page."""
     header = [
-        "looked at every", "slowest rank over an even one, second half", "rebalances", "s each, median", "MB moved each",
+        "checked every", "slowest rank over an even one, second half", "rebalances", "s each, median", "MB moved each",
         "s an iteration, median", "loss at the end",
     ]  # fmt: skip
     return f"""# Experts that follow their loads, live
 
     python -m benchmarks.elastic_rebalance        (writes this file)
 
-The laptop preset on four data-parallel ranks, four slots of eight experts on each, {iterations} iterations, no auxiliary loss.
-The second column is what the expert part of an iteration takes longer than with even loads, where every rank has
-processors of its own; here four ranks share two cores, so the iteration does not show it. A rebalance interrupts all
-ranks: its seconds are those from the interruption to the next iteration, of which models are built anew in most.
+The laptop preset trains {iterations} iterations on four data-parallel ranks with four slots for eight experts each, without an
+auxiliary loss. The second column is the time of the expert part of an iteration, relative to even loads, if every rank has
+its own processors. Here four ranks share two cores, so the time of an iteration does not show it. A rebalance interrupts all
+ranks. Its seconds are those from the interruption to the next iteration; most of them go into new models.
 
 {table(header, rows)}
 

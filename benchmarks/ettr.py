@@ -1,14 +1,14 @@
-"""Benchmark of what saving costs and what failures leave of each strategy, over links of four rates; writes ettr.md and
-ettr.png.
+"""Benchmark of the overhead of saving and the ETTR of each strategy, over links of four rates.
 
-    python -m benchmarks.ettr        (three hours; goes on from what ettr.jsonl has: nothing is run where all is there)
+    python -m benchmarks.ettr        (three hours; skips jobs whose results are in ettr.jsonl; writes ettr.md and .png)
 
-All jobs train the laptop preset with a rank on each of four nodes and two spare nodes, network namespaces of one machine
-under Slurm, whose links are limited each way (``tc tbf``). Needs root, slurm-wlm, munge and iproute2.
+All jobs train the laptop preset with one rank on each of four nodes, and two spare nodes. The nodes are network
+namespaces of one machine under Slurm. ``tc tbf`` limits their links in both directions. The benchmark needs root,
+slurm-wlm, munge and iproute2.
 
-1. For each rate and strategy a job that nobody disturbs: what saving costs it, by its own comparison of iterations.
-2. For each rate MoEvement's ways to recover while every link becomes half as fast early in the job.
-3. For each rate and strategy jobs whose ranks are killed by the same schedules for all.
+1. For each rate and strategy, a job without kills. It measures the overhead of saving by comparing its own iterations.
+2. For each limited rate and each strategy of MoEvement, a job whose links become half as fast early on.
+3. For each rate and strategy, jobs whose ranks are killed. The schedules of kills are the same for all strategies.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ SCENARIO = SCENARIOS / "laptop.yaml"
 STRATEGIES = ("moevement", "moevement-redo", "moevement-auto", "dense", "gemini", "checkfreq", "moc", "moetion")
 OURS = STRATEGIES[:3]
 NO_LIMIT = 0.0
-"""The rate of links that are not limited."""
+"""Rate that stands for links without a limit."""
 RATES = (NO_LIMIT, 1000.0, 400.0, 100.0)
-"""Rates of links, Mbit/s."""
+"""Rates of links in Mbit/s."""
 RANKS, SPARES = 4, 2
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """The jobs that the command line asks for."""
+    """Jobs that the command line selects."""
 
     iterations: int
     """Iterations of each job."""
     mtbf_s: float
     """Mean seconds between kills."""
     repeats: int
-    """Schedules of kills."""
+    """Number of schedules of kills."""
     rates: Sequence[float]
     strategies: Sequence[str]
 
     def planned(self) -> list[Planned]:
-        """Return all jobs, those first without which the others say least."""
+        """Return all jobs in their order. Jobs come first if the results of other jobs mean little without them."""
         kill_free = [self._job(rate, name) for rate in self.rates for name in (FREE, *self.strategies)]
         halved = [
             self._job(rate, name, is_halved=True)
@@ -87,7 +87,7 @@ class Measuring:
 
 
 def main() -> None:
-    """Run the jobs that have no result yet, and write the page from all of them."""
+    """Run the jobs that have no result yet, and write the page from all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=80, metavar="N", help="of each job (default: 80)")
     parser.add_argument(
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), metavar="M",
-        help="start no job after so long; 0 writes the page from what is there (default: no limit)",
+        help="start no job after M minutes; 0 only writes the page from present results (default: no limit)",
     )  # fmt: skip
     arguments = parser.parse_args()
     measuring = Measuring(
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted: Path = PLOT) -> None:
-    """Write the page and its plot from what there is."""
+    """Write the page and its plot from the results so far."""
     planned = measuring.planned()
     of_rates = {rate: [job for job in planned if job.rate == rate] for rate in measuring.rates}
     samples = {
@@ -143,7 +143,7 @@ def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted
 
 def _prepare() -> None:
     if (reason := why_not()) is not None:
-        sys.exit(f"no cluster here: {reason}")
+        sys.exit(f"no cluster can start here: {reason}")
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
 
@@ -164,18 +164,16 @@ def _predicted(rate: float, samples: Sequence[Sample]) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs jobs, each on a cluster of its own."""
+    """Runner of jobs, which starts a new cluster for each job."""
 
     folder: Path
-    """Folder of the jobs' records; those of jobs that save nothing stay, because the bits of others are compared with
-    them.
-    """
+    """Folder of run records. Records of jobs that save nothing stay, for the comparison of bits with other jobs."""
     measuring: Measuring
     free: dict[float, KilledJob] = field(default_factory=dict)
     """Job that saves nothing, by the rate of links."""
 
     def result(self, planned: Planned) -> Sample | Halved:
-        """Run a job; return what it measured."""
+        """Run a job, and return its result."""
         if planned.is_halved:
             return self._halved(planned)
         free = self._free(planned.rate)
@@ -187,14 +185,14 @@ class Runs:
         return sample_of(job, free, planned.strategy, f"{planned.mtbf_s:g} s", planned.mtbf_s, planned.schedule)
 
     def _free(self, rate: float) -> KilledJob:
-        """Return the job that saves nothing over links of one rate, which is run once."""
+        """Return the job that saves nothing over links of one rate. The first call for a rate runs the job."""
         if rate not in self.free:
             planned = Planned(rate, FREE, 0, False, self.measuring.iterations, self.measuring.mtbf_s)
             self.free[rate] = self._run(planned, "none", self.folder / f"free_{rate:g}" / "run")
         return self.free[rate]
 
     def _halved(self, planned: Planned) -> Halved:
-        """Return what saving costs a job whose links become half as fast early in it, before that and in the end."""
+        """Run a job whose links become half as fast, and return its overhead before that and at its end."""
 
         def seen(cluster: Cluster) -> Callable[[int], None]:
             is_slower = False
@@ -215,8 +213,8 @@ class Runs:
         earlier = [line for line in lines if line[0] < HALVED_AT]
         if not earlier or lines[-1][0] < HALVED_AT:
             sys.exit(
-                f"{_words(planned)}: nothing is measured before iteration {HALVED_AT}, or after it; "
-                "needs more iterations"
+                f"{_words(planned)}: no overhead was measured before iteration {HALVED_AT}, or none after it; "
+                "give more --iterations"
             )
         before, after = earlier[-1], lines[-1]
         return Halved(
@@ -231,13 +229,13 @@ class Runs:
         run_dir: Path | None = None,
         seen: Callable[[Cluster], Callable[[int], None]] = lambda cluster: lambda iteration: None,
     ) -> KilledJob:
-        """Train; the process of a rank that a schedule names is killed, and its node's supervisor starts a spare.
+        """Run a job on a new cluster, and kill ranks by its schedule. Supervisors start spares for killed processes.
 
         Args:
-            planned: the job.
-            name: of the strategy.
-            run_dir: whose record is to stay; None: until the next job.
-            seen: makes, of the cluster, what is called with the newest iteration now and then.
+            planned: settings of the job.
+            name: name of the strategy.
+            run_dir: run directory. None: a folder that the next job removes.
+            seen: function that gets the cluster, and returns the callback for the newest iteration.
         """
         failures: Sequence[Failure] = ()
         if planned.schedule:
@@ -291,7 +289,7 @@ def _job(
 
     def is_over() -> bool:
         nonlocal looks
-        looks += 1  # Slurm is asked now and then: each time is a process more on cores that are busy
+        looks += 1  # Query Slurm rarely: each query starts a process on busy cores.
         return job.record.summary_path.exists() or (looks % 100 == 0 and not submitted.is_there())
 
     def kill(process: dict[str, Any]) -> None:
@@ -299,7 +297,7 @@ def _job(
 
     watch(job, is_over, kill, failures, seen)
     if not job.record.summary_path.exists():
-        sys.exit(f"{name}: the job did not come to its end\n{submitted.text()[-4000:]}")
+        sys.exit(f"{name}: the job ended before the end of training; its output:\n{submitted.text()[-4000:]}")
     return job
 
 

@@ -1,4 +1,4 @@
-"""The page of :mod:`benchmarks.ettr`, from what its jobs measured."""
+"""Page of :mod:`benchmarks.ettr`, made from the results of its jobs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from moevement_cli.ettr_samples import FREE, HEADER, Ettr, Sample, ettr_of, rows
 
 PLOT = Path(__file__).with_name("ettr.png")
 EXACT = ("dense", "gemini", "checkfreq")
-"""Other systems than MoEvement that lose no update."""
+"""Systems other than MoEvement that lose no update."""
 OURS = "moevement"
-"""Prefix of the names of MoEvement's ways to recover."""
+"""Prefix of the names of MoEvement's strategies."""
 CAP = 0.03
-"""Share of training time that saving may cost after some thirty iterations: a little more than
---moevement-overhead-cap, for the noise.
+"""Share of training time that saving may cost after about thirty iterations.
+
+It is a little more than --moevement-overhead-cap, because measurements have noise.
 """
 
 
 HALVED_AT = 40
-"""The iteration in which links become half as fast: windows are settled then."""
+"""Iteration in which links become half as fast. The size of windows no longer changes by then."""
 HALVED_TIMES = 3
-"""Factor by which such a job is longer than others: windows are rare by then, and each is a measurement."""
+"""Factor by which such a job is longer than others. Each window is a measurement, and late windows are far apart."""
 
 
 @dataclass(frozen=True)
 class Halved:
-    """Cost of saving in a job, before its links became half as fast and in the end."""
+    """Overhead of saving in a job whose links became half as fast: the last value before that, and the final value."""
 
     strategy: str
     interval: int
@@ -50,17 +51,17 @@ class Jobs:
     schedules: int
     """Number of schedules of kills."""
     samples: dict[float, list[Sample]]
-    """Samples by the rate of links, Mbit/s, 0 without a limit."""
+    """Samples by the rate of links in Mbit/s. The rate 0 means no limit."""
     halved: dict[float, list[Halved]]
     missing: Sequence[str]
-    """Jobs that have not been run yet."""
+    """Names of the jobs that have not run yet."""
 
 
 def page(jobs: Jobs, measured: str) -> str:
-    """Return the whole file.
+    """Return the text of the page.
 
     Args:
-        jobs: what it is made of.
+        jobs: results of the jobs.
         measured: date, machine and versions.
     """
     tables = "\n\n".join(
@@ -70,26 +71,26 @@ def page(jobs: Jobs, measured: str) -> str:
 
     python -m benchmarks.ettr        (writes this file; three hours; goes on from what ettr.jsonl has)
 
-The laptop preset (pipeline 2 x expert/data 2), a rank on each of four nodes and two nodes of spares, network namespaces of
-one machine under Slurm. Every node's link is limited each way (`tc tbf`), and training sends its activations and gradients
-over the same links. {jobs.iterations} iterations a job; windows and intervals are what each strategy makes them
-(`--moevement-window auto`). Ranks are killed by SIGKILL, a kill every {jobs.mtbf_s:g} s of the wall clock on average, every
-strategy by the same {jobs.schedules} schedules.{_missing(jobs)}
+Each job trains the laptop preset (pipeline 2 x expert/data 2) with one rank on each of four nodes, and two spare nodes. The
+nodes are network namespaces of one machine under Slurm. `tc tbf` limits each link in both directions, and training sends
+activations and gradients over the same links. A job has {jobs.iterations} iterations. Each strategy chooses its windows and intervals
+(`--moevement-window auto`). In jobs with kills, SIGKILL ends a rank every {jobs.mtbf_s:g} s of the wall clock on average. All
+strategies have the same {jobs.schedules} schedules of kills.{_missing(jobs)}
 
-- *interval*: iterations from one window, or checkpoint, to the next in the end; "3 of 26" means three snapshots.
-- *overhead*: what saving costs, as the job measured it itself in the end, with a 95% interval: iterations beside which
-  something is saved against those beside them beside which nothing is ([overhead.md](../docs/overhead.md)). Both are of
+- *interval*: iterations from one window or checkpoint to the next, at the end of the job; "3 of 26" means three snapshots.
+- *overhead*: cost of saving that the job itself had measured at its end, with a 95% interval. The job compares iterations
+  during which it saves with neighbouring iterations during which it does not ([overhead.md](../docs/overhead.md)). Both are of
   one job, so it does not matter that the machine is slower in one quarter of an hour than in the next.
-- *available*: the share of a job's time that failures left to it: its iterations, each counted once and as long as its
-  mean, over the time that it took. *ETTR* is that, over 1 + the overhead of the job that nobody disturbed; ± is half of a
-  95% interval, of what a failure takes (*lost to a kill*) and of the overhead together. Other ± are of means over jobs.
-- What a job cannot see of itself is in neither: the processor time of copying, which goes on in every iteration, and
-  checkpoints on disk. *An iteration*, beside that of the job that saves nothing, has all of it, and all noise, too.
+- *available*: share of a job's time that was not lost to failures: iterations, each counted once, times their mean duration,
+  over the duration of the job. *ETTR* is *available* divided by 1 + the overhead of the job without kills. Its ± is half of a
+  95% interval for the time lost per failure (*lost to a kill*) and the overhead together. Other ± are for means over jobs.
+- Neither *overhead* nor *ETTR* has costs that are the same in every iteration: the processor time of copying, and checkpoints
+  on disk. The difference in *an iteration* to the job that saves nothing has these costs, and all noise.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
-  `benchmarks/laptop_profile.yaml`). How long noticing and regrouping take, and how much copies to peers slow training
-  down, comes from the jobs of all *other* strategies over the same links; how often state is saved from the job itself.
-- *repeated* counts iterations that were run again in all jobs of the row; *notice*, *regroup* and *run again* are medians
-  of what a failure took.
+  `benchmarks/laptop_profile.yaml`). The times to notice and regroup, and the slow-down by copies to peers, come from the jobs
+  of all *other* strategies over the same links. The interval of saving comes from the job itself.
+- *repeated*: iterations that all jobs of the row executed again, together. *notice*, *regroup* and *run again*: median
+  seconds of a failure.
 
 ## What saving costs
 
@@ -99,15 +100,15 @@ strategy by the same {jobs.schedules} schedules.{_missing(jobs)}
 
 ## A link that becomes half as fast
 
-In iteration {HALVED_AT} of a job of {HALVED_TIMES * jobs.iterations}; *before* is what it had measured last until then, *after* what it had
-measured in the end: it forgets what it had measured whenever its windows change.
+Links become half as fast in iteration {HALVED_AT} of {HALVED_TIMES * jobs.iterations}. *before*: the overhead that the job had measured last before that.
+*after*: the overhead that it had measured at its end. A job forgets its measurements whenever its windows change.
 
 {table(("link", "strategy", "interval before", "overhead before", "interval after", "overhead after"), _halved(jobs))}
 
 ## Who is ahead
 
-The best of MoEvement's ways to recover (picked by these jobs) against every other system that loses no update, a kill every
-{jobs.mtbf_s:g} s. *Surely*: the intervals of both do not overlap.
+The strategy of MoEvement that is best in these jobs, against every other system that loses no update, with a kill every
+{jobs.mtbf_s:g} s. *surely*: the intervals of the two do not overlap.
 
 {table(("link", "MoEvement", "ETTR", "other", "ETTR", "ahead by", "surely"), _orders(jobs))}
 
@@ -117,16 +118,16 @@ The best of MoEvement's ways to recover (picked by these jobs) against every oth
 
 ![ETTR, iterations over time, losses; without a limit](ettr.png)
 
-What this machine cannot show: all ranks share two cores, so copies and digests of any strategy slow training down, which a
-data centre's copy engines and idle processors would not; and a disk that is not shared by hundreds of nodes is fast, so
-checkpoints to it cost next to nothing, and do not pass the links (checkfreq).
+This machine differs from a data centre in two ways. All ranks share two cores, so copies and digests of any strategy slow
+training; in a data centre, copy engines and idle processors do this work. And no other nodes share the disk, so
+checkpoints to it (checkfreq) cost next to nothing, and do not use the links.
 
 {measured}, gloo.
 """
 
 
 def _missing(jobs: Jobs) -> str:
-    """Return in a sentence which jobs the page does not have yet."""
+    """Return a sentence that names the jobs without a result. The text is empty if all jobs have one."""
     if not jobs.missing:
         return ""
     return f"\n\n**Not measured yet**, {len(jobs.missing)} jobs: {'; '.join(jobs.missing)}."
@@ -144,7 +145,7 @@ def _overheads(jobs: Jobs) -> Iterator[Sequence[str]]:
 
 
 def _within_cap(jobs: Jobs) -> str:
-    """Return in a sentence which of MoEvement's jobs cost more than :data:`CAP`."""
+    """Return a sentence that names MoEvement's jobs whose overhead is above :data:`CAP`."""
     own = [
         (rate, sample)
         for rate, samples in jobs.samples.items()
@@ -175,7 +176,7 @@ def _share(share: float, low: float | None, high: float | None) -> str:
 
 
 def _orders(jobs: Jobs) -> Iterator[Sequence[str]]:
-    """Yield for each link MoEvement's best ETTR beside that of each other system that loses no update."""
+    """Yield a row for each link and each system in :data:`EXACT`. A row compares the system with MoEvement's best."""
     for rate, samples in jobs.samples.items():
         costs, by_name = saving_costs(samples), dict[str, Ettr]()
         for name in dict.fromkeys(sample.strategy for sample in samples if sample.strategy != FREE):

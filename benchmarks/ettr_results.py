@@ -1,4 +1,4 @@
-"""The file in which :mod:`benchmarks.ettr` keeps what each job measured: one JSON object a line, appended as jobs end."""
+"""File with the results of :mod:`benchmarks.ettr`: one JSON object per line, appended when a job ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FILE = Path(__file__).with_name("ettr.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A job of the benchmark, by what makes it different from all others."""
+    """Settings that identify a job of the benchmark."""
 
     rate: float
-    """Rate of links, Mbit/s; 0 without a limit."""
+    """Rate of links in Mbit/s. The rate 0 means no limit."""
     strategy: str
     schedule: int
-    """Schedule of kills; 0: no rank is killed."""
+    """Number of the schedule of kills. 0: no rank is killed."""
     is_halved: bool
     """True if links become half as fast early in the job."""
     iterations: int
     mtbf_s: float
-    """Mean seconds between kills, of a job with a schedule."""
+    """Mean seconds between kills, if the job has a schedule."""
 
 
 @dataclass
@@ -36,11 +36,11 @@ class Results:
     path: Path
     by_job: dict[Planned, Sample | Halved]
     measured: dict[Planned, str]
-    """Date, machine and versions of each."""
+    """Date, machine and versions of each result."""
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Return what a file has; nothing where there is no such file."""
+        """Return the results in a file. They are empty if the file is missing."""
         results = cls(path, {}, {})
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             results._keep(line)
@@ -53,11 +53,12 @@ class Results:
         self.measured[planned] = kept["measured"]
 
     def add(self, planned: Planned, result: Sample | Halved, measured: str) -> None:
-        """Keep a result, in the file, too.
+        """Add a result, and append it to the file.
 
         Args:
-            planned: the job.
-            result: of it. Its course is kept where the plot shows it, which is where links are not limited.
+            planned: settings of the job.
+            result: result of the job. Its losses and progress are dropped unless links have no limit, because the plot
+                shows only such jobs.
             measured: date, machine and versions.
         """
         if isinstance(result, Sample):
@@ -71,13 +72,13 @@ class Results:
         self._keep(line)
 
     def samples(self, planned: list[Planned]) -> Iterator[Sample]:
-        """Yield the samples of those jobs that have one, in the order of the jobs."""
+        """Yield the sample of each job that has one, in the order of ``planned``."""
         for job in planned:
             if isinstance(result := self.by_job.get(job), Sample):
                 yield result
 
     def halved(self, planned: list[Planned]) -> Iterator[Halved]:
-        """Yield the results of those jobs whose links were halved, in the order of the jobs."""
+        """Yield the result of each job whose links were halved, in the order of ``planned``."""
         for job in planned:
             if isinstance(result := self.by_job.get(job), Halved):
                 yield result

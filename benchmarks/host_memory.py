@@ -3,10 +3,10 @@
 python -m benchmarks.host_memory        (about ten minutes on two cores)
 
 Each job runs without checkpoints and with each protection. The benchmark reads the anonymous resident memory of every
-rank until the end. It compares the increase by snapshots with the job's own estimate at its start and with
-`moevement plan`. MALLOC_MMAP_THRESHOLD_ makes malloc return freed memory at once. By default malloc keeps an amount
-    that
-changes with the order of allocations. It was 0.3 to 0.4 GB of a rank's 1.1 GB here, more than the quantity to measure.
+rank until the end. It compares the memory that snapshots add with the estimate that the job prints at its start, and
+with `moevement plan`. MALLOC_MMAP_THRESHOLD_ makes malloc return freed memory at once. By default, malloc keeps some
+freed memory, and the amount depends on the order of allocations. Here it was 0.3 to 0.4 GB of a rank's 1.1 GB, which is
+more than snapshots add.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ _ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB", re.MULTILINE)
 def main() -> None:
     """Measure each job, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_memory", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1, help="of each job with each protection (default: 1)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each job and protection (default: 1)")
     arguments = parser.parse_args()
     rows = [row for job in JOBS for row in rows_of(job, arguments.rounds)]
     OUTPUT.write_text(report(rows, arguments.rounds), encoding="utf-8")
 
 
 def rows_of(job: Job, rounds: int) -> Iterator[list[str]]:
-    """Yield a row for each protection: megabytes of a rank as planned, as reported at the start, and as measured."""
+    """Yield a row for each protection: megabytes of a rank as planned, as the job reports them, and as measured."""
     without = [run(job, ("--moevement-strategy", "none"))[0] for _ in range(rounds)]
     for guard in GUARDS:
         more, reported = [], 0.0
@@ -93,7 +93,7 @@ def rows_of(job: Job, rounds: int) -> Iterator[list[str]]:
 
 
 def run(job: Job, words: tuple[str, ...]) -> tuple[list[int], float]:
-    """Return the peak anonymous resident memory of each rank in bytes, and the need that the job reports in GB."""
+    """Run a job. Return the peak anonymous memory of each rank in bytes, and the need that the job reports in GB."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         console = (Path(folder) / "console").open("w+")
@@ -146,17 +146,17 @@ def plan(job: Job, guard: Guard) -> int:
 
 def report(rows: list[list[str]], rounds: int) -> str:
     """Return the text of the page."""
-    header = ("job", "protection", "planned", "said at the start", "measured", "measured over planned")
+    header = ("job", "protection", "planned", "reported at the start", "measured", "measured over planned")
     return f"""# Host memory, planned and measured
 
     python -m benchmarks.host_memory --rounds {rounds}        (writes this file)
 
-Megabytes of a rank: what `moevement plan` says; what the job says at its start, from the live tensors, of the rank that
-has the most; and anonymous resident memory of the process at its most beyond that of the same job without snapshots, the
-mean over its ranks (median of {rounds}). The laptop preset at three times its width on sequences of 32, W = 3, operators in one order,
-every rank a node of its own; malloc gives back at once what is freed. `moevement plan` cuts operators evenly over the ranks
-that share them; live, a slot of a rank has whole experts, and a share of the distributed optimizer has more of some layers
-than of others.
+Megabytes of a rank. *planned*: by `moevement plan`. *reported at the start*: by the job, from the live tensors, for the rank
+that needs the most. *measured*: peak anonymous resident memory of a process, less that of the same job without snapshots, as a
+mean over ranks (median of {rounds}). The model is the laptop preset at three times its width, with sequences of 32 and W = 3. The order of operators is
+constant, and every rank counts as a node. malloc returns freed memory at once. `moevement plan` cuts operators evenly over the
+ranks that share them. In a live job, a slot of a rank has whole experts, and a share of the distributed optimizer has more of
+some layers than of others.
 
 {table(header, rows)}
 

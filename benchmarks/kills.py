@@ -2,9 +2,9 @@
 
     python -m benchmarks.kills
 
-Kills come from outside by SIGKILL, so they can hit any moment of an iteration. The same moments are used for recovery
-by replay, for redo, and for a job without spares that ends and restarts from its windows on disk. All runs are compared
-with a failure-free one, bit for bit.
+The benchmark sends SIGKILL from outside the job, so a kill can hit any moment of an iteration. It uses the same moments
+for recovery by replay, for redo, and for a job without spares that ends and restarts from its windows on disk. It
+compares each run bit for bit with a failure-free run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ EVERY = 7
 
 
 RESTARTS = 3
-"""Number of kills of the job that restarts after each one."""
+"""Number of kills of the job that restarts after each kill."""
 WAYS = ("replay", "redo", "restart")
 
 
 def main() -> None:
-    """Measure each way to recover, and write the page."""
+    """Measure each method of recovery, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, metavar="N")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of who is killed, and when")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of killed ranks and moments")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ class Kill:
     after: int
     """Last iteration committed before the kill."""
     delay_s: float
-    """Seconds from the moment at which the benchmark saw that commit."""
+    """Seconds from the moment at which the benchmark sees that commit to the kill."""
     rank: int
 
 
@@ -98,9 +98,9 @@ def _start(run_dir: Path, iterations: int, spares: int, words: list[str]) -> sub
 
 
 def _train(run_dir: Path, iterations: int, spares: int, words: list[str], kills: list[Kill]) -> list[tuple[float, int]]:
-    """Train to the end, and return the time of each kill and the newest iteration then.
+    """Train to the end, and return the time of each kill with the newest iteration at that time.
 
-    The function starts the job again whenever it ends early.
+    A job without spares ends at each kill. The function then starts the job again.
     """
     record, done = RunRecord(run_dir), list[tuple[float, int]]()
     job, started = _start(run_dir, iterations, spares, words), 1
@@ -110,7 +110,7 @@ def _train(run_dir: Path, iterations: int, spares: int, words: list[str], kills:
             if job.returncode == 0:
                 return done
             if spares or started > len(done):
-                raise SystemExit(f"{run_dir.name} ended with {job.returncode}")
+                raise SystemExit(f"{run_dir.name} ended with exit code {job.returncode}")
             job, started = _start(run_dir, iterations, spares, words), started + 1
         newest = (record.newest_metric() or {"iteration": 0})["iteration"]
         if len(done) < len(kills) and newest >= kills[len(done)].after:
@@ -169,14 +169,14 @@ def report(rows: list[list[Any]], kills: int, seed: int) -> str:
 
     python -m benchmarks.kills --kills {kills} --seed {seed}        (writes this file)
 
-Four ranks (pipeline 2 x expert/data 2), two spares, W = 3; a random rank is killed by SIGKILL from outside, at any
-moment of the iteration after every {EVERY}th one. Medians, seconds; memory is that of the last rank, snapshots, copies for two others, and logs.
+Four ranks (pipeline 2 x expert/data 2) and two spares, W = 3. After every {EVERY}th iteration, SIGKILL from outside the job ends a
+random rank at a random moment. Numbers are medians in seconds. Memory is that of the last rank: snapshots, copies for two others, and logs.
 
 {table(header, rows)}
 
-All ranks and spares share two cores, with the program that watches for the moment to kill. A kill shortly after a commit
-finds the newest gradients still on their way: then the stage of the lost rank replays one iteration. *restart* has no
-spare: the first {RESTARTS} of these kills end the job, which is started again at once from its windows on disk.
+All ranks, the spares and the benchmark itself share two cores. Shortly after a commit, the newest gradients have not reached
+the peers yet. After a kill at such a moment, the stage of the lost rank replays one iteration. *restart* has no
+spare: each of the first {RESTARTS} kills ends the job, and the benchmark restarts it at once from its windows on disk.
 
 {measured_on("torch", "megatron-core")}, gloo.
 """

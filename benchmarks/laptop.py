@@ -69,7 +69,7 @@ def measure(options: list[str], iterations: int) -> Measured:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         peak = _PeakMemory(process.pid)
         if process.wait() != 0:
-            raise RuntimeError(f"the run failed with {process.returncode}; run it by hand: {' '.join(command)}")
+            raise RuntimeError(f"the run ended with code {process.returncode}; run it by hand: {' '.join(command)}")
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steady = lines[5:]
         return Measured(
@@ -81,7 +81,7 @@ def measure(options: list[str], iterations: int) -> Measured:
 
 
 class _PeakMemory:
-    """Sampler of the proportional set size of a process tree, in which a page that forked ranks share counts once."""
+    """Sampler of the proportional set size of a process tree, which counts a page that forked ranks share only once."""
 
     def __init__(self, pid: int) -> None:
         self._peak = 0
@@ -108,7 +108,7 @@ class _PeakMemory:
 
 
 def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -> str:
-    """Return the text of the page: the table, and how to make it again."""
+    """Return the text of the page: the table, and the command that measures it again."""
 
     def median(mode: str, name: str) -> float:
         return statistics.median(getattr(sample, name) for sample in measured[mode])

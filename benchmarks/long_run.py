@@ -1,10 +1,11 @@
-"""Benchmark that looks for growth in a job of hours with kills and losses of nodes. It writes benchmarks/long_run.md.
+"""Benchmark that looks for resources that grow in a job of hours with many kills. It writes benchmarks/long_run.md.
 
     python -m benchmarks.long_run --hours 2 --kills 200
 
 The job trains small iterations on four ranks, two per node, with reorders, evaluations, dense saves and windows on
-disk. Every few seconds the benchmark counts memory, threads, descriptors, sockets, files and bytes of each process and
-of all of them. It fits a line to each figure. The exit code is 0 if the job came to its end and no figure grows.
+disk. The benchmark kills ranks and nodes. Every few seconds it counts memory, threads, descriptors and sockets of each
+process, and files and bytes on disk. It fits a line to each figure. The exit code is 0 if the job ends well and no
+figure grows.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from moevement_core.run.run_record import RunRecord
 OUTPUT, PLOT = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".png")
 PER_NODE = 2
 WARM_UP = 0.3
-"""Share of the run for caches to fill, arenas to reach their size, and logs of ended processes to reach their bound."""
+"""Share of the run that is left out, because caches, arenas and logs of ended processes still grow then."""
 GROWN_UP_S = 120
 """Age in seconds from which a rank is sampled. It has then built its model and passed its first windows."""
 ROLE_CHANGE = 2.0
 """Factor by which the threads of a process grow when a spare becomes a rank."""
 BLOCKS = 20
-"""Number of parts of the run. The line is fitted to their means, because consecutive samples depend on each other."""
+"""Number of parts of the run. A line is fitted to their means, because consecutive samples are not independent."""
 GROWS_PER_HOUR = 0.02
-"""Share of its mean by which a growing figure increases per hour, also by more than :data:`ERRORS` standard errors."""
+"""Least increase per hour of a growing figure, as a share of its mean. :data:`ERRORS` gives a second condition."""
 ERRORS = 4.0
+"""Least increase per hour of a growing figure, in standard errors of the slope."""
 BOUNDED = ("bytes, logs",)
-"""Figures that the launcher bounds at more than a run of a few hours writes."""
+"""Figures that the launcher bounds. They may grow in a run of a few hours, which does not reach the bounds."""
 UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
@@ -55,17 +57,17 @@ FLAGS = [
 ]  # fmt: skip
 FOUND = """## What it has found
 
-Earlier runs ended early, and what ended them is mended and tested:
+Earlier runs ended early. The errors that ended them are fixed and tested:
 
 - A job that had begun from a dense checkpoint could not recover (minute 10; `tests/functional/test_dense_checkpoints.py`).
-- Each killed rank left a process of 360 MB, the server of a queue that Megatron's dense checkpoints start: 117 processes
-  instead of 9 after 37 minutes and 49 failures, and 24 GiB of memory were full (`launching/orphans.py`,
+- Each killed rank left a process of 360 MB, the server of a queue that Megatron's dense checkpoints start. After 37 minutes
+  and 49 failures there were 117 processes instead of 9, and 24 GiB of memory were full (`launching/orphans.py`,
   `tests/functional/test_supervision.py`).
-- In the run above a process whose number another one had had before was not collected when it ended (two of them in two hours;
-  the *processes* that grow). Mended after it, in `launching/supervisor.py`.
+- In the run above, the supervisor did not collect an ended process if an earlier process had had the same process id (two in
+  two hours; *processes* grow). This was fixed after the run, in `launching/supervisor.py`.
 """
 MOST_PER_SECOND = 12
-"""Iterations per second for which the data set must have samples."""
+"""Upper limit of iterations per second. The data set must have samples for this rate."""
 Sample = dict[str, Any]
 
 
@@ -73,13 +75,13 @@ def main() -> int:
     """Run the job, sample it, fit lines, write the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=2.0, metavar="H")
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="times that ranks or a node are killed")
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills of a rank or of a node")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between samples (default: 5)")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep samples and the run directory here")
     parser.add_argument("--no-report", action="store_true", help="print the table, and write no page")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a signal must end the job, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM must end the job as well
     with tempfile.TemporaryDirectory() as scratch:
         out = (arguments.out or Path(scratch)).absolute()
         out.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ def strike(record: RunRecord, draw: random.Random) -> bool:
     """Kill a rank, or every process of a node, and return True if it was a node."""
     members = json.loads(record.ranks_path.read_text())
     active = [member for member in members if member["role"] == "active"]
-    if not active:  # all ranks are dead, and no spare has taken one over yet
+    if not active:  # all ranks are dead, and no spare has taken over a rank yet
         return False
     chosen = draw.choice(active)
     is_node = draw.random() < 0.3
@@ -220,7 +222,7 @@ class Line:
 
     @property
     def grows(self) -> bool:
-        """True if the figure grows by more than :data:`GROWS_PER_HOUR`, and by more than noise explains."""
+        """True if the slope exceeds :data:`GROWS_PER_HOUR` of the mean and :data:`ERRORS` standard errors."""
         return (
             self.name not in BOUNDED
             and self.per_hour > GROWS_PER_HOUR * max(self.mean, 1e-9)
@@ -248,7 +250,7 @@ def lines_of(samples: Sequence[Sample]) -> list[Line]:
 
 
 def fit(name: str, points: Sequence[tuple[float, float]]) -> Line:
-    """Return a line through the means of the parts of the run."""
+    """Divide the run into :data:`BLOCKS` parts, and return a line through the means of the parts."""
     first, length = points[0][0], points[-1][0] - points[0][0] or 1.0
     blocks: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for at, value in points:
@@ -260,9 +262,9 @@ def fit(name: str, points: Sequence[tuple[float, float]]) -> Line:
 
 
 def fit_by_age(what: str, samples: Sequence[Sample]) -> Line:
-    """Return lines of one slope through each process except the launcher.
+    """Return the slope over time that all processes except the launcher have in common.
 
-    A replacement begins a new line. A spare that becomes a rank does so, too; its number of threads shows the change.
+    Each process has its own level. A spare that becomes a rank gets a new level. The number of its threads shows when.
     """
     lives: dict[str, list[tuple[float, float]]] = defaultdict(list)
     threads, changed = dict[str, float](), dict[str, float]()
@@ -310,21 +312,21 @@ def report(arguments: argparse.Namespace, run: Run) -> str:
 
     python -m benchmarks.long_run --hours {arguments.hours:g} --kills {arguments.kills} --seed {arguments.seed}
 
-One job for {hours:.2f} h: the laptop model a quarter the size, PP2 x EP2 on four ranks in nodes of two, with spares;
-{run.iterations} iterations, {run.kills} kills by SIGKILL at random moments, {run.nodes} of them of all processes of a
-node; {run.schedules} orders of operators, {run.events["evaluation"]} evaluations, {run.events["checkpoint"]} dense saves,
-{run.events["failure"]} recoveries and {run.events["restart"]} restarts from disk or the beginning. It ended with
+One job ran for {hours:.2f} h. It trained a quarter of the laptop model, PP2 x EP2, on four ranks in nodes of two, with spares.
+It had {run.iterations} iterations and {run.kills} kills by SIGKILL at random moments, of which {run.nodes} hit all processes of a
+node. It had {run.schedules} orders of operators, {run.events["evaluation"]} evaluations, {run.events["checkpoint"]} dense saves,
+{run.events["failure"]} recoveries and {run.events["restart"]} restarts from disk or the beginning. Its exit code is
 {run.code}, and {"each iteration has exactly one line" if run.is_whole else "ITERATIONS ARE MISSING OR TWICE THERE"} in `metrics.jsonl`.
 
 **{"Nothing grows." if not grows else "Growing: " + ", ".join(grows) + "."}** A line is fitted to the means of {BLOCKS} parts of the run,
-without its first {WARM_UP:.0%}; *growing* is more than {GROWS_PER_HOUR:.0%} of the mean in an hour and more than {ERRORS:g}
-standard errors of the slope. What a rank holds is also fitted to its age, since who is replaced begins again.
+without its first {WARM_UP:.0%}. A figure is *growing* if the slope is more than {GROWS_PER_HOUR:.0%} of the mean per hour and more than {ERRORS:g}
+standard errors. For figures of ranks there is also a fit with a level for each process, because a replacement begins anew.
 
 {table(["", "mean", "change in an hour", ""], rows)}
 
-The record of the run grows with its iterations, which is what it is for: {run.record_bytes / max(run.iterations, 1):.0f} bytes for each
-in `metrics.jsonl` and `events.jsonl`. Logs are bounded: 64 MiB a file and one before it, files of the 64 processes that
-ended last.
+The record of the run grows with the iterations, as it should: {run.record_bytes / max(run.iterations, 1):.0f} bytes for each
+in `metrics.jsonl` and `events.jsonl`. Logs are bounded: a file has at most 64 MiB, with one older file beside it, and files of
+the 64 processes that ended last are kept.
 
 ![what the job holds over time]({PLOT.name})
 

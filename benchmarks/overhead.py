@@ -56,20 +56,20 @@ def report(results: dict[str, Any]) -> str:
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.overhead writes this file)
 
-A 57 M parameter MoE in BF16 on {results["nproc"]} data-parallel ranks with the distributed optimizer, 228 MB of full state a rank, a
-window of 6 ({results["replicas"]} replica(s), on nodes of their own in name); *replay* is the aligned sparse window, *redo* has FP32 gradients
-in place of compute weights. Snapshots off, captured, and captured and sent take turns in blocks of one run, one run for
-each way to recover; ratios are of neighbouring blocks, median and quartiles. The capture's share of an iteration is bounded
-by its processor time, because the copy thread and training share the same two cores here.
+An MoE of 57 M parameters trains in BF16 on {results["nproc"]} data-parallel ranks with the distributed optimizer. A rank has 228 MB of full state. The
+window is 6 ({results["replicas"]} replica(s); each rank counts as a node). *replay* has aligned sparse windows. *redo* has FP32 gradients
+in place of compute weights. Each has one run, in which blocks take turns: snapshots off, captured, and captured and sent.
+Ratios compare neighbouring blocks; they are medians with quartiles. Here the copy thread and training share the same two cores,
+so the processor time of capturing is the most that it can take of an iteration.
 
 | | {head} |
 |---|{"---|" * len(lengths)}
 {rows}
 
-{measured_on("torch", "megatron-core")}, gloo. {results["nproc"]} ranks share two cores: every byte that is sent is also received,
-checked and kept on the same machine, {results["nproc"] * results["replicas"]} streams at once, so the second ratio says what replication costs *this* machine and
-little about nodes with NICs. Other programs ran meanwhile, so the ratios spread widely; the processor times are the firmer
-numbers. Nothing was measured on a GPU.
+{measured_on("torch", "megatron-core")}, gloo. {results["nproc"]} ranks share two cores. The same machine sends, receives,
+checks and keeps every byte, in {results["nproc"] * results["replicas"]} streams at once. So the second ratio is the cost of replication on *this* machine, and says
+little about nodes with NICs. Other programs ran at the same time, so the ratios spread widely; the processor times are more
+reliable. Nothing was measured on a GPU.
 """
 
 

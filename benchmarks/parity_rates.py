@@ -1,4 +1,4 @@
-"""Benchmark of adding a member's bytes to a block of parity, compared with galois. It writes parity_rates.md.
+"""Benchmark of the rate at which bytes are added to a block of parity, compared with galois. It writes parity_rates.md.
 
 python -m benchmarks.parity_rates        (a minute on two cores)
 """
@@ -24,9 +24,9 @@ FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 
 
 def main() -> None:
-    """Measure all ways, and write the page."""
+    """Measure all methods, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_rates", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of each, in turn (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each method (default: 5)")
     arguments = parser.parse_args()
     random = np.random.default_rng(1)
     values, total = (random.integers(256, size=NBYTES, dtype=np.uint8) for _ in range(2))
@@ -57,12 +57,12 @@ def report(rows: list[list[str]], rounds: int) -> str:
 
     python -m benchmarks.parity_rates --rounds {rounds}        (writes this file)
 
-64 MiB of a member's bytes, times a coefficient, added to a sum, on one thread; median of {rounds}, in turn.
+One thread multiplies 64 MiB of a member's bytes by a coefficient and adds them to a sum; median of {rounds} rounds, in turns.
 
 {table(("", "rate"), rows)}
 
-A holder adds every member's bytes once, beside the digests that every receiver makes. zfec and liberasurecode encode faster
-than table look-ups, but want all members' blocks in one place at once, which is what parity is to avoid.
+A holder adds the bytes of each member once, and digests them as every receiver does. zfec and liberasurecode encode faster
+than table look-ups, but need the blocks of all members in one place at once. Parity exists to avoid that.
 
 {measured_on("numpy", "galois", "numba")}.
 """

@@ -1,8 +1,9 @@
-"""Benchmark of decisions: ordering and scheduling of up to 100,000 operators on one core. It writes policy.md.
+"""Benchmark of ordering and scheduling up to 100,000 operators on one core. It writes policy.md.
 
     python -m benchmarks.policy
 
-A run builds the table of operators once, so its time is separate. It makes orders and schedules at window boundaries.
+A training builds the table of operators once, and makes orders and schedules at window boundaries. So the time of the
+table has its own column.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def report(rows: list[str], repeats: int) -> str:
 
     python -m benchmarks.policy
 
-Milliseconds on one core, median of {repeats}. "Order and schedule" is all that a reorder needs: popularity sort, window, slots,
-what a snapshot holds, and the schedule's id. MoEvement names about 100 ms for its own (section 3.5).
+Milliseconds on one core, median of {repeats}. "Order and schedule" is all that a reorder computes: order by popularity, window,
+slots, contents of a snapshot, and the id of the schedule. The MoEvement paper has about 100 ms for a reorder (section 3.5).
 
 | operators | window | W | order | reorder trigger | order and schedule | Algorithm 1, window only | table, once a run |
 |---|---|---|---|---|---|---|---|

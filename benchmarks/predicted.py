@@ -1,10 +1,11 @@
 """Comparison of simulated with measured jobs whose ranks are killed. It writes benchmarks/predicted.md.
 
-    python -m benchmarks.predicted --folder runs/predicted        (ten minutes; goes on from what is in the folder)
+    python -m benchmarks.predicted --folder runs/predicted        (ten minutes; jobs in the folder are used again)
 
-1. ``moevement profile`` measures the parts of an iteration of the laptop preset. 2. One job with random kills measures
-the constants of this machine: noticing, regrouping, fetching, entering the loop. 3. Other jobs are simulated with the
-results of 1 and 2 and with the failures that they had, but without their own speed.
+1. ``moevement profile`` measures the parts of an iteration of the laptop preset.
+2. One job with random kills measures the constants of this machine: noticing, regrouping, fetching, entering the loop.
+3. Other jobs are simulated with the results of 1 and 2, and with the failures that each job had. The measured speed of
+   these jobs is not used.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Compared:
 
     @property
     def ettr(self) -> float:
-        """Share of the time that was not lost to failures. Slow iterations by other work count as not lost."""
+        """Share of the time that was not lost to failures. Iterations that other work slows count as not lost."""
         return 1 - self.lost_s / self.wall_s
 
     @property
@@ -69,7 +70,7 @@ def main() -> None:
     """Measure and simulate all jobs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
-    parser.add_argument("--folder", type=Path, required=True, help="where the jobs leave what they tell")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the records of the jobs")
     arguments = parser.parse_args()
     folder = arguments.folder
     if not folder.exists():
@@ -93,7 +94,7 @@ def command(*words: str) -> None:
 
 
 def job(folder: Path, iterations: int, mtbf_s: float, seed: int) -> RunRecord:
-    """Return the record of a job with spares and kills, which runs now unless it has ended before."""
+    """Return the record of a job with spares and kills. The function runs the job if the folder has no complete one."""
     record = RunRecord(folder / f"job_{seed}")
     if not record.summary_path.exists():
         kills = ["--moevement-inject-mtbf", str(mtbf_s), "--moevement-inject-seed", str(seed)]
@@ -103,15 +104,15 @@ def job(folder: Path, iterations: int, mtbf_s: float, seed: int) -> RunRecord:
 
 
 def failures_of(run: RunRecord) -> list[dict[str, Any]]:
-    """Return the failure events of a run, each of which has the account of a recovery."""
+    """Return the failure events of a run. Each event describes one recovery."""
     return [event for event in run.events() if event["event"] == "failure"]
 
 
 def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
-    """Return the scenario with the seconds that recoveries took in one job. The simulator predicts the replay itself.
+    """Return the scenario with the seconds that parts of recoveries took in one job.
 
-    A replay takes time beyond its iterations, for fetching, loading and the first pass of a new process. The function
-    adds it to the time of regrouping, as a constant of the machine.
+    The simulator predicts the replayed iterations. A replay takes more time than its iterations, for fetching, loading
+    and the first pass of a new process. The function adds this time to the regrouping, as a constant of the machine.
     """
     failures = failures_of(run)
     each_s = scenario.time.segment_s([0])
@@ -135,7 +136,7 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
     """Return a measured job and its simulation, from the first iteration to the last."""
     metrics = list(run.metrics())
     began, ended = metrics[0]["time"] - (metrics[0]["iteration_s"] or 0.0), metrics[-1]["time"]
-    # Ranks are killed during shutdown, too, when no iteration can be lost.
+    # Leave out kills during the shutdown of the job, when no iteration can be lost.
     accounts = [failure for failure in failures_of(run) if failure["failed_at"] < ended]
     ends = [(failure["failed_at"], failure["resumed_at"]) for failure in accounts]
     calm = [
@@ -164,9 +165,9 @@ def failures_in(
 ) -> Iterator[Failure]:
     """Yield the failures of a job. Each rank counts as a node.
 
-    A recovery that another failure interrupts leaves no account of its own, only a gap in the count of generations. The
-    function assumes that the first such failure came half an iteration after the last commit, in the other stage. It
-    spaces any others evenly between that time and the failure with an account.
+    If a second failure interrupts a recovery, the record has one event for both, and a gap in the generation numbers.
+    The function assumes that the failure without an event came half an iteration after the last commit, in the other
+    stage. If several failures have no event, it spaces them evenly between that time and the failure with an event.
     """
     generation = 0
     for account in recorded_failures:
@@ -196,25 +197,25 @@ def report(rows: list[Compared], scenario: Scenario, profile: Profile, iteration
 
     python -m benchmarks.predicted --folder runs/predicted        (writes this file and benchmarks/laptop_profile.yaml)
 
-The laptop preset on four ranks (pipeline 2, expert 2) with two spares, {iterations} iterations a job, ranks killed by SIGKILL
-at random (`--moevement-inject-mtbf`). Predicted: the profile, {saved.detect_s:.2f} s to notice and abort and
-{saved.regroup_s:.2f} s to regroup, set up, enter the loop and begin a replay (medians of the kills of another job), and the failures that
-each job had, simulated with the schedule and rollback of the policy. An iteration takes {profile.sizes[0].iteration_s:.3f} s in the
-profile. ETTR is the share of the time that is not lost: from each failure to the resumption, and the iteration that it
-interrupted. Other work on the machine slows iterations of both kinds; ETTR does not count that.
+The laptop preset on four ranks (pipeline 2, expert 2) with two spares, {iterations} iterations a job. SIGKILL ends ranks at random
+times (`--moevement-inject-mtbf`). The prediction uses the profile, {saved.detect_s:.2f} s to notice and abort,
+{saved.regroup_s:.2f} s to regroup, set up, enter the loop and begin a replay (medians of the kills of another job), and the failures of
+the job. The schedule and the rollback are those of the policy. An iteration takes {profile.sizes[0].iteration_s:.3f} s in the
+profile. ETTR is the share of the time that is not lost. Lost time is the time from each failure to the resumption, and the
+interrupted iteration. Iterations that other work on the machine slows do not count as lost.
 
 | MTBF | seed | failures | wall | iteration, median | lost to a failure, measured | predicted | ETTR, measured | predicted | off by |
 |---|---|---|---|---|---|---|---|---|---|
 {table}
 
-The largest difference is {worst:.3f}. Where single ranks die the prediction is within 0.02. What is above it is a recovery in
-which both stages came back after a failure during a recovery: two processes set up at once and two stages load and replay at
-once on two cores, and the constants are of one (aborting took 1.0 s there and the replay 2.3 s). When exactly the failures
-came whose recoveries were interrupted is not recorded either.
+The largest difference is {worst:.3f}. If only one rank dies at a time, the prediction is within 0.02. Larger differences come from a
+failure during a recovery, after which both stages were restored. Two processes then set up, and two stages load and replay, on two
+cores at the same time, while the constants are those of one (aborting took 1.0 s there and the replay 2.3 s). In addition, the
+record does not say when exactly a failure came if its recovery was interrupted.
 
-**Not predicted**: with snapshots, copies for peers and spares an iteration of these jobs takes {slowest:.0%} of the profile's, because
-four ranks fill both cores already. A user would measure that share (`moevement bench overhead`) and give it as
-`interference`; it is left out of both ETTRs here.
+**Not predicted**: with snapshots, copies for peers and spares, an iteration of these jobs takes {slowest:.0%} of the time in the profile,
+because four ranks already use both cores. A user would measure this share (`moevement bench overhead`) and give it as
+`interference`. Both ETTRs leave it out here.
 
 {measured_on("torch", "megatron-core")}.
 """

@@ -52,24 +52,24 @@ def report(results: dict[str, Any]) -> str:
 
     moevement {" ".join(COMMAND)}        (python -m benchmarks.recovery writes this file)
 
-An MoE of {results["stages"]} layers on {results["stages"]} pipeline stages of one rank each, {results["micro_batches"]} micro-batches an iteration, an aligned window of
-{results["window"]}. In one run the ranks of one stage in the middle and the ranks of all stages lose their memory in turns, and come
-back bit for bit (each time every byte is compared). Medians, of a replay for each replayed iteration.
+An MoE of {results["stages"]} layers on {results["stages"]} pipeline stages of one rank each, with {results["micro_batches"]} micro-batches an iteration and an aligned window of
+{results["window"]}. In one run, a stage in the middle and all stages lose their memory in turns. Each recovery restores all
+bits; the benchmark compares every byte. Numbers are medians, for a replay per replayed iteration.
 
 | | normal iteration | one stage alone | all stages |
 |---|---|---|---|
 {rows}
 
-A stage alone has no pipeline bubble and need not share the machine with the others: here {results["stages"]} ranks share two cores, so the
-ratio of wall seconds flatters it, and the one of processor seconds (those of the ranks that wait included) is the firmer
-number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
-processes stay: detection, restart and regrouping are not in these numbers.
+A stage that replays alone has no pipeline bubble, and has the machine for itself. Here {results["stages"]} ranks share two cores, so the
+ratio of wall seconds is too favourable. The ratio of processor seconds, which includes ranks that wait, is more
+reliable. Frozen operators need no weight gradients, and a normal iteration also captures a snapshot. Only memory is lost, and
+processes stay. So detection, restart and regrouping are not in these numbers.
 
-**With processes killed**: in four jobs a rank of stage {results["stages"] // 2} is killed {results["kills"]} times by SIGKILL, in turns in forward, backward,
-reduction and gather, with one spare. In the first it is restored by redo, in the second its stage replays, in the third
-logs have no room, so that all stages roll back, and in the fourth they do so from what peers hold of each
-(`--moevement-keep-own never`). Medians, seconds; Megatron's `--inprocess-*` timeouts as they are by
-default here. Memory and traffic are those of the last rank.
+**With processes killed**: in four jobs with one spare, SIGKILL ends a rank of stage {results["stages"] // 2}, {results["kills"]} times, in turns in forward, backward,
+reduction and gather. The first job recovers by redo. In the second, the stage of the rank replays. In the third, the logs
+have no memory, so all stages roll back. In the fourth, all stages roll back from copies on their peers
+(`--moevement-keep-own never`). Numbers are medians in seconds, with the default values of Megatron's `--inprocess-*`
+timeouts. Memory and traffic are those of the last rank.
 
 | | {" | ".join(NAMES.get(way, way) for way in ways)} |
 |---|{"---|" * len(ways)}

@@ -29,7 +29,7 @@ from moevement_core.precision import TABLE_7 as REGIMES
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS, BLOCKS, BLOCK_ITERATIONS, KILLS = 3, 5, 3, 3
 BUDGET_SHARE = 5
-"""Divisor of row 2's full state (12 bytes per parameter, the heaviest) that gives the bytes an iteration may save."""
+"""Full state of row 2 over the bytes that an iteration may save. Row 2 is the heaviest: 12 bytes per parameter."""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 MODEL = (
     "--hidden-size", "256", "--moe-ffn-hidden-size", "512", "--ffn-hidden-size", "512", "--use-distributed-optimizer",
@@ -73,7 +73,7 @@ def main() -> None:
     """Measure each regime, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--row", type=int, choices=range(1, len(FLAGS) + 1), help="measure this one, print it as JSON")
+    parser.add_argument("--row", type=int, choices=range(1, len(FLAGS) + 1), help="measure only this row, print JSON")
     arguments = parser.parse_args()
     jobs = [describe("regimes", model_words([*MODEL, *flags]), RANKS) for flags in FLAGS]
     assert [str(job.regime) for job in jobs] == [str(regime) for regime in REGIMES]
@@ -82,7 +82,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(jobs[arguments.row - 1], FLAGS[arguments.row - 1], budget))))
         return
     rows = []
-    for number in range(1, len(FLAGS) + 1):  # a process of its own for each row, as a user would run it
+    for number in range(1, len(FLAGS) + 1):  # each row in a new process, as a user would run it
         print(f"row {number} of {len(FLAGS)} ...", flush=True)
         command = [sys.executable, "-m", "benchmarks.regimes", "--row", str(number)]
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
-    """Return the results of one regime: its window at ``budget`` bytes per iteration, and two live runs with it."""
+    """Plan the window of a regime at ``budget`` bytes per iteration, run two jobs with it, and return the results."""
     cluster = Cluster(gpus_per_node=1, d2h_bytes_per_s=budget, network_bytes_per_s=budget)
     plan = CheckpointPlan(PlanInput(job, cluster, job.regime, iteration_s=1.0, replicas=1))
     words = [*MODEL, *flags, "--moevement-window", str(plan.size)]
@@ -114,9 +114,9 @@ def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
 
 
 def _killed(words: list[str], window: int) -> tuple[float, float, int]:
-    """Kill a rank several times, and return median seconds, median replayed iterations, and the number of failures.
+    """Run a job with kills, and return median seconds, median replayed iterations, and the number of failures.
 
-    A spare takes over the rank each time.
+    The job kills rank 1 several times. A spare takes over the rank each time.
     """
     every = 2 * window + 1
     flags = [*words, "--train-iters", str((KILLS + 1) * every)]
@@ -158,24 +158,26 @@ def report(rows: list[Row], budget: float) -> str:
 
     python -m benchmarks.regimes        (writes this file)
 
-An MoE of 14 M parameters on {RANKS} data-parallel ranks with the distributed optimizer and one replica; FP8 is ours, in
-plain torch, so an iteration is slow where weights are quantised and nothing here says how fast FP8 is. Bytes are a plan's,
-which a test compares with the live tensors of every rank in each of these regimes. Full state is master weights, moments
-and their scales (row 2, whose Adam is torch's, has step counters too); compute weights are FP8 codes of linear layers with
-their scales, and BF16 of all else.
+An MoE of 14 M parameters on {RANKS} data-parallel ranks with the distributed optimizer and one replica. FP8 is this project's own, in
+plain torch. It slows iterations down, so nothing here says how fast FP8 is. Bytes come from a plan; a test
+compares them with the live tensors of every rank in each of these regimes. Full state is master weights, moments
+and their scales. (Row 2 uses torch's Adam, so it has step counters as well.) Compute weights are FP8 codes and scales of linear
+layers, and BF16 values of everything else.
 
 {table(first, sizes)}
 
-W is the smallest window whose slots are within one budget, {budget / 1e6:.2f} MB an iteration (a fifth of row 2's full state),
-and then imposed on the live runs, whose ranks own a little more or less than the even cut that it is found with; the
-paper's has other bandwidths and other iteration times. Snapshots off, captured, and captured and sent take turns in blocks of one run; ratios are of neighbouring blocks, median and quartiles. Then a rank is
-killed {KILLS} times and a spare takes its place: seconds from the kill to the next committed iteration, without that
-iteration. Published are {HOURS} hours' recoveries over their failures, one an hour, on 128 GPUs.
+W is the smallest window whose slots fit into a budget of {budget / 1e6:.2f} MB an iteration (a fifth of row 2's full state).
+The plan computes it with state cut evenly over ranks. The live runs use the same W, although their ranks own a little more or less. The
+paper's W is for other bandwidths and iteration times. In one run, blocks take turns: snapshots off, captured, and captured and sent. Ratios
+compare neighbouring blocks; they are medians with quartiles. In another run, a rank is killed {KILLS} times, and a spare takes
+over. The table has the seconds from the kill to the next committed iteration, without that iteration. The published seconds are
+those of all recoveries in {HOURS} hours, divided by the number of failures (one an hour, on 128 GPUs).
 
 {table(second, runs)}
 
-Row 5 needs `--main-params-dtype fp8`, which Megatron's parser and Transformer Engine's Adam do not have and ours does: a
-weight changes only where a step is worth half of one of its FP8 numbers, so it recovers exactly and learns next to nothing.
+Row 5 needs `--main-params-dtype fp8`, which this project has, and Megatron's parser and Transformer Engine's Adam do not. A
+weight changes only if a step is at least half the distance to the next FP8 number. So the job learns next to nothing, but
+it recovers exactly.
 
 {measured_on("torch", "megatron-core")}, gloo. {RANKS} ranks share the cores with the copies and each other.
 """

@@ -2,9 +2,9 @@
 
     python -m benchmarks.regroup
 
-A tiny MoE runs on 4, 8 and 16 ranks of one machine. One rank is killed a few times and recovers by redo. The benchmark
-also makes Megatron's process groups of one rank for jobs of up to 16,384 ranks. It uses torch's ``fake`` groups, which
-have no connections.
+A tiny MoE runs on 4, 8 and 16 ranks of one machine. The benchmark kills one rank a few times, and redo restores it.
+It also times how long one rank takes to make all of Megatron's process groups, in jobs of up to 16,384 ranks. For that
+it uses torch's ``fake`` groups, which have no connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moevement_cli.bench_run import record_of
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS = (4, 8, 16)
 LAYOUTS = ((4, 2, 2), (16, 2, 2), (512, 16, 8), (1536, 24, 8), (4096, 32, 8), (16384, 64, 8))
-"""Layouts as ranks, pipeline stages and expert parallelism: two measured here, and those of the paper's section 5.4."""
+"""Ranks, pipeline stages and expert parallelism. Two layouts also run here; section 5.4 of the paper has the others."""
 KILLS = 4
 TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
@@ -63,7 +63,7 @@ def _row(ranks: int) -> list[str]:
 
 
 def _made(world: int, pipeline: int, expert: int) -> list[str]:
-    """Return a row with the work of rank 0 to make all groups of a job."""
+    """Make all groups of a job on rank 0, and return a row with the number of groups and the time."""
     from megatron.core import parallel_state  # the platform must be installed first
 
     print(f"groups of {world} ranks ...", flush=True)
@@ -98,24 +98,24 @@ def report(rows: list[list[str]], groups_made: list[list[str]]) -> str:
 
     python -m benchmarks.regroup        (writes this file)
 
-A tiny MoE (pipeline 2 x expert 2 x data), one rank killed {KILLS} times in a backward pass and restored by redo; medians,
-seconds. All ranks share the two cores, so what each rank does by itself (make its groups, look for references to old ones,
-enter the loop) takes longer with every rank here, and would not on machines of their own; what these rows cannot show is how
-connections over a network grow.
+A tiny MoE (pipeline 2 x expert 2 x data). One rank is killed {KILLS} times in a backward pass, and restored by redo. Numbers are
+medians in seconds. All ranks share two cores. So the work of each rank (make its groups, look for references to old groups,
+enter the loop) takes longer with every additional rank here, which it would not on separate machines. These rows cannot show how
+the time for connections over a network grows.
 
 {table(header, rows)}
 
 ## What making groups takes at scale
 
-`initialize_model_parallel` on rank 0 over torch's `fake` groups: every rank calls `new_group` for every group of the job, so its
-own part grows with all of them, though it is a member of twenty. Connections to the other members come on top (NCCL
-makes them at a group's first collective), and the store's answers.
+The table has the time of `initialize_model_parallel` on rank 0 over torch's `fake` groups. Every rank calls `new_group` for every
+group of the job. So the time grows with the number of groups, although the rank is a member of only twenty. Connections to the
+other members (NCCL makes them at a group's first collective) and requests to the store come on top.
 
 {table(("ranks", "pipeline", "expert", "calls of new_group", "groups it is in", "members of these", "seconds", "processor"), groups_made)}
 
-All process groups are made again, also those without a lost rank. Gloo's survivors have had their sockets shut down (that is
-how they are freed from waiting), and a group that was interrupted in a collective cannot be used again, with NCCL neither:
-which of them were idle nobody knows without asking all ranks. Making them is part of *regroup*.
+A recovery makes all process groups again, even those without a lost rank. Over gloo, survivors have shut down the sockets of
+groups to stop waiting. A group that was interrupted in a collective cannot be used again, with NCCL either. To find out which
+groups were idle, a rank would have to ask all others. Making groups is part of *regroup*.
 
 {measured_on("torch", "megatron-core")}, gloo.
 """

@@ -35,15 +35,15 @@ WINDOW = 3
 
 @dataclass
 class Replay:
-    """Replay of one ordering over the record, with the results per boundary."""
+    """Replay of the record with one ordering. The lists have one value for each window boundary."""
 
     label: str
     config: OrderingConfig
     changed: list[float] = field(default_factory=list)
-    """Share of experts that have changed since the last reorder, at every boundary."""
+    """Share of experts whose popularity has changed since the last reorder."""
     reordered: list[bool] = field(default_factory=list)
     frozen: list[float] = field(default_factory=list)
-    """Share of the next record's tokens that a conversion would send to frozen experts, under the order in force."""
+    """Share of the next record's tokens that a conversion with the present order would send to frozen experts."""
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def frozen_share(table: OperatorTable, order: Order, counts: npt.NDArray[np.floa
 
 
 def oracle(tokens: npt.NDArray[np.float64]) -> float:
-    """Return the frozen share of an order made from the replayed counts themselves, which no ordering can exceed."""
+    """Return the frozen share of orders made from the very counts that are replayed. No ordering can exceed it."""
     table = table_of(*tokens.shape[1:])
     return float(np.mean([frozen_share(table, order_operators(table, c.ravel()), c.ravel()) for c in tokens[1:]]))
 
@@ -146,12 +146,12 @@ def report(replays: Sequence[Replay], tokens: npt.NDArray[np.float64], iteration
 
     python -m benchmarks.reorders ROUTING.npz
 
-A real GPT-MoE run's gate decisions ({tokens.shape[1]} layers, {tokens.shape[2]} experts, a record at every tenth iteration from {iterations[0]} to
-{iterations[-1]}, from the expert-selection dataset of the SmartMoE artifact), through the trigger at its defaults: more than 10% for
-more than 25% of experts, asked at {windows} window boundaries, one a record. "Frozen share" is the part of the next record's
-expert tokens that a conversion with W = {WINDOW} meets frozen under the order in force; 0.5 is an order made blindly, and an
-order made from the replayed counts themselves gives {best:.3f}. The record has no gate probabilities, so the soft count could not be
-replayed.
+Gate decisions of a real GPT-MoE run ({tokens.shape[1]} layers, {tokens.shape[2]} experts, a record at every tenth iteration from {iterations[0]} to
+{iterations[-1]}, from the expert-selection dataset of the SmartMoE artifact) are replayed through the trigger. With its defaults, it
+reorders if more than 25% of experts have changed by more than 10%. It decides at {windows} window boundaries, one per record. "Frozen
+share" is the share of the next record's expert tokens that a conversion with W = {WINDOW} sends to frozen experts, with the order of
+that time. A blind order gives 0.5, and an order made from the replayed counts themselves gives {best:.3f}. The record has no gate
+probabilities, so the soft count could not be replayed.
 
 | ordering | reorders | in the second half | frozen share | in the second half |
 |---|---|---|---|---|

@@ -48,9 +48,9 @@ def report(results: dict[str, Any]) -> str:
     moevement {" ".join(COMMAND)}        (python -m benchmarks.replay writes this file and the plot)
 
 A 57 M parameter MoE in BF16 (4 layers, 8 experts, top 2) on {results["nproc"]} expert-parallel ranks. Iterations are replayed with a
-growing share of operators frozen; operators become active in the order of a window, the least popular first, so the last
-ones to be active are the popular experts and what serves every token. Time over that of the same round with nothing
-frozen, median and quartiles of {rounds} rounds; shares take turns within a round.
+growing share of frozen operators. Operators become active in the order of a window, the least popular first. So the last
+active ones are the popular experts and the operators that serve every token. Times are ratios to the same round with nothing
+frozen, as medians and quartiles of {rounds} rounds. Shares take turns within a round.
 
 | operators frozen | {head} |
 |---|{"---|" * len(routings)}
@@ -59,9 +59,9 @@ frozen, median and quartiles of {rounds} rounds; shares take turns within a roun
 
 ![time of a replayed iteration over the share of frozen operators](replay.png)
 
-A frozen operator has no weight gradient, of the three matrix products of a linear layer one less, and no optimizer
-step. With everything frozen about two thirds of the matrix products are left; what is not matrix products (attention's
-core, norms, tokens sent around, gradient buffers that are zeroed and reduced all the same) does not shrink.
+A frozen operator has no optimizer step and no weight gradient, which is one of the three matrix products of a linear
+layer. With everything frozen, about two thirds of the matrix products are left. All other work does not shrink: attention's
+core, norms, token dispatch, and gradient buffers, which are zeroed and reduced as before.
 
 {measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU. Routing is forced
 (`--moe-router-force-load-balancing`, `--moe-router-force-biased`), so the loss means nothing.

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def run(words: list[str]) -> tuple[float, dict[str, Any]]:
-    """Return the median seconds of the whole command, and its JSON."""
+    """Run a command several times, and return its median seconds and its JSON output."""
     command = [str(Path(sys.executable).with_name("moevement")), *words]
     seconds = []
     for _ in range(REPEATS):
@@ -55,8 +55,8 @@ def report(one_s: float, sweep_s: float, results: dict[str, Any]) -> str:
 
     moevement {" ".join(SWEEP)}        (python -m benchmarks.simulator writes this file)
 
-Twelve hours on 16,384 GPUs, a failure every ten minutes, one seed: {one_s:.2f} s from the command line and back (nearly all of
-it is starting Python). Five strategies at five rates with twenty seeds, {trainings} trainings: {sweep_s:.2f} s. One process,
+One training of twelve hours on 16,384 GPUs, with a failure every ten minutes: {one_s:.2f} s for the whole command (most of
+it to start Python). Five strategies at five rates with twenty seeds, {trainings} trainings: {sweep_s:.2f} s. One process,
 medians of {REPEATS}.
 
 | a failure every | strategy | interval | ETTR, formula | ETTR, simulated |

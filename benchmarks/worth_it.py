@@ -24,7 +24,7 @@ BEGIN, END = "<!-- table of python -m benchmarks.worth_it -->\n", "<!-- end of t
 SCENARIO = SCENARIOS / "qwen3_30b_a3b.yaml"
 GPUS = (64, 256, 1024, 4096)
 RATES = (1, 10)
-"""Failure rates as multiples of that of Llama 3's training."""
+"""Failure rates as multiples of the rate of Llama 3's training."""
 EVERY = 500
 POOL = Spares(None, repair_s=86_400.0, provided_s=600.0)
 

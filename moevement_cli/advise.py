@@ -39,26 +39,26 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
-        "GPU hours that a job loses in a month: with restarts from dense checkpoints in storage, as today, and with "
-        "each strategy of MoEvement's, idle spares included; the failure rate from which it pays; and whether you need "
-        "it. WHAT is a model as for moevement plan, or a scenario. docs/worth_it.md has an example, docs/sizing.md how "
-        "to measure what is asked for."
+        "Estimate the GPU hours that a job loses in a month: today, with restarts from dense checkpoints in storage, "
+        "and with each strategy of this project, idle spares included. The command also prints the failure rate from "
+        "which fault tolerance pays, and whether you need it. WHAT is a model as for moevement plan, or a scenario. "
+        "docs/worth_it.md has an example. docs/sizing.md explains how to measure the inputs."
     )
     add = parser.add_argument
     add(
         "what", metavar="WHAT",
-        help=f"a .yaml of Megatron's flags, a preset ({', '.join(presets())}), or a scenario "
+        help=f"a YAML file of Megatron's flags, a preset ({', '.join(presets())}), or a scenario "
         f"({', '.join(scenarios())})",
     )  # fmt: skip
-    add("--list", action=ListPresets, nargs=0, help="list the presets, with what each is, and end")
-    add("--ranks", type=int, metavar="N", help="GPUs of the job")
+    add("--list", action=ListPresets, nargs=0, help="print a description of each preset, and end")
+    add("--ranks", type=int, metavar="N", help="number of GPUs of the job")
     add("--mtbf", type=seconds, metavar=METAVAR,
-        help="mean time between failures of the job, as 200h (default: Llama 3's, by GPUs)")  # fmt: skip
+        help="mean time between failures of the job, as 200h (default: from Llama 3's rate per GPU)")  # fmt: skip
     add(
         "--save-every",
         type=int,
         metavar="K",
-        help="iterations between two checkpoints today (default: the best number)",
+        help="iterations between two checkpoints today (default: the number that costs least)",
     )
     add("--restart", type=seconds, metavar=METAVAR,
         help="time from a failure until a restarted job loads its checkpoint today (default: 10m)")  # fmt: skip
@@ -74,7 +74,7 @@ def advise(arguments: argparse.Namespace) -> int:
     POSITIVE.check("--mtbf", arguments.mtbf)
     Range(0.0, or_infinite=True).check("--repair", arguments.repair)
     if arguments.window is not None or arguments.window_kind is not None:
-        raise ConfigError("--window and --window-kind are chosen by advise; leave them out, or ask moevement simulate")
+        raise ConfigError("--window and --window-kind: advise chooses them; leave them out, or use moevement simulate")
     (job,) = scenarios_of([arguments.what], arguments)
     mtbf_s = arguments.mtbf or mean_time_between_failures_s(job.job.ranks)
     check_count(mtbf_s, MONTH_H * 3600, job.run.seeds)
@@ -113,16 +113,16 @@ def _verdict(result: Worth) -> Iterator[str]:
             f"{_saved(result.today[0], best, result.saved_interval_h)}."
         )
     if result.at_user_interval is not None and result.at_user_interval is not result.today[0]:
-        yield f"As you save now, it {_saved(result.at_user_interval, best)}."
+        yield f"At your present interval, the best strategy {_saved(result.at_user_interval, best)}."
     least = f"{LEAST_SHARE:.1%} of the job's GPU hours"
     if result.break_even_s == 0:
-        yield f"At no failure rate would it save {least}."
+        yield f"At no failure rate would the best strategy save {least}."
     elif math.isinf(result.break_even_s):
-        yield f"At any failure rate it saves {least}."
+        yield f"At any failure rate the best strategy saves {least}."
     else:
         yield (
-            f"Break-even: it saves {least} where failures are {span(result.break_even_s)} apart or less; yours are "
-            f"{span(result.mtbf_s)} apart."
+            f"Break-even: the best strategy saves {least} if failures are {span(result.break_even_s)} apart or less; "
+            f"yours are {span(result.mtbf_s)} apart."
         )
 
 
@@ -182,26 +182,26 @@ def _assumed(
     yield f"A failure every {span(result.mtbf_s)}: {rate}."
     yield (
         f"The scheduler gives another node {span(restart_s)} after a failure, and a restarted job loads its checkpoint "
-        f"then ({source('restart')}). With 0 spares a job here waits for that node, too: somebody has to add it "
-        f"(docs/runbook.md, No spare is left) within --spare-timeout. "
+        f"then ({source('restart')}). With 0 spares, each strategy waits for a new node that somebody "
+        f"adds within --spare-timeout (docs/runbook.md, No spare is left). "
         f"Here a failure is noticed in {saved.detect_s:g} s ({source('detect', saved.detect_s == usual.detect_s)}) and "
-        f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; nobody has "
-        f"measured it on GPUs); a failed node is a spare again after {span(repair_s)} ({source('repair')})."
+        f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; not "
+        f"measured on GPUs); a failed node is a spare again after {span(repair_s)} ({source('repair')})."
     )
     storage = job.cluster.storage_bytes_per_s
     assert storage is not None, "a scenario has it"
     yield (
-        f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies to the host slow "
-        f"training by {saved.interference:g} of their time "
-        f"({source('interference', saved.interference == usual.interference)}), copies to peers by {job.contention:g} "
-        f"of what they take of a link that is otherwise idle ({source('contention', job.contention == 0)})."
+        f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies to the host delay "
+        f"training by {saved.interference:g} of the time that they take "
+        f"({source('interference', saved.interference == usual.interference)}). Copies to peers delay it by "
+        f"{job.contention:g} of their time on an idle link ({source('contention', job.contention == 0)})."
     )
     memory = job.cluster.host_memory_bytes
     if memory is not None:
         used = node_bytes(best.strategy)
         yield (
-            f"Host memory: {used / GB:,.0f} of {memory / GB:,.0f} GB of a node; it costs nothing where nothing else "
-            "needs it."
+            f"Host memory: {used / GB:,.0f} of {memory / GB:,.0f} GB of a node. The estimate ignores the cost of "
+            "this memory."
         )
 
 

@@ -39,29 +39,35 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 }
 """Flags of a job, by the name of its strategy."""
 SHOWN = ("a kill every", "strategy", "ETTR", "predicted", "kills", "repeated", "tokens lost", "bits")
-"""Columns shown on the console. The benchmark's page has all of them."""
+"""Columns shown on the console. The benchmark's page has all columns."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench ettr``."""
     parser.description = (
-        "Train one model with each strategy in turn while ranks are killed, by the same schedules for all. "
-        "ETTR is the time that training takes without checkpoints and failures over the time that it took: what "
-        "failures leave of it, over what checkpoints add to an iteration."
+        "Train the same model with each strategy in turn, and kill ranks by the same schedules in all jobs. ETTR is "
+        "the training time without checkpoints and failures, divided by the measured training time. It is computed as "
+        "the share of time that failures leave, divided by 1 + the share of training time that saving costs."
     )
     add = parser.add_argument
-    add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES), help="default: all")
+    add(
+        "--strategies",
+        nargs="+",
+        choices=list(STRATEGIES),
+        default=list(STRATEGIES),
+        help="strategies to measure (default: all)",
+    )
     add("--mtbf", type=float, nargs="*", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
-    add("--trace", type=Path, metavar="FILE", help="kills as recorded, too: milliseconds,add or remove,node")
-    add("--speedup", type=float, default=1.0, metavar="X", help="of the trace (default: 1)")
-    add("--iterations", type=int, default=60, metavar="N", help="of each job (default: 60)")
-    add("--repeats", type=int, default=1, metavar="R", help="schedules for each mean time (default: 1)")
-    add("--seed", type=int, default=1, metavar="N", help="of the first schedule (default: 1)")
-    add("--nproc", type=int, default=4, metavar="N", help="ranks (default: 4)")
-    add("--spares", type=int, default=2, metavar="N", help="processes that wait (default: 2)")
-    add("--config", type=Path, default=CONFIG, metavar="FILE", help="of the training (default: the laptop preset)")
-    add("--scenario", type=Path, metavar="FILE", help="of the same training: have the simulator predict each ETTR")
-    add("--plot", type=Path, metavar="FILE", help="draw ETTR over MTBF, iterations over time, and losses")
+    add("--trace", type=Path, metavar="FILE", help="add a recorded schedule: lines of milliseconds,add|remove,NODE")
+    add("--speedup", type=float, default=1.0, metavar="X", help="factor by which the trace runs faster (default: 1)")
+    add("--iterations", type=int, default=60, metavar="N", help="iterations of each job (default: 60)")
+    add("--repeats", type=int, default=1, metavar="R", help="number of schedules for each mean (default: 1)")
+    add("--seed", type=int, default=1, metavar="N", help="seed of the first schedule (default: 1)")
+    add("--nproc", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    add("--spares", type=int, default=2, metavar="N", help="number of spares (default: 2)")
+    add("--config", type=Path, default=CONFIG, metavar="FILE", help="YAML file of flags (default: the laptop preset)")
+    add("--scenario", type=Path, metavar="FILE", help="scenario of the same training, to predict each ETTR")
+    add("--plot", type=Path, metavar="FILE", help="plot ETTR over MTBF, iterations over time, and losses")
     add("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=ettr)
 
@@ -76,7 +82,7 @@ class Schedule:
     failures: Sequence[Failure]
 
     def __str__(self) -> str:
-        return "nobody is killed" if self.mtbf_s is None else f"a kill every {self.name}, seed {self.seed}"
+        return "no kills" if self.mtbf_s is None else f"a kill every {self.name}, seed {self.seed}"
 
 
 def ettr(arguments: argparse.Namespace) -> int:
@@ -91,7 +97,9 @@ def ettr(arguments: argparse.Namespace) -> int:
     scenario = load(arguments.scenario) if arguments.scenario is not None else None
     schedules, console = _schedules(arguments), Console()
     if scenario is not None and scenario.job.ranks != arguments.nproc:
-        raise ConfigError(f"--scenario of {scenario.job.ranks} ranks, and --nproc {arguments.nproc}; needs the same")
+        raise ConfigError(
+            f"--scenario has {scenario.job.ranks} ranks, but --nproc is {arguments.nproc}; give equal ones"
+        )
     samples = list(_samples(arguments, schedules, console))
     if scenario is not None:
         samples = predicted(scenario, samples)
@@ -118,8 +126,8 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
 def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
     """Return the schedules of the benchmark.
 
-    The first has no kills. The drawn ones follow by mean time, then the recorded one, shifted so that its first kill
-    comes after one mean interval.
+    The first schedule has no kills. Drawn schedules follow, in the order of their mean times. The recorded schedule is
+    the last, shifted so that its first kill comes after one mean interval.
     """
     schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:
@@ -132,7 +140,7 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         failures = recorded(arguments.trace, arguments.nproc, arguments.speedup)
         if len(failures) < 2:
             raise ConfigError(
-                f"--trace {arguments.trace}: {len(failures)} moments at which something is removed; needs two at least"
+                f"--trace {arguments.trace}: nodes are removed at {len(failures)} moments; needs at least 2 moments"
             )
         mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"
@@ -163,7 +171,7 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
         for number, schedule in enumerate(schedules):
             for name in arguments.strategies:
                 limited = schedule
-                if name == "none":  # it restarts from iteration 0 after each kill, and would never end
+                if name == "none":  # this job restarts from iteration 0 after each kill, and would never end
                     few = [failure for failure in schedule.failures if failure.at_s <= 2 * free.training_s]
                     limited = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
                 job = run(name, limited, Path(folder, f"{name}_{number}"))

@@ -20,24 +20,42 @@ from moevement_core.util.numbers import AT_LEAST_ONE
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench overhead``."""
     parser.description = (
-        "Train a 57 M parameter MoE with snapshots off, captured, and captured and sent to peers, taking "
-        "turns in one run. Ratios are of neighbouring blocks, with their quartiles."
+        "Train an MoE of 57 M parameters in one run. Three modes take turns: no snapshots, snapshots captured, and "
+        "snapshots captured and sent to peers. A ratio compares two blocks of one round; the output has the median and "
+        "quartiles of all rounds."
     )
-    parser.add_argument("--nproc", type=int, default=3, metavar="N", help="ranks (default: 3)")
-    parser.add_argument("--replicas", type=int, default=2, metavar="R", help="peers of each rank (default: 2)")
-    parser.add_argument("--window", type=int, default=6, metavar="W", help="iterations of a window (default: 6)")
+    parser.add_argument("--nproc", type=int, default=3, metavar="N", help="number of ranks (default: 3)")
     parser.add_argument(
-        "--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M", help="iteration lengths (default: 1 4)"
+        "--replicas", type=int, default=2, metavar="R", help="number of peers of each rank (default: 2)"
     )
-    parser.add_argument("--blocks", type=int, default=8, metavar="B", help="rounds of all modes (default: 8)")
-    parser.add_argument("--block-iterations", type=int, default=6, metavar="I", help="of a mode (default: 6)")
+    parser.add_argument(
+        "--window", type=int, default=6, metavar="W", help="number of iterations in a window (default: 6)"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        metavar="M",
+        help="micro-batches in an iteration; one run for each number (default: 1 4)",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=8,
+        metavar="B",
+        help="number of rounds, each with a block of every mode (default: 8)",
+    )
+    parser.add_argument(
+        "--block-iterations", type=int, default=6, metavar="I", help="iterations of a block (default: 6)"
+    )
     parser.add_argument(
         "--verify", choices=["nothing", "window", "iteration"], default="window",
-        help="when a digest of the whole state is made (default: window)",
+        help="when ranks compute a digest of the whole state (default: window)",
     )  # fmt: skip
     parser.add_argument(
         "--recovery", choices=["replay", "redo"], nargs="+", default=["replay", "redo"], metavar="HOW",
-        help="what snapshots are for, a run each: replay, redo (default: both)",
+        help="kind of recovery that snapshots serve; one run for each: replay, redo (default: both)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=overhead)
@@ -53,7 +71,7 @@ def overhead(arguments: argparse.Namespace) -> int:
     if arguments.blocks < 2 or arguments.block_iterations < 2:
         raise ConfigError(
             f"--blocks {arguments.blocks} --block-iterations {arguments.block_iterations}; each needs 2 or more: the "
-            "first ones warm up"
+            "first block and the first iteration warm up"
         )
     AT_LEAST_ONE.check("--window", arguments.window)
     for count in arguments.micro_batches:
@@ -70,7 +88,7 @@ def overhead(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> list[dict[str, Any]]:
-    """Return the samples of rank 0. The other ranks are in step with it."""
+    """Return the samples of rank 0. The other ranks are in step with rank 0."""
     from megatron.moevement.bench import overhead as script
 
     flags = ["--use-distributed-optimizer", "--global-batch-size", str(micro_batches * arguments.nproc)]
@@ -84,7 +102,7 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
 
 
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians by mode, and each mode's iteration time divided by that of the same round without saving.
+    """Return medians by mode, and each mode's iteration time divided by the time without saving in the same round.
 
     The function leaves out the first round and the first iteration of each block, which warm up.
     """
@@ -124,7 +142,7 @@ def _median(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], flo
 
 
 def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[float]:
-    """Return lower quartile, median and upper quartile of a mode's iteration time over that of the block before."""
+    """Return lower quartile, median and upper quartile of a mode's iteration time over the time without saving."""
     ratios = [
         _median(modes[mode], lambda s: s["seconds"]) / _median(modes["off"], lambda s: s["seconds"]) for modes in rounds
     ]

@@ -1,4 +1,4 @@
-"""Command ``moevement bench recovery``, which compares the replay of one stage alone with that of all stages."""
+"""Command ``moevement bench recovery``, which compares replay by one stage alone with replay by all stages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WAYS = {
     "all": (*_NO_LOGS, "--moevement-replicas", "2"),
     "peers": (*_NO_LOGS, "--moevement-replicas", "2", "--moevement-keep-own", "never"),
 }
-"""Flags of a job by the name of its way to recover.
+"""Flags of a job, by the name of its kind of recovery.
 
-- ``redo``: the failed rank alone, from logged gradients.
+- ``redo``: the failed rank alone repeats updates from logged gradients.
 - ``stage``: the stage of the failed rank replays alone.
 - ``all``: all stages replay.
-- ``peers``: all stages replay, each from the copies of its peers.
+- ``peers``: all stages replay, and each rank gets its snapshots from peers.
 """
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 """Phases in which ranks are killed, in turn."""
@@ -37,20 +37,28 @@ PHASES = ("forward", "backward", "reduce", "backward", "gather")
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench recovery``."""
     parser.description = (
-        "Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
-        "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
-        "again and again in four jobs, by the same kills: in one it is restored by redo, in one its stage replays "
-        "alone, in one all stages do, and in one all stages do from the copies of peers."
+        "Train an MoE on a pipeline. In one run, the ranks of one stage and the ranks of all stages lose their memory "
+        "in turn. The first table compares a replayed iteration with a normal one. Then kill a rank several times in "
+        "each of four jobs. The first job recovers by redo. In the second job, the stage of the killed rank replays "
+        "alone. In the third job, all stages replay. In the fourth job, all stages replay from the copies of peers."
     )
-    parser.add_argument("--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)")
-    parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")
-    parser.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
-    parser.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the jobs (default: 5)")
+    parser.add_argument(
+        "--stages", type=int, default=4, metavar="N", help="pipeline stages of one rank each (default: 4)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=8, metavar="M", help="micro-batches in an iteration (default: 8)"
+    )
+    parser.add_argument(
+        "--window", type=int, default=3, metavar="W", help="number of iterations in a window (default: 3)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="R", help="number of memory losses of each kind (default: 5)"
+    )
+    parser.add_argument("--kills", type=int, default=5, metavar="K", help="number of kills in each job (default: 5)")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY",
-        help=f"how killed jobs recover: {', '.join(WAYS)} (peers: all stages, whose own copies were dropped; "
-        "default: each)",
+        help=f"kinds of recovery to measure: {', '.join(WAYS)} (peers: all stages replay from copies of peers; "
+        "default: all)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=recovery)
@@ -61,7 +69,7 @@ def recovery(arguments: argparse.Namespace) -> int:
     if arguments.stages < 2 or arguments.micro_batches < 1 or arguments.rounds < 1 or arguments.window < 1:
         raise ConfigError(
             f"--stages {arguments.stages} --micro-batches {arguments.micro_batches} --rounds {arguments.rounds} "
-            f"--window {arguments.window}; needs 2 or more stages and 1 or more of the others"
+            f"--window {arguments.window}; needs 2 or more stages, and 1 or more of each other number"
         )
     if arguments.kills < 0:
         raise ConfigError(f"--kills {arguments.kills}; needs 0 or more")
@@ -85,7 +93,7 @@ def _flags(arguments: argparse.Namespace, iterations: int) -> list[str]:
 
 
 def _wiped(arguments: argparse.Namespace) -> Samples:
-    """Return samples of replays and of normal iterations, in a run whose ranks lose memory while processes stay."""
+    """Return samples of replays and of normal iterations, from a run whose ranks lose memory but stay alive."""
     from megatron.moevement.bench import recovery as script
 
     every = arguments.window + 2
@@ -167,9 +175,9 @@ def _print(summaries: dict[str, dict[str, float]], console: Console) -> None:
         table.add_row(label, *(text(summaries[kind]) for kind in KINDS))
 
     row("seconds an iteration", lambda summary: f"{summary['wall_s']:.3f}")
-    row("over a normal one", lambda summary: f"{summary['wall_s'] / normal['wall_s']:.2f}")
+    row("relative to a normal one", lambda summary: f"{summary['wall_s'] / normal['wall_s']:.2f}")
     row("processor seconds of all ranks, an iteration", lambda summary: f"{summary['cpu_s']:.3f}")
-    row("over a normal one", lambda summary: f"{summary['cpu_s'] / normal['cpu_s']:.2f}")
+    row("relative to a normal one", lambda summary: f"{summary['cpu_s'] / normal['cpu_s']:.2f}")
     row("iterations replayed", lambda summary: f"{summary['replayed']:.0f}")
     row("plan and fetch", lambda summary: f"{1e3 * summary['fetch_s']:.0f} ms")
     row("fed from logs", lambda summary: f"{summary['fed_mb']:.1f} MB")

@@ -17,7 +17,7 @@ from moevement_core.util.numbers import AT_LEAST_ONE
 
 ROUTINGS = {
     "even": ["--moe-router-force-load-balancing"],
-    # All tokens of a layer get the same random bias. A negative value draws it once.
+    # All tokens of a layer get the same random bias. With a negative value, the bias is drawn once.
     "skewed": ["--moe-router-force-biased", "-1.5"],
 }
 Told = dict[str, Any]
@@ -26,13 +26,22 @@ Told = dict[str, Any]
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench replay``."""
     parser.description = (
-        "Replay iterations of a 57 M parameter MoE with a growing share of operators frozen, taking turns, "
-        "under even and under skewed routing. Ratios are of the same round, with their quartiles."
+        "Replay iterations of an MoE of 57 M parameters with a growing share of frozen operators, under even and under "
+        "skewed routing. In each round, all shares take turns. A ratio compares two shares of one round; the output "
+        "has the median and quartiles of all rounds."
     )
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="expert-parallel ranks (default: 2)")
-    parser.add_argument("--steps", type=int, default=4, metavar="S", help="steps of the share from 0 to 1 (default: 4)")
-    parser.add_argument("--rounds", type=int, default=12, metavar="R", help="of all shares (default: 12)")
-    parser.add_argument("--micro-batches", type=int, default=2, metavar="M", help="of an iteration (default: 2)")
+    parser.add_argument(
+        "--nproc", type=int, default=2, metavar="N", help="number of expert-parallel ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="S", help="steps from no frozen operators to all (default: 4)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=12, metavar="R", help="number of rounds, each with all shares (default: 12)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=2, metavar="M", help="micro-batches in an iteration (default: 2)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=replay)
 
@@ -67,7 +76,7 @@ def _run(arguments: argparse.Namespace, routing: str, shares: list[float]) -> To
 
 
 def _summarise(measured: Told, shares: list[float]) -> Told:
-    """Return quartiles of each share's time over the time of the same round with nothing frozen."""
+    """Return quartiles of the iteration time with each share, relative to the same round with nothing frozen."""
     rounds: dict[int, dict[float, float]] = defaultdict(dict)
     for sample in measured["samples"]:
         rounds[sample["round"]][sample["share"]] = sample["seconds"]

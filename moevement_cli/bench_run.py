@@ -91,11 +91,11 @@ def failed(code: int, run_dir: Path) -> ConfigError:
     The folder of the run is temporary, so the user cannot read the logs later.
 
     Raises:
-        SystemExit: Ctrl-C stopped the run, which has already reported that.
+        SystemExit: Ctrl-C stopped the run, and the launcher has already reported that.
     """
     if code == INTERRUPTED:
         raise SystemExit(code)
     for path in sorted(run_dir.glob("logs/rank_*")):
         if lines := path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
             print(f"-- {path.name}", *lines, sep="\n", file=sys.stderr)
-    return ConfigError(f"the measured run ended with {code}; the last output of its ranks is above")
+    return ConfigError(f"the measured run ended with exit code {code}; the last output of its ranks is above")

@@ -13,30 +13,37 @@ from moevement_core.util.variables import check_variables
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement coordinate``."""
     parser.description = (
-        "One for each job, where it outlives every rank: in the job script, beside srun. The tasks run "
-        "`moevement launch --spares S SCRIPT`, with MOEVEMENT_STORE=HOST:PORT of this one."
+        "Hold the store of a job over several hosts, and assign its ranks. Start one coordinator for each job, in the "
+        "job script beside srun, so that it outlives every rank. The tasks run `moevement launch --spares S SCRIPT`, "
+        "with the HOST:PORT of the coordinator in MOEVEMENT_STORE."
     )
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, without spares")
+    parser.add_argument(
+        "--ranks", type=int, required=True, metavar="N", help="number of ranks of the job, without spares"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, metavar="P", help="port (default: any that is free)")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="port of the store (default: any free port)")
     parser.add_argument(
         "--spare-timeout",
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds that the job waits for a spare where none is left (default: 600)",
+        help="seconds that the job waits for a spare if none is left (default: 600)",
     )
-    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
+    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="run directory of the job, for ranks.json")
     parser.add_argument(
-        "--nodes", metavar="A,B,...", help="run COMMAND once for each of these nodes, {host} in it is the name of one"
+        "--nodes",
+        metavar="A,B,...",
+        help="run COMMAND once for each of these nodes; {host} in COMMAND is replaced by the node",
     )
-    parser.add_argument("--tasks-per-node", type=int, default=1, metavar="K", help="that COMMAND starts (default: 1)")
+    parser.add_argument(
+        "--tasks-per-node", type=int, default=1, metavar="K", help="tasks that COMMAND starts (default: 1)"
+    )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), with "
-        "MOEVEMENT_STORE set; again if they end before the job does",
+        help="command that starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), "
+        "with MOEVEMENT_STORE set; the coordinator runs it again if the tasks end before the job",
     )
     parser.set_defaults(run=run, command_line="")
 
@@ -60,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if words and not arguments.nodes:
-        raise ConfigError("a command without --nodes; say which nodes it is run for, as in --nodes n1,n2")
+        raise ConfigError("a command without --nodes; name the nodes that it runs for, as in --nodes n1,n2")
     tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
         Coordination(

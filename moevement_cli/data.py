@@ -21,14 +21,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     files = actions.add_parser(
         "build",
-        help="text files to the .bin and .idx that --data-path reads",
-        description="Write PREFIX.bin, PREFIX.idx and PREFIX.json from text files (or .jsonl, either also .gz). "
-        "Without --tokenizer a token is a byte.",
+        help="convert text files to the .bin and .idx files that --data-path reads",
+        description="Write PREFIX.bin, PREFIX.idx and PREFIX.json from text or .jsonl files, which may be compressed "
+        "(.gz). Without --tokenizer, each byte is a token.",
     )
     files.add_argument(
-        "inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, .jsonl file or folder of them"
+        "inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, a .jsonl file, or a folder of such files"
     )
-    files.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without suffix")
+    files.add_argument(
+        "--output", metavar="PREFIX", type=Path, required=True, help="path of the output files, without suffix"
+    )
     files.add_argument(
         "--tokenizer",
         metavar="FILE",
@@ -39,10 +41,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--documents",
         choices=("file", "line", "paragraph"),
         default="file",
-        help="what of a text file is one document (default: the file)",
+        help="part of a text file that is one document (default: the whole file)",
     )
-    files.add_argument("--json-key", default="text", help="where a .jsonl line has its text (default: text)")
-    files.add_argument("--overwrite", action="store_true", help="replace token files that are there")
+    files.add_argument("--json-key", default="text", help="key of the text in a .jsonl line (default: text)")
+    files.add_argument("--overwrite", action="store_true", help="replace existing token files")
     files.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     files.set_defaults(run=build)
 
@@ -57,7 +59,7 @@ def build(arguments: argparse.Namespace) -> int:
     if prefix.suffix in (".bin", ".idx"):
         raise ConfigError(f"--output {prefix}: needs a path without suffix; give {prefix.with_suffix('')}")
     if Path(f"{prefix}.idx").exists() and not arguments.overwrite:
-        raise ConfigError(f"--output {prefix}: {prefix}.idx is there already; add --overwrite or give another prefix")
+        raise ConfigError(f"--output {prefix}: {prefix}.idx exists already; add --overwrite or give another prefix")
     inputs = list(_files(arguments.inputs))
     tokenizer: Tokenizer = FileTokenizer(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -73,7 +75,7 @@ def build(arguments: argparse.Namespace) -> int:
             on_bytes=lambda nbytes: progress.advance(task, nbytes),
         )
     documents, tokens = counted(written.documents, "document"), counted(written.tokens, "token")
-    print(f"{prefix}.bin, .idx: {documents}, {tokens}, with the token that ends each document")
+    print(f"{prefix}.bin, .idx: {documents}, {tokens}, including one end token for each document")
     print("train on it with: --data-path", prefix, " ".join(written.train_flags))
     if arguments.json:
         print(json.dumps({**asdict(written), "prefix": str(prefix)}))
@@ -85,7 +87,7 @@ def _files(inputs: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             texts = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES) and file.is_file())
             if not texts:
-                raise DataError(f"{path}: no text in this folder; looked for {', '.join(TEXT_SUFFIXES)}")
+                raise DataError(f"{path}: no text files in this folder; needs one of {', '.join(TEXT_SUFFIXES)}")
             yield from texts
         elif path.exists():
             yield path

@@ -1,4 +1,4 @@
-"""Command ``moevement drill``, which flips bits in a job's data and reports what detects each and what the job does.
+"""Command ``moevement drill``, which flips bits in a job's data, and reports which check finds each flip.
 
 The drill runs one job for each kind of data, with a failure that makes the job need the damaged data. Another job runs
 without flips and failures. Its final state is the reference for all others.
@@ -43,10 +43,10 @@ PRESET = [
 ]  # fmt: skip
 """Default job: the laptop preset with smaller layers, about a quarter of its size."""
 SENT = (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES)
-"""Kinds of data that a rank flips while it sends them, before the failure."""
+"""Kinds of data in which a rank flips a bit while it sends the data, before the failure."""
 LOOK_S = 0.02
 LEAD = 5
-"""Iterations between the first flip of :data:`SENT` data and the failure. Peers that lag have the data by then."""
+"""Iterations from the first flip of :data:`SENT` data to the failure, so that even peers that lag have the data."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DrillResult:
     after_s: float | None
     """Seconds from the flip to its detection."""
     is_equal: bool
-    """True if the final state is that of the undamaged run."""
+    """True if the final state is the same as in the undamaged run."""
     ended_by: str | None
     """Reason why the job ended before it had a final state."""
 
@@ -83,26 +83,29 @@ class DrillResult:
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement drill``."""
     parser.description = (
-        "Flip a bit in data of a running job of this host, let ranks be killed so that the data is needed, and report "
-        "by what the damage was found, how soon, and what was done instead; one job for each kind. Exits with 0 only "
-        "if all of it was found and every job came to the final state of an undamaged one, or ended with a reason."
+        "Flip a bit in data of a running job on this host, and kill ranks so that the job needs the data. Report which "
+        "check found the damage, how soon, and what the job did instead of using the data. Each kind of data has one "
+        "job. The exit code is 0 only if all damage was found, and every job reached the final state of an undamaged "
+        "job or ended with a reason."
     )
     parser.add_argument(
         "--flip", nargs="+", choices=[*(kind.value for kind in FlipKind), ALL], default=[ALL], metavar="KIND",
-        help=f"what is damaged: {', '.join(FlipKind)}, or all (default: all)",
+        help=f"kinds of data to damage: {', '.join(FlipKind)}, or all (default: all)",
     )  # fmt: skip
     parser.add_argument("--at", type=int, default=10, metavar="N", help="iteration of the failure (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws which tensor and bit (default: 0)")
-    parser.add_argument("--nproc", type=int, default=4, metavar="N", help="ranks (default: 4)")
-    parser.add_argument("--kill", type=int, default=1, metavar="RANK", help="the rank that is killed (default: 1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the jobs' run directories here")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed that selects the tensor and the bit (default: 0)"
+    )
+    parser.add_argument("--nproc", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    parser.add_argument("--kill", type=int, default=1, metavar="RANK", help="rank that is killed (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder in which the jobs' run directories are kept")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds that a job may take (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument(
         "job", nargs=argparse.REMAINDER, metavar="-- SCRIPT ARGS",
-        help="a training script and its flags (default: the laptop preset, a quarter the size)",
+        help="a training script and its flags (default: the laptop preset at a quarter of its size)",
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -112,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.kill < arguments.nproc or arguments.at <= LEAD or arguments.seed < 0:
         raise ConfigError(
             f"--kill {arguments.kill} --nproc {arguments.nproc} --at {arguments.at} --seed {arguments.seed}: --kill "
-            f"has to be below --nproc, --at above {LEAD}, and --seed 0 or more"
+            f"must be below --nproc, --at above {LEAD}, and --seed 0 or more"
         )
     out = arguments.out or Path(tempfile.mkdtemp(prefix="moevement-drill-"))
     if out.is_dir() and any(out.iterdir()):
@@ -131,7 +134,7 @@ def _drill(arguments: argparse.Namespace, out: Path) -> int:
     print(f"a run without damage (0 of {len(kinds)} kinds) ...", flush=True)
     code = _launch(arguments, words, [], undamaged.folder)
     if code:
-        raise ConfigError(f"the job fails without any damage ({_reason(undamaged.folder, code)}); mend that first")
+        raise ConfigError(f"the job fails without any damage ({_reason(undamaged.folder, code)}); fix that first")
     wanted = str(undamaged.summary()["state_digest"]["all"])
     results = []
     for number, kind in enumerate(kinds, start=1):
@@ -199,8 +202,8 @@ def _launch(
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{run_dir.name}: not over after {arguments.timeout:g} s (--timeout); what its launcher said last: "
-            f"{_last_line(run_dir)}"
+            f"{run_dir.name}: the job has not ended after {arguments.timeout:g} s (--timeout); last line of the "
+            f"launcher: {_last_line(run_dir)}"
         ) from None
     finally:
         if process.poll() is None:

@@ -22,51 +22,54 @@ from moevement_core.util.numbers import POSITIVE, SHARE, Range
 
 SEGMENT_S = 4800.0
 MOST_SEGMENTS = 100_000
-"""Upper limit of segments. So many take some minutes."""
+"""Largest number of segments; a simulation of this many takes some minutes."""
 MOST_LAYERS = 10_000
 _FLAGS: dict[str, tuple[type, Any, str]] = {
-    "experts": (int, 8, "of each layer"),
-    "slots": (int, 6, "for experts on a node, in each layer"),
-    "floor": (int, 2, "replicas of each expert, at least"),
-    "nodes": (int, 10, "of the cluster; what the trace has beyond them waits"),
+    "experts": (int, 8, "number of experts in each layer"),
+    "slots": (int, 6, "number of slots for experts on a node, in each layer"),
+    "floor": (int, 2, "least number of replicas of each expert"),
+    "nodes": (int, 10, "number of nodes of the cluster; further nodes of the trace wait"),
     "iteration-s": (float, 0.45, "seconds of an iteration on all nodes with equal loads"),
-    "expert-share": (float, 0.5, "of an iteration that is spent in experts"),
-    "expert-bytes": (float, 63e6, "state of an expert of one layer"),
-    "bytes-per-s": (float, 12.5e9, "of a node's network"),
-    "regroup-s": (float, 25.0, "until process groups are there again"),
-    "restart-s": (float, 120.0, "until a job that is started anew trains again"),
-    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; 50 for restart in the paper"),
-    "checkpoint-s": (float, 20.0, "that one of them delays training by"),
-    "wait-s": (float, 120.0, "for which nodes that come are gathered"),
-    "rebalance-every": (int, 200, "iterations between two allocations"),
+    "expert-share": (float, 0.5, "share of an iteration that is spent in experts"),
+    "expert-bytes": (float, 63e6, "bytes of state of an expert of one layer"),
+    "bytes-per-s": (float, 12.5e9, "bytes per second of a node's network"),
+    "regroup-s": (float, 25.0, "seconds until new process groups are ready"),
+    "restart-s": (float, 120.0, "seconds until a restarted job trains"),
+    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; the paper has 50 for restart"),
+    "checkpoint-s": (float, 20.0, "seconds by which a checkpoint delays training"),
+    "wait-s": (float, 120.0, "seconds for which new nodes are gathered"),
+    "rebalance-every": (int, 200, "iterations between two allocations of experts"),
 }
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement elastic``."""
     parser.description = (
-        "A recorded trace of nodes that come and go, in segments, under three systems: lazarus (elastic experts, as "
-        "--moevement-expert-slots trains them: the same allocation, placement and migration), regroup (equal experts "
-        "in groups of nodes that hold each expert once) and restart (from the newest checkpoint whenever a node goes). "
-        "Defaults are Lazarus's testbed and its GPT-S. docs/elastic.md, docs/simulator.md."
+        "Simulate a trace of nodes that join and leave, in segments, under three systems. lazarus: elastic experts, "
+        "with the allocation, placement and migration of --moevement-expert-slots. regroup: equal numbers of experts, "
+        "in groups of nodes that hold each expert once. restart: the job restarts from the newest checkpoint whenever "
+        "a node leaves. Defaults are the testbed and the GPT-S model of the Lazarus paper. See docs/elastic.md and "
+        "docs/simulator.md."
     )
     parser.add_argument(
         "trace", type=Path, metavar="TRACE.csv",
-        help="lines of milliseconds,add|remove,NODE; examples/simulate/nodes.csv is one that was drawn",
+        help="file with lines of milliseconds,add|remove,NODE; examples/simulate/nodes.csv is a drawn trace",
     )  # fmt: skip
     parser.add_argument(
         "--routing", type=Path, metavar="FILE.npz",
         help="recorded loads: tokens_per_expert [records, layers, experts] and iteration [records] (default: drawn)",
     )  # fmt: skip
-    parser.add_argument("--layers", type=int, default=12, metavar="N", help="with drawn loads (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="layers, if loads are drawn (default: 12)")
     parser.add_argument(
         "--skew", type=float, default=1.0, metavar="S",
-        help="of drawn loads: the expert of rank k has 1 / k^S of the first one's tokens (default: 1)",
+        help="skew of drawn loads: the expert of rank k has 1 / k^S of the tokens of the first (default: 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--segment", type=float, default=SEGMENT_S, metavar="S", help=f"seconds (default: {SEGMENT_S:g})"
+        "--segment", type=float, default=SEGMENT_S, metavar="S", help=f"seconds of a segment (default: {SEGMENT_S:g})"
     )
-    parser.add_argument("--system", nargs="+", choices=list(System), metavar="NAME", help=f"of {', '.join(System)}")
+    parser.add_argument(
+        "--system", nargs="+", choices=list(System), metavar="NAME", help=f"default: all of {', '.join(System)}"
+    )
     for name, (kind, default, text) in _FLAGS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -86,12 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{arguments.trace}: {error.strerror}; give a trace of nodes") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{arguments.trace}: no text; needs lines of milliseconds,add|remove,NODE") from None
+        raise ConfigError(f"{arguments.trace}: no text here; needs lines of milliseconds,add|remove,NODE") from None
     if not trace:
-        raise ConfigError(f"{arguments.trace}: empty; needs lines of milliseconds,add|remove,NODE")
+        raise ConfigError(f"{arguments.trace}: the file is empty; needs lines of milliseconds,add|remove,NODE")
     if (count := trace[-1].at_s / arguments.segment) > MOST_SEGMENTS:
         raise ConfigError(
-            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}: give longer ones"
+            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}: make them longer"
         )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
     results: dict[System, list[Trained]] = {}
@@ -123,8 +126,8 @@ def _job(arguments: argparse.Namespace) -> ElasticJob:
     SHARE.check("--expert-share", values["expert_share"])
     if values["nodes"] * values["slots"] < values["experts"]:
         raise ConfigError(
-            f"--nodes {values['nodes']} of --slots {values['slots']} hold fewer than --experts {values['experts']}; "
-            "needs a slot for each expert"
+            f"--nodes {values['nodes']} with --slots {values['slots']} hold fewer than --experts {values['experts']}; "
+            "each expert needs a slot"
         )
     return ElasticJob(**values)
 
@@ -140,9 +143,9 @@ def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[
             tokens, iterations = record["tokens_per_expert"].astype(np.int64), record["iteration"]
         every = int(iterations[1] - iterations[0])
         if tokens.ndim != 3 or tokens.shape[2] < job.experts or every < 1 or tokens.min() < 0:
-            raise ValueError(f"tokens_per_expert is {list(tokens.shape)}, a record every {every} iterations")
+            raise ValueError(f"tokens_per_expert has shape {list(tokens.shape)}, a record every {every} iterations")
     except OSError as error:
-        raise ConfigError(f"--routing {arguments.routing}: {error.strerror or 'no .npz file'}") from None
+        raise ConfigError(f"--routing {arguments.routing}: {error.strerror or 'the file is no .npz file'}") from None
     except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
         raise ConfigError(
             f"--routing {arguments.routing}: {error}; needs tokens_per_expert [records, layers, {job.experts} experts "
@@ -180,7 +183,7 @@ def _print(results: dict[System, list[Trained]], nodes: Sequence[float], argumen
 
 
 def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
-    """Return a sentence on the lead of the system with the most iterations. None: there is only one system."""
+    """Return a sentence that compares the system of the most iterations with the others; None if there is only one."""
     iterations = {
         system: statistics.mean(training.iterations for training in trained) for system, trained in results.items()
     }
@@ -190,7 +193,7 @@ def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
     against = ", ".join(
         f"{iterations[first] / iterations[other] - 1:+.0%} iterations against {other}"
         if iterations[other]
-        else f"{other} made none"
+        else f"{other} executed none"
         for other in others
     )
     return f"{first} is ahead: {against}."

@@ -1,4 +1,4 @@
-"""HTML and SVG elements of a page, built as a tree. A name that a run gives itself is text, and never markup."""
+"""HTML and SVG elements of a page, built as a tree. Names from a run are text in the page, never markup."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def element(tag: str, *children: Child, **attributes: str | float) -> Element:
     Args:
         tag: tag name of the element.
         children: elements and text, in their order.
-        attributes: attributes of the element. ``_`` in a name stands for ``-``; a trailing one is dropped (``class_``).
-            Numbers are rounded to hundredths, which is finer than a pixel.
+        attributes: attributes of the element. ``_`` in a name stands for ``-``; a trailing ``_`` is dropped
+            (``class_``). Numbers are rounded to hundredths, which is finer than a pixel.
     """
     built = Element(tag, {name.rstrip("_").replace("_", "-"): _value(value) for name, value in attributes.items()})
     last: Element | None = None
@@ -50,7 +50,7 @@ def rows_table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Element:
 
 
 def document(title: str, style: str, *body: Child) -> str:
-    """Return a whole page as HTML. Its policy forbids the browser to load anything from elsewhere."""
+    """Return a whole page as HTML. The page's policy forbids the browser to load other files."""
     page = element(
         "html",
         element(

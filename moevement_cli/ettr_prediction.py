@@ -1,9 +1,9 @@
 """ETTR that the simulator predicts for the jobs of ``moevement bench ettr``, from a profile of the training.
 
 Some inputs are not in a profile: the time until a failure is noticed, the time to regroup, and how much copies to peers
-slow training. They come from the jobs of *other* strategies over the same links. The interval of saving comes from the
-job itself. The simulator predicts the rest: the cost of saving, the iterations that a failure rolls back, and the time
-to recompute them.
+slow training. These inputs come from the jobs of *other* strategies over the same links. The interval of saving comes
+from the job itself. The simulator predicts the rest: the cost of saving, the iterations that a failure rolls back, and
+the time to recompute these iterations.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
 
     Args:
         scenario: scenario of the training, with its profile.
-        samples: samples of all jobs over links of one rate. The first one may be the failure-free job.
+        samples: samples of all jobs over links of the same rate. The first sample may be of the failure-free job.
     """
-    # Seconds of the jobs per second of the profile. The machine may be slower now, and its links may be limited.
+    # Seconds of a job per second of the profile. The machine may be slower now than when the profile was made.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
     cluster = scenario.cluster
     scenario = replace(
@@ -87,7 +87,7 @@ def _others(name: str, samples: Sequence[Sample]) -> list[Sample]:
 def _calibrated(
     scenario: Scenario, others: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
 ) -> Scenario:
-    """Return the scenario with what other jobs measured, in seconds of the profile."""
+    """Return the scenario with the delays and the contention that other jobs measured, in seconds of the profile."""
     saved = scenario.checkpointing
     killed = [sample for sample in others if sample.parts]
     if killed:
@@ -109,7 +109,8 @@ def _calibrated(
 def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, SavingCost]) -> float | None:
     """Return the contention that follows from a job's overhead. None: the job has no copies or no measurement.
 
-    Contention is the share of the seconds that copies to peers take of links by which they lengthen training.
+    Copies to peers occupy links for some seconds, and lengthen training by a part of these seconds. Contention is this
+    part, as a share.
     """
     if sample.strategy not in costs_of:
         return None
@@ -120,7 +121,7 @@ def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, Savin
 
 
 def _of(scenario: Scenario, sample: Sample) -> Scenario:
-    """Return the scenario with the window and period of a job."""
+    """Return the scenario with the window and the period of a job."""
     if sample.strategy not in SPARSE:
         return scenario
     window, period = sample.snapshots or None, max(sample.interval, sample.snapshots) or None

@@ -26,7 +26,7 @@ PARTS = {
     "regroup": ("regroup", "set up and fetch", "enter the loop"),
     "run again": ("replay",),
 }
-"""Columns of the table, each with the parts of a recovery that it sums, as the job's failure events name them."""
+"""Columns of the table. Each column sums the listed parts of a recovery, with the names of failure events."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Sample:
     training_s: float
     """Seconds from the first committed iteration to the last."""
     iterations: int
-    """Number of iterations committed in that time; a repeated iteration counts once."""
+    """Number of iterations committed in :attr:`training_s`; a repeated iteration counts once."""
     kills: list[tuple[float, list[int]]]
     """Kills: seconds after the first commit, and the ranks killed."""
     repeated: int
-    """Iterations that the job committed more than once or replayed."""
+    """Number of iterations that the job replayed or committed a second time."""
     parts: dict[str, float]
     """Median seconds of a recovery by :data:`PARTS`. Empty if the job had no failure."""
     iteration_s: float
@@ -71,9 +71,9 @@ class Sample:
     predicted: float | None = None
     """ETTR that the simulator predicts."""
     snapshots: int = 0
-    """Snapshots per window. A checkpoint in one piece has one."""
+    """Snapshots per window; 1 for a checkpoint in one piece."""
     overhead: float | None = None
-    """Share of training time that saving costs, as the job reports it at the end. None: the job did not measure it."""
+    """Share of training time that saving costs, as the job reports it at its end. None: the job did not measure it."""
     overhead_low: float | None = None
     overhead_high: float | None = None
     """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
@@ -84,7 +84,7 @@ class Sample:
     def available(self) -> float:
         """Share of the time that was not lost to failures.
 
-        Both numbers come from this job, so a machine that is slow for a while changes both of them.
+        Iteration time and training time both come from this job, so a slow machine changes both of them.
         """
         return min(1.0, self.iterations * self.iteration_s / self.training_s)
 
@@ -181,8 +181,8 @@ def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[st
 def _lost_s(metrics: Sequence[dict[str, Any]], failed_at: Sequence[float], iteration_s: float) -> list[float]:
     """Return the seconds that each failure took: from the commit before it to the commit after it, less one iteration.
 
-    The commit after a failure is that of the first iteration not committed before it. Iterations that the job repeats
-    until then are lost time, too. Failures before that commit belong to the same loss.
+    The commit after a failure is the first commit of an iteration that was not committed before the failure. Iterations
+    that the job repeats until this commit are lost time. Further failures until this commit belong to the same loss.
     """
     lost, until = list[float](), 0.0
     for failed in sorted(failed_at):
@@ -207,7 +207,7 @@ def _parts(failures: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
-    """Return how many iterations recoveries replayed, and restarts of the job committed again."""
+    """Return the number of iterations that recoveries replayed or that restarts of the job committed again."""
     replayed = sum(failure["recovery"]["replayed"] for failure in failures if failure["recovery"])
     steps = zip(job.progress, job.progress[1:], strict=False)
     return replayed + sum(before - after + 1 for (_, before), (_, after) in steps if after <= before)
@@ -257,8 +257,8 @@ class Ettr:
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     """Return the ETTR of ``samples``: the mean share of time that failures left, divided by 1 + the cost of saving.
 
-    The interval combines those of the mean loss per failure and of the cost, as if both were independent. It is taken
-    over failures because jobs are few.
+    The interval combines the interval of the mean loss per failure and the interval of the cost, as if both were
+    independent. The loss is averaged over failures, because there are few jobs.
     """
     available = statistics.fmean(sample.available for sample in samples)
     losses = [loss_s for sample in samples for loss_s in sample.lost_s]
@@ -274,7 +274,7 @@ def _interval(sample: Sample) -> str:
 
 
 def _overhead(samples: Sequence[Sample]) -> str:
-    """Return the measured overhead as text: the value with its interval for one job, the median for several."""
+    """Return the measured overhead as text: for one job its value and interval, for several jobs the median."""
     known = [sample for sample in samples if sample.overhead is not None]
     if not known:
         return ""

@@ -11,7 +11,7 @@ GAP = 2
 
 
 def flow(cells: Iterable[Text], width: int, indent: int = 0) -> Iterator[Text]:
-    """Yield lines with as many cells as fit into ``width`` columns. A cell stays in one piece."""
+    """Yield lines of cells, filled up to ``width`` columns. A cell stays in one piece."""
     line = Text(" " * indent)
     for cell in cells:
         if line.cell_len > indent and line.cell_len + GAP + cell.cell_len > width:
@@ -31,7 +31,7 @@ def columns(cells: Sequence[Text], width: int) -> Iterator[Text]:
 
 
 def facts(pairs: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Yield pairs of lines: names, and below them their values. Each pair of lines holds as many facts as fit."""
+    """Yield pairs of lines: a line of names, and a line of the values below. A pair has all facts that fit."""
     row = list[tuple[str, str, int]]()
     for name, value in pairs:
         wide = max(len(name), len(value)) + GAP
@@ -48,5 +48,5 @@ def _pairs(row: Sequence[tuple[str, str, int]]) -> Iterator[Text]:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a path that fits into ``width`` columns. The function keeps its end, in which paths differ."""
+    """Return a path that fits into ``width`` columns. The function keeps the end of the path, where paths differ."""
     return text if len(text) <= width else f"…{text[len(text) - max(0, width - 1) :]}"

@@ -1,4 +1,4 @@
-"""Frame of ``moevement top``, which shows a run at one moment and fits the size of the terminal."""
+"""Frame of ``moevement top``: a view of a run at one moment, which fits the size of the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_RECOVERIES = 5
 BAR = 72
 """Maximum width of a recovery's bar, in characters."""
 SHADES = (("█", "yellow"), ("▓", "red"), ("▒", "magenta"), ("░", "blue"), ("▚", "cyan"), ("▄", "green"))
-"""Characters and colors of a recovery's parts, in order. The characters suffice in terminals without colors."""
+"""Characters and colors of a recovery's parts, in order. Without colors, the characters alone distinguish the parts."""
 UNKNOWN = "-"
 
 
@@ -61,7 +61,7 @@ class Frame:
     watched: WatchedRun
     """Run as of its last update."""
     now: float
-    """Seconds since the epoch."""
+    """Time of the view, in seconds since the epoch."""
     hint: str = ""
     """Last line of an interactive terminal, which names the keys."""
 
@@ -74,7 +74,7 @@ class Frame:
     def lines(self, width: int, height: int | None = None) -> list[Text]:
         """Return the lines of the frame.
 
-        If the height does not suffice, blank lines go first, then older recoveries and nodes.
+        If the terminal is not high enough, blank lines are left out first, then older recoveries and nodes.
         """
         head, nodes = self._head(width), list(_nodes(nodes_of(self.watched), width))
         recoveries = [
@@ -231,7 +231,7 @@ def _cells(seconds: Sequence[float], width: int) -> list[int]:
 
 
 def _fitting(recoveries: Sequence[list[Text]], room: int) -> list[list[Text]]:
-    """Return as many of the newest recoveries as fit into ``room`` lines; one at least."""
+    """Return the newest recoveries that fit into ``room`` lines; at least one."""
     kept = list(recoveries[:1])
     for lines in recoveries[1:]:
         if sum(map(len, kept)) + len(lines) > room:
@@ -249,7 +249,7 @@ def _cut(lines: Sequence[Text], room: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
-    """Yield a text in lines of at most ``width`` characters. A longer word has a line of its own."""
+    """Yield a text in lines of at most ``width`` characters. A longer word has a separate line."""
     line = ""
     for word in text.split(" "):
         if line and len(line) + 1 + len(word) > width:
@@ -261,7 +261,7 @@ def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
 
 
 def ranges(numbers: Sequence[int]) -> Iterator[str]:
-    """Yield the numbers in rising order, with consecutive ones as a range such as ``3-7``."""
+    """Yield the numbers in rising order, with consecutive numbers as a range such as ``3-7``."""
     for _, row in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in row]
         yield f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0])

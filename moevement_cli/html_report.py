@@ -22,7 +22,7 @@ from moevement_core.overhead.estimate import CONFIDENCE
 from moevement_core.run.figures import WARNING_EVENTS
 
 MOST_RECOVERIES = 100
-"""Maximum number of recoveries drawn per run, the newest."""
+"""Maximum number of recoveries drawn per run; the newest are drawn."""
 MEMORY = ("snapshot_memory_bytes", "log_memory_bytes")
 STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --soft: #59636e; --line: #d1d9e0; --back: #ffffff; }
@@ -81,7 +81,7 @@ class _Drawn:
         return Curve(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
 
     def series(self, *names: str) -> Curve:
-        """Return the line of the sum of these metrics over iterations."""
+        """Return a line of the sum of the named metrics, over iterations."""
         return self.line(self.facts.series(*names))
 
     def saving(self) -> Curve:
@@ -181,7 +181,7 @@ def _facts(run: RunFacts, first: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def _charts(runs: Sequence[_Drawn]) -> Iterator[Element]:
-    """Yield charts of what changed during training, and a table of what stayed constant."""
+    """Yield charts of quantities that changed during training, and a table of quantities that stayed constant."""
     every = list(_all_charts(runs))
     yield element("div", *(chart.draw() for chart in every if not chart.is_constant), class_="charts")
     if constant := [chart for chart in every if chart.is_constant]:
@@ -237,7 +237,7 @@ def _about(run: RunFacts, full_width: float) -> Iterator[Element]:
 
     Args:
         run: the run.
-        full_width: overhead of saving, as a share of training, whose bar fills the width of the page.
+        full_width: overhead, as a share of training time, at which a bar fills the width of the page.
     """
     facts = [("folder", str(run.record.folder)), *run.origin(), ("failures", run.failures)]
     yield _listed(facts)

@@ -24,13 +24,13 @@ SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0
 SHORTEST_H = 12.0
 FAILURES = 100
-"""Number of failures in a simulated training of a model, unless that takes longer than a month."""
+"""Expected failures in the simulated training of a model, which lasts ``SHORTEST_H`` to ``MONTH_H`` hours."""
 
 
 def scenarios_of(
     names: Sequence[str], arguments: argparse.Namespace, needs: Sequence[tuple[str, str]] = ()
 ) -> list[Scenario]:
-    """Return the jobs of a command line. Its flags override the file of a scenario.
+    """Return the jobs that the command line names. Flags override the values of a scenario file.
 
     Args:
         names: names of scenarios or models.
@@ -38,14 +38,14 @@ def scenarios_of(
         needs: pairs of flags. The first of a pair has no effect without the second.
 
     Raises:
-        ConfigError: a name is no job, or a flag would have no effect.
+        ConfigError: a name is neither a scenario nor a model, or a flag would have no effect.
     """
     _check_flags(arguments, needs)
     return [_with_flags(job, arguments) for name in names for job in _scenarios(name, arguments)]
 
 
 def scenario_path(name: str) -> Path | None:
-    """Return the file of a scenario, by its path or a preset's name. None: the name is that of a model."""
+    """Return the scenario file that ``name`` means, as a path or as a preset. Return None if it means no scenario."""
     for path in (Path(name), SCENARIOS / f"{name}.yaml"):
         if path.is_file():
             return path if scenario.is_scenario(path) else None
@@ -58,24 +58,24 @@ def scenarios() -> list[str]:
 
 
 def _check_flags(arguments: argparse.Namespace, needs: Sequence[tuple[str, str]]) -> None:
-    """Refuse a flag that lacks a flag it needs, or that another flag makes void."""
+    """Raise ConfigError for a flag that has no effect: another flag is missing, or another flag overrides it."""
     present = {name for name, value in vars(arguments).items() if value is not None}
     for flag, needed in needs:
         if flag in present and needed not in present:
-            raise ConfigError(f"--{flag} without --{needed} changes nothing; give --{needed} too, or leave it out")
+            raise ConfigError(f"--{flag} without --{needed} has no effect; give --{needed}, or leave the flag out")
     if "trace" in present:
         for flag in ("mtbf", "weibull", "together", "seeds"):
             if flag in present:
                 raise ConfigError(
-                    f"--{flag} beside --trace changes nothing, since the trace has the failures; leave one of them out"
+                    f"--{flag} has no effect with --trace, because the trace lists the failures; leave one of them out"
                 )
     if arguments.protection is not None:
         if arguments.replicas is not None:
-            raise ConfigError("--protection and --replicas both say how many copies there are; give one of them")
+            raise ConfigError("--protection and --replicas both set the number of copies; give only one of them")
         if protection_of("--protection", arguments.protection).parity is not None:
             raise ConfigError(
-                f"--protection {arguments.protection}: parity is not simulated; give copies:R (moevement plan has the "
-                "memory of parity)"
+                f"--protection {arguments.protection}: parity is not simulated; give copies:R (moevement plan computes "
+                "the memory that parity needs)"
             )
 
 
@@ -87,8 +87,8 @@ def _scenarios(name: str, arguments: argparse.Namespace) -> Iterator[Scenario]:
         return
     if arguments.flags:
         raise ConfigError(
-            f"{' '.join(arguments.flags)}: neither a flag of this command nor a field of {path.name}, and "
-            "Megatron's flags go with a model by Megatron's flags"
+            f"{' '.join(arguments.flags)}: neither a flag of this command nor a field of {path.name}; to use "
+            "Megatron's flags, give a model in place of the scenario"
         )
     for count in counts or [None]:
         yield _with_machines(scenario.load(path, ranks=count), arguments)
@@ -101,7 +101,7 @@ def _ranks_of_model(name: str, counts: Sequence[int], arguments: argparse.Namesp
         known = ", ".join(scenarios()) or "none, in this installation"
         raise ConfigError(f"{error}; scenarios are {known}") from None
     if not counts or arguments.iteration_time is None:
-        raise ConfigError(f"{name} is a model by Megatron's flags; it needs --ranks and --iteration-time too")
+        raise ConfigError(f"{name} is a model, not a scenario; give --ranks and --iteration-time with it")
     for count in counts:
         AT_LEAST_ONE.check("--ranks", count)
     for mtbf_s in _mtbfs_s(arguments):
@@ -110,7 +110,10 @@ def _ranks_of_model(name: str, counts: Sequence[int], arguments: argparse.Namesp
 
 
 def _of_model(name: str, ranks: int, arguments: argparse.Namespace) -> Scenario:
-    """Return the job of a model, for a month or for the time of :data:`FAILURES` failures, whichever is shorter."""
+    """Return the job that trains a model until :data:`FAILURES` failures are expected, but for a month at most.
+
+    The training lasts at least :data:`SHORTEST_H` hours.
+    """
     filled = {
         "model": name,
         "ranks": ranks,
@@ -133,7 +136,7 @@ def _mtbfs_s(arguments: argparse.Namespace) -> tuple[float, ...]:
 
 
 def _with_machines(job: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """Return the job of a file with the machines and number formats of the command line."""
+    """Return the job of a scenario file with the machines and number formats that the command line gives."""
     regime = job.job.regime if arguments.regime is None else precision.parse(arguments.regime)
     if arguments.fp8_scaling is not None:
         regime = replace(regime, scaling=precision.Scaling(arguments.fp8_scaling))
@@ -147,7 +150,7 @@ def _with_machines(job: Scenario, arguments: argparse.Namespace) -> Scenario:
 
 
 def _with_flags(job: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """Return the job with the checkpointing, failures and run of the command line."""
+    """Return the job with the checkpointing, failures and run that the command line gives."""
     replicas = arguments.replicas
     if arguments.protection is not None:
         replicas = protection_of("--protection", arguments.protection).replicas
@@ -173,5 +176,5 @@ def _with_flags(job: Scenario, arguments: argparse.Namespace) -> Scenario:
 
 
 def _changed[Given](base: Given, **values: Any) -> Given:
-    """Return ``base`` with the values that are not None."""
+    """Return a copy of ``base``. Each of ``values`` that is not None replaces the field of the same name."""
     return replace(base, **{name: value for name, value in values.items() if value is not None})  # type: ignore[type-var]

@@ -16,7 +16,7 @@ from typing import Any
 class Keys:
     """Keyboard of the terminal at standard input, as a context manager that restores the terminal's mode.
 
-    Without a terminal :meth:`wait` only waits. If the terminal goes away, it returns at once, one time.
+    Without a terminal :meth:`wait` only sleeps. If the terminal closes during a call, that call returns at once.
     """
 
     def __enter__(self) -> Keys:
@@ -28,12 +28,12 @@ class Keys:
                 self._before = termios.tcgetattr(number)
                 tty.setcbreak(number)
                 self._terminal = number
-        except (OSError, ValueError, termios.error):  # no standard input, or the terminal has gone
+        except (OSError, ValueError, termios.error):  # no standard input, or a closed terminal
             self._terminal = None
         return self
 
     def wait(self, seconds: float) -> str:
-        """Wait for a key, and return it. An empty string means that ``seconds`` are over."""
+        """Wait at most ``seconds`` for a key, and return the key. Return an empty string if no key was pressed."""
         if self._terminal is None:
             time.sleep(seconds)
             return ""
@@ -44,7 +44,7 @@ class Keys:
             key = os.read(self._terminal, 1)
         except OSError:
             key = b""
-        if not key:  # a closed terminal is always ready
+        if not key:  # select() reports a closed terminal as ready, and reading it returns nothing
             self._terminal = None
         return key.decode(errors="replace")
 
@@ -52,5 +52,5 @@ class Keys:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._terminal is not None:
-            with suppress(termios.error):  # the terminal has gone
+            with suppress(termios.error):  # the terminal may be closed
                 termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)

@@ -1,4 +1,4 @@
-"""Job of this machine whose ranks are killed from outside at scheduled wall-clock times."""
+"""Job on this machine whose ranks another process kills at scheduled wall-clock times."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LOOK_S = 0.1
 
 @dataclass
 class KilledJob:
-    """Record of a job with kills, and what the watching process saw of it."""
+    """Record of a job whose ranks are killed, with the kills and the progress that the watching process saw."""
 
     record: RunRecord
     began_at: float = 0.0
-    """Time of the first commit, in seconds since the epoch. 0.0 before it."""
+    """Time of the first commit, in seconds since the epoch. 0.0 before the first commit."""
     kills: list[Failure] = field(default_factory=list)
     """Kills so far: ranks, and seconds after the first commit."""
     progress: list[tuple[float, int]] = field(default_factory=list)
-    """Newest committed iteration by seconds after the first commit."""
+    """Pairs of a time, in seconds after the first commit, and the newest committed iteration at that time."""
 
     @property
     def training_s(self) -> float:
@@ -48,9 +48,9 @@ def run_killed(
 
     Args:
         words: arguments of ``moevement launch``, without ``--run-dir``.
-        run_dir: run directory of the job. Its console output goes to a file beside it.
-        failures: kills, ascending in seconds after the first commit. Each rank counts as a node. Kills that are due
-            after the end of the job do not happen.
+        run_dir: run directory of the job. The console output of the job goes to a file beside the directory.
+        failures: kills in the order of time, in seconds after the first commit. ``nodes`` of a failure are ranks. Kills
+            that are due after the end of the job do not happen.
         seen: callback for each new iteration that the watcher sees. It looks every ``LOOK_S`` seconds.
 
     Raises:
@@ -79,12 +79,13 @@ def watch(
     failures: Sequence[Failure],
     seen: Callable[[int], None] = lambda iteration: None,
 ) -> None:
-    """Watch a job until it ends, and kill its ranks by schedule.
+    """Watch a job until it ends, and kill ranks of the job at scheduled times.
 
     Args:
-        job: started job. The function adds its progress and kills.
-        is_over: returns True if the job has ended.
-        kill: ends a process of ``ranks.json``. It raises :class:`ProcessLookupError` if the process has ended already.
+        job: job that has started. The function adds progress and kills to it.
+        is_over: function that returns True once the job has ended.
+        kill: function that ends a process, given its entry in ``ranks.json``. It raises :class:`ProcessLookupError` if
+            the process has ended already.
         failures: schedule of kills, as in :func:`run_killed`.
         seen: callback, as in :func:`run_killed`.
     """
@@ -104,12 +105,12 @@ def watch(
 
 
 def kill_here(process: dict[str, Any]) -> None:
-    """Kill a process of this machine. Its dictionary comes from ``ranks.json``."""
+    """Kill a process of this machine, given its entry in ``ranks.json``."""
     os.kill(process["pid"], signal.SIGKILL)
 
 
 def _kill(job: KilledJob, ranks: Sequence[int], kill: Callable[[dict[str, Any]], None]) -> None:
-    """Kill the ranks that have a process now. A failed rank has none until a spare takes it over."""
+    """Kill the processes that hold ``ranks`` now. No process holds a failed rank until a spare takes it over."""
     killed = []
     for member in json.loads(job.record.ranks_path.read_text()):
         if member["role"] == "active" and member["rank"] in ranks:

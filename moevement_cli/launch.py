@@ -15,87 +15,87 @@ from moevement_core.util.variables import check_variables
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement launch``."""
     parser.description = (
-        "Start SCRIPT on N ranks of this host, fault tolerant, or, under srun, as the one rank that "
-        "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR."
+        "Start SCRIPT with fault tolerance on N ranks of this host. Under srun, each task starts its own ranks. "
+        "Everything after SCRIPT goes to the script: Megatron's flags, --config FILE and --run-dir DIR."
     )
     parser.epilog = (
-        "Fault tolerance is set by flags of the script, too: --moevement-sparse-ckpt switches it on, and the other "
-        "--moevement-* flags are listed in docs/flags.md and by `moevement launch --nproc 1 SCRIPT --help`."
+        "Flags of the script configure fault tolerance: --moevement-sparse-ckpt switches it on. docs/flags.md and "
+        "`moevement launch --nproc 1 SCRIPT --help` list the other --moevement-* flags."
     )
     parser.add_argument(
         "--nproc",
         type=int,
         metavar="N",
-        help="ranks on this host; under srun processes of each task (default there: 1)",
+        help="ranks on this host; under srun, processes per task (default under srun: 1)",
     )
     parser.add_argument(
         "--logs",
         choices=("console", "files"),
-        help="ranks print here, or each to files in the run directory while progress is shown here "
-        "(default: files if the script gets --run-dir)",
+        help="console: the ranks print here; files: each rank prints to files in the run directory, and progress is "
+        "shown here (default: files if the script gets --run-dir, else console)",
     )
     parser.add_argument(
         "--fresh-interpreters",
         action="store_true",
-        help="start each rank as a new Python process (always so with a GPU; without one ranks are forked from a "
-        "process that has imported Megatron once)",
+        help="start each rank as a new Python process (default without a GPU: fork ranks from one process that has "
+        "imported Megatron; with a GPU, ranks are always new processes)",
     )
     parser.add_argument(
         "--spares",
         type=int,
         metavar="S",
-        help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
-        "(0: of those that are started again then; without the option the first failure ends the job, unless it is "
-        "elastic)",
+        help="start S spare processes; a spare takes over the rank of each process that dies, and the job continues "
+        "(0: the job waits for a process that the launcher starts after the death; without the option, the first "
+        "failure ends the job, unless the job is elastic)",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="K",
-        help="take every K processes for a node of its own, for trying failures of nodes on one host",
+        help="treat every K processes as a separate node, to try failures of nodes on one host",
     )
     parser.add_argument(
         "--spare-timeout",
         type=float,
         default=600.0,
         metavar="S",
-        help="seconds that the job waits for a spare where none is left (default: 600)",
+        help="seconds that the job waits for a spare if none is left (default: 600)",
     )
     parser.add_argument(
         "--respawn-after",
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds until a process is started in the place of one that died, or inf for never, for trying an "
-        "elastic job on one host (default: 0)",
+        help="seconds from the death of a process until the launcher starts another one in its place; inf: never, to "
+        "try an elastic job on one host (default: 0)",
     )
     parser.add_argument(
         "--trainer",
         choices=("megatron", "torch"),
         default="megatron",
-        help="what SCRIPT trains with: Megatron, or a trainer of its own in torch, bound as in "
-        "examples/plain_torch/train.py (default: megatron)",
+        help="megatron: SCRIPT trains with Megatron; torch: SCRIPT has its own trainer in torch and a binding for it, "
+        "as in examples/plain_torch/train.py (default: megatron)",
     )
     parser.add_argument(
         "--megatron",
         type=Path,
         metavar="DIR",
-        help="train with megatron.core and megatron.training of this checkout of Megatron-LM (default: those that are "
-        "installed, wherever SCRIPT is)",
+        help="train with megatron.core and megatron.training of this checkout of Megatron-LM (default: the installed "
+        "packages, even if SCRIPT lies in a checkout)",
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="training script, such as Megatron-LM's pretrain_gpt.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of SCRIPT")
     parser.set_defaults(run=run, command_line="")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch the ranks, or run as the rank of a Slurm task, and return the exit code."""
+    """Launch the ranks on this host, or those of a Slurm task, and return the exit code."""
     never_fails()
     check_variables()
     argv = [arguments.script, *arguments.arguments]
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
         arguments.spares = 0
-    if arguments.spares is not None:  # torch reads it at import; without it each poll of the store warns
+    if arguments.spares is not None:  # Torch reads the variable at import; else it warns at each poll of the store.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import checkout
     from megatron.moevement import slurm as megatrons
@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
         end_groups()
         return 0
     if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
-        # The lock keeps this job from overwriting the logs of a running one. The ranks take it later for themselves.
+        # Take the lock once: this raises if another job still writes to the directory, before this job overwrites the
+        # logs. The ranks take the lock themselves later.
         acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
     return launch.launch_on_this_host(
         launch.Launch(

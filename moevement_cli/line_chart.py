@@ -12,17 +12,14 @@ WIDTH, HEIGHT = 520.0, 260.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 22.0, 46.0
 """Margins around the plotting area, in pixels."""
 MOST_POINTS = 1200
-"""Maximum number of points drawn per line.
-
-:func:`thinned` reduces longer lines to the least and the greatest point of each bucket.
-"""
+"""Maximum number of points drawn per line. :func:`thinned` reduces longer lines."""
 MOST_ROWS = 25
 X_TICKS, Y_TICKS = 7, 5
 """Approximate number of ticks per axis."""
 HEADROOM = 1.04
 FONT_PX = 12.0
 CONSTANT = 1e-3
-"""Share of the greatest magnitude by which the values of a constant line may differ."""
+"""Largest spread of the values of a constant line, as a share of the greatest magnitude."""
 LETTER_PX = 6.5
 """Approximate width of a letter, in pixels."""
 
@@ -42,7 +39,7 @@ class Curve:
     dashes: str = ""
     """SVG dash pattern: lengths of dashes and gaps. An empty string draws a solid line."""
     band: Sequence[Interval] = ()
-    """Interval around the line, in the order of x. Ends that are not finite are gaps."""
+    """Intervals around the line, in the order of x. An interval with an end that is not finite is a gap."""
 
     @property
     def finite(self) -> list[Point]:
@@ -52,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """Event at an x, or span that begins at it."""
+    """Event at ``x``, or span from ``x`` to ``until``."""
 
     x: float
     color: str
@@ -78,9 +75,9 @@ class Chart:
     note: str = ""
     """Sentence below the chart."""
     steady: float = CONSTANT
-    """Share of the greatest magnitude by which the values of a line may differ before the chart counts as changing."""
+    """Largest spread of a line's values at which the line counts as flat, as a share of the greatest magnitude."""
     view: tuple[float, float] | None = None
-    """Range of y that is drawn. Values outside are drawn at its edge. None draws all values."""
+    """Range of y that is drawn. Values outside the range are drawn at its edge. None draws all values."""
 
     def draw(self) -> Element:
         """Return a figure with its caption, legend and table of numbers."""
@@ -97,11 +94,11 @@ class Chart:
 
     @property
     def is_constant(self) -> bool:
-        """True if every line is flat within :attr:`steady`, so that one number says as much as the chart."""
+        """True if every line is flat within :attr:`steady`, so that one number per line can replace the chart."""
         return self.has_values and all(_spread(line.finite) <= self.steady for line in self.lines)
 
     def values(self) -> list[tuple[str, str]]:
-        """Return label and value of each line of a chart that is constant."""
+        """Return the label and the value of each line, as text. Call it only for a constant chart."""
         divisor, unit = self._scale
         return [
             (
@@ -127,7 +124,7 @@ class Chart:
 
     def _svg(self) -> Element:
         divisor, _ = self._scale
-        # Points of gaps count for the range of x, too, so that all charts of one run share a scale.
+        # The range of x includes gaps, so that all charts of one run have the same x axis.
         xs = [x for line in self.lines for x, _ in line.points if math.isfinite(x)]
         ys = [y / divisor for y in self.view or [y for line in self.lines for _, y in line.finite]]
         x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, X_TICKS)
@@ -155,7 +152,7 @@ class Chart:
         return "; ".join([*spoken, *(mark.text for mark in self.marks)])
 
     def _numbers(self) -> Element:
-        """Return a table of at most :data:`MOST_ROWS` iterations, collapsed at first."""
+        """Return a table with at most :data:`MOST_ROWS` rows. The page shows it collapsed until a user opens it."""
         divisor, unit = self._scale
         xs = sorted({x for line in self.lines for x, _ in line.finite})
         shown = xs if len(xs) <= MOST_ROWS else [xs[k * (len(xs) - 1) // (MOST_ROWS - 1)] for k in range(MOST_ROWS)]
@@ -180,7 +177,7 @@ class Chart:
 
 
 def _texts(line: Curve, divisor: float) -> dict[float, str]:
-    """Return values of a line as text by their x, with their intervals."""
+    """Return the text of each value of a line by x. The text includes the interval around the value."""
     texts = {x: f"{y / divisor:,.4g}" for x, y in line.finite}
     for x, low, high in line.band:
         if x in texts and math.isfinite(low) and math.isfinite(high):
@@ -198,7 +195,7 @@ def _spread(points: Sequence[Point]) -> float:
 
 
 class _Axis:
-    """Mapping from values to SVG coordinates, with its ticks."""
+    """Mapping from the values of an axis to SVG coordinates, and the ticks of the axis."""
 
     def __init__(self, least: float, most: float, begin: float, end: float, ticks: int) -> None:
         if most <= least:  # all values are equal
@@ -213,7 +210,10 @@ class _Axis:
 
 
 def tick_step(least: float, most: float, ticks: int = Y_TICKS) -> float:
-    """Return a step of 1, 2 or 5 times a power of ten that gives about ``ticks`` ticks, and never more."""
+    """Return the smallest step that divides the range into at most ``ticks`` parts.
+
+    A step is 1, 2 or 5 times a power of ten.
+    """
     rough = (most - least) / ticks
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -234,7 +234,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> Iterator[Element]:
 
 
 def _marks(marks: Sequence[Mark], x_axis: _Axis) -> Iterator[Element]:
-    """Yield lines and spans. A label is left out where it would overlap the one before it."""
+    """Yield lines and spans. A label is left out where it would overlap the label before it."""
     free_from = LEFT
     for mark in sorted(marks, key=lambda mark: mark.x):
         yield _mark(mark, x_axis)
@@ -275,7 +275,7 @@ def _dashed(dashes: str) -> dict[str, str | float]:
 
 
 def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
-    """Yield runs of consecutive points, or intervals, without a gap."""
+    """Yield each run of consecutive points or intervals that has no gap."""
     run: list[T] = []
     for point in points:
         if all(map(math.isfinite, point)):
@@ -290,8 +290,8 @@ def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     """Return at most ``most`` points.
 
-    The function divides the points into buckets, and keeps the least and the greatest point of each in their order.
-    Every peak stays visible.
+    The function divides the points into buckets. It keeps the least and the greatest point of each bucket, in the order
+    of x, so that every peak stays visible.
     """
     if len(points) <= most:
         return list(points)

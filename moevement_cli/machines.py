@@ -14,64 +14,65 @@ from moevement_core.precision import PRESETS, Scaling
 def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) -> None:
     """Add the flags of machines and snapshots.
 
-    With ``has_defaults=False`` a flag that is left out keeps the value of a scenario.
+    With ``has_defaults=False`` a flag that the user leaves out is None, and the value of the scenario remains.
     """
     parser.add_argument(
-        "--cluster", metavar="NAME", help=f"machines of the paper: {', '.join(CLUSTERS)}; what you give below wins"
+        "--cluster", metavar="NAME", help=f"a cluster of the paper: {', '.join(CLUSTERS)}; flags below override it"
     )
     parser.add_argument(
-        "--d2h-bandwidth", type=float, metavar="GB/S", help="copies of one GPU to its host, all GPUs copying"
+        "--d2h-bandwidth", type=float, metavar="GB/S", help="bandwidth of one GPU to its host while all GPUs copy"
     )
     parser.add_argument(
         "--copy-bandwidth",
         type=float,
         metavar="GB/S",
-        help="what copies of one node get over TCP while the job trains, all its ranks together; measure it "
-        "(docs/sizing.md), as it is far below the speed of the NICs",
+        help="bandwidth of copies over TCP while the job trains, all ranks of a node together; measure it "
+        "(docs/sizing.md), because it is far below the speed of the NICs",
     )
     parser.add_argument(
         "--network-bandwidth",
         type=float,
         metavar="GB/S",
-        help="without a measurement: what all NICs of a node send together, of which copies get --network-share",
+        help="in place of a measurement: bandwidth of all NICs of a node together; copies get --network-share of this",
     )
     parser.add_argument(
         "--network-share",
         type=float,
         metavar="F",
-        help=f"share of it that training leaves for copies (default: {ASSUMED_SHARE:g}, an assumption: docs/sizing.md)",
+        help=f"share of --network-bandwidth that copies get (default: {ASSUMED_SHARE:g}, assumed: docs/sizing.md)",
     )
-    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node")
-    parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, to be checked")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node")
+    parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, which must suffice")
     parser.add_argument(
         "--replicas",
         type=int,
         metavar="R",
-        help="peers that keep a copy (default: 2)",
+        help="peers that keep a copy of each snapshot (default: 2)",
     )
     parser.add_argument(
-        "--protection", metavar="copies:R|parity:G+M", help="as --moevement-protection has it (default: copies)"
+        "--protection", metavar="copies:R|parity:G+M", help="value of --moevement-protection (default: copies)"
     )
     parser.add_argument(
         "--keep-own", choices=("always", "never"), default="always" if has_defaults else None,
-        help="whether ranks keep snapshots of their own that all peers have (default: always)",
+        help="never: a rank frees its snapshot once all peers have a copy (default: always)",
     )  # fmt: skip
     parser.add_argument(
         "--window-kind",
         choices=[str(kind) for kind in WindowKind],
         default="aligned" if has_defaults else None,
-        help="default: aligned",
+        help="kind of window (default: aligned)",
     )
-    parser.add_argument("--window", type=int, metavar="W", help="impose a window (default: the smallest that fits)")
+    parser.add_argument("--window", type=int, metavar="W", help="iterations of a window (default: the fewest that fit)")
     parser.add_argument(
         "--regime",
         metavar="R",
-        help=f"{', '.join(PRESETS)}, or compute/master/moments as FP8/FP16/FP8+FP16 (default: what the flags say)",
+        help=f"number formats of the state: {', '.join(PRESETS)}, or compute/master/moments such as FP8/FP16/FP8+FP16 "
+        "(default: those of the model)",
     )
     parser.add_argument(
         "--fp8-scaling",
         choices=[str(scaling) for scaling in Scaling],
-        help="a scale for each tensor, 128 x 128 block, or 32 elements (default: what the flags say)",
+        help="values that share one FP8 scale: a tensor, a block of 128 x 128, or 32 elements (default: as the model)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
@@ -87,8 +88,8 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         cluster = replace(preset(arguments.cluster), network_share=ASSUMED_SHARE)
     elif None in (arguments.d2h_bandwidth, network, arguments.gpus_per_node):
         raise ConfigError(
-            "neither --cluster nor all of --d2h-bandwidth, --copy-bandwidth and --gpus-per-node; give "
-            f"--cluster {' or '.join(CLUSTERS)}, or your own three numbers"
+            "neither --cluster nor all of --d2h-bandwidth, --copy-bandwidth and --gpus-per-node was given; give "
+            f"--cluster {' or '.join(CLUSTERS)}, or the other three flags"
         )
     else:
         cluster = Cluster(1, 1.0, 1.0, network_share=ASSUMED_SHARE)
@@ -103,8 +104,8 @@ def preset(name: str) -> Cluster:
     """
     if name not in CLUSTERS:
         raise ConfigError(
-            f"--cluster {name}: no machines of that name; needs {' or '.join(CLUSTERS)}, or your own --gpus-per-node, "
-            "--d2h-bandwidth and --copy-bandwidth"
+            f"--cluster {name}: no cluster has this name; give {' or '.join(CLUSTERS)}, or --gpus-per-node, "
+            "--d2h-bandwidth and --copy-bandwidth in its place"
         )
     return CLUSTERS[name]
 
@@ -117,8 +118,8 @@ def overridden(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
     """
     if arguments.copy_bandwidth is not None and arguments.network_share is not None:
         raise ConfigError(
-            f"--copy-bandwidth {arguments.copy_bandwidth:g} and --network-share {arguments.network_share:g}; needs one "
-            "of them: the first is measured, the second estimates it from --network-bandwidth"
+            f"--copy-bandwidth {arguments.copy_bandwidth:g} and --network-share {arguments.network_share:g} both set "
+            "the bandwidth of copies; give --copy-bandwidth if you measured it, else --network-share"
         )
     values = {
         "gpus_per_node": arguments.gpus_per_node,
@@ -130,18 +131,18 @@ def overridden(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
         "storage_bytes_per_s": _gigabytes(getattr(arguments, "storage_bandwidth", None)),
     }
     if arguments.network_share is not None:
-        cluster = replace(cluster, copy_bytes_per_s=None)  # the file of a scenario may have it
+        cluster = replace(cluster, copy_bytes_per_s=None)  # a scenario file may have set it
     return replace(cluster, **{name: value for name, value in values.items() if value is not None})
 
 
 def copies_get(cluster: Cluster) -> str:
-    """Return the bandwidth of copies per node and its source, in words."""
+    """Return words that say how much bandwidth copies get per node, and where the number comes from."""
     rate = f"copies get {cluster.node_copy_bytes_per_s / GB:.3g} GB/s of a node"
     if cluster.copy_bytes_per_s is not None:
         return f"{rate} (as given)"
     return (
-        f"{rate} ({cluster.network_share:g} of its {cluster.network_bytes_per_s / GB:.3g} GB/s, assumed: give what you "
-        "measured as --copy-bandwidth)"
+        f"{rate} (assumed: {cluster.network_share:g} of the node's {cluster.network_bytes_per_s / GB:.3g} GB/s; "
+        "measure it, and give --copy-bandwidth)"
     )
 
 

@@ -1,8 +1,8 @@
-"""Command line of `moevement`: one tool with a subcommand for each task of a user, each in a module of its name.
+"""Command line of `moevement`. Each subcommand has a module of the same name.
 
-A subcommand that reports takes ``--json``, and then prints one JSON object as its last line. The module of a subcommand
-has ``add_to(parser)``, which adds its arguments and sets ``run(arguments)``. That function returns the exit code. Only
-the module of the requested subcommand is imported.
+Subcommands that report take ``--json``, which prints one JSON object as the last line. The module of a subcommand has
+a function ``add_to(parser)``, which adds the arguments and sets the default ``run``. ``run(arguments)`` returns the
+exit code. Only the module of the requested subcommand is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moevement_core.util.versions import version_line
 GROUPS = {
     "run": {
         "launch": "start the ranks of a training script",
-        "coordinate": "hold the store of a job over several hosts and give out its ranks",
+        "coordinate": "serve the store of a job on several hosts, and assign its ranks",
         "data": "make token files from text",
     },
     "look": {
@@ -36,18 +36,18 @@ GROUPS = {
         "verify": "compare two runs, bit for bit",
     },
     "size": {
-        "plan": "say what sparse checkpointing of a job will cost",
-        "simulate": "say what a failure rate costs under each way of checkpointing",
-        "advise": "say whether it is worth it: GPU hours that a job loses in a month, today and with each strategy",
-        "elastic": "say what nodes that come and go cost, with elastic experts and without",
-        "profile": "measure what an iteration of a real run is made of, for moevement simulate",
+        "plan": "compute what sparse checkpointing of a job will cost",
+        "simulate": "compute what failures cost under each checkpointing strategy",
+        "advise": "compute the GPU hours that a job loses per month, today and with each strategy",
+        "elastic": "compute the cost of nodes that leave and join, with elastic experts and without",
+        "profile": "measure the parts of an iteration of a real run, for moevement simulate",
     },
     "test": {
         "bench": "measure on this machine",
-        "drill": "flip bits of a job's data, and see that all of it is found",
+        "drill": "flip bits in the data of a job, and check that the job detects each flip",
     },
 }
-"""Commands with their purposes, grouped in the order in which a user needs them."""
+"""Commands and what each does, in groups, in the order in which a user needs the groups."""
 COMMANDS = {name: purpose for commands in GROUPS.values() for name, purpose in commands.items()}
 EXAMPLES = """\
 examples:
@@ -86,7 +86,7 @@ def _run(words: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.flags = [word for word in others if word != "--"]
     arguments.command_line = shlex.join(["moevement", *words])
-    # A Slurm task runs the user's script in this process, and errors of the script keep their traceback.
+    # Under Slurm, launch runs the user's script in this process. Errors of the script must keep their traceback.
     with nullcontext() if words[:1] == ["launch"] else files_are_given():
         code = int(arguments.run(arguments))
     sys.stdout.flush()

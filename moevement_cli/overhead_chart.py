@@ -1,4 +1,4 @@
-"""Chart of what saving costs a run: a bar of its parts, all bars to one scale, with the percentages in words."""
+"""Chart of a run's overhead of saving: a bar of its parts, with the percentages as text. All bars have one scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLORS = dict(zip(PARTS, ("#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#d55e00")
 
 
 def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
-    """Return a figure of ``overhead``. A part that is not positive has its number and no bar.
+    """Return a figure of ``overhead``. A part that is not positive is shown as a number, without a bar.
 
     Args:
         overhead: measured overhead of one run.
@@ -34,5 +34,5 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
 
 
 def bar_share(overhead: RecordedOverhead) -> float:
-    """Return the share that the length of the bar stands for: the sum of the positive parts."""
+    """Return the share of training that the bar shows: the sum of the positive parts."""
     return sum(max(0.0, share) for share in overhead.parts.values())

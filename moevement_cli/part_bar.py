@@ -1,6 +1,7 @@
 """Bar of a whole and its parts, with a legend below.
 
-Bars are boxes of HTML. Their words wrap, keep the size of other text at any width, and are read aloud.
+Bars are HTML boxes, not drawings. Their text wraps, and has the size of other text at any width. Screen readers read
+the legend.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Part:
     shown: str
     """Value as text, without unit."""
     unit: str
-    """Unit that the legend writes after the text; the bar leaves it out."""
+    """Unit after the value in the legend. The bar shows the value without it."""
     color: str
 
 
@@ -34,7 +35,7 @@ def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element
 
     Args:
         parts: parts in their order.
-        full_width: sum of parts that fills the width of the page. Bars to be compared use the same sum.
+        full_width: sum of values at which the bar is as wide as the page. Bars to be compared need the same sum.
     """
     bars = [_bar(part, part.value / full_width) for part in parts if part.value > 0]
     return (

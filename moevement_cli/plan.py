@@ -38,31 +38,31 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
-        "Say how many iterations a window needs and what it costs, from the model, the layout and the "
-        "bandwidths, without starting anything. Megatron builds the model without memory, so every flag means what it "
-        "means in a run; flags of Megatron's may stand among those below and win over the file's. docs/sizing.md "
+        "Compute how many iterations a window needs and what it costs, from the model, the layout and the "
+        "bandwidths. No training starts. Megatron builds the model without allocating memory, so every flag means the "
+        "same as in a run. Flags of Megatron may be given beside those below, and override the file. docs/sizing.md "
         "explains the numbers."
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"a .yaml of Megatron's flags, or a preset: {', '.join(presets()) or 'none here'}",
+        help=f"a .yaml file of Megatron's flags, or a preset: {', '.join(presets()) or 'none here'}",
     )
-    parser.add_argument("--list", action=ListPresets, nargs=0, help="list the presets, with what each is, and end")
+    parser.add_argument("--list", action=ListPresets, nargs=0, help="list the presets with their descriptions and exit")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     parser.add_argument(
         "--iteration-time", type=seconds, required=True, metavar=METAVAR,
-        help="how long an iteration takes, as 2.5s; measure one",
+        help="time of an iteration, such as 2.5s; measure it",
     )  # fmt: skip
     add_machines(parser)
     parser.add_argument(
         "--windows-on-disk",
         action="store_true",
-        help="as with --moevement-persist-dir, for which a window more is kept",
+        help="plan for --moevement-persist-dir: host memory holds one more window, which is being written to disk",
     )
     parser.add_argument(
         "--check", action="store_true",
-        help="end with code 1 if host memory does not suffice or copies fall behind; needs the host memory of a node",
+        help="exit with code 1 if host memory does not suffice or copies fall behind; needs --host-memory",
     )  # fmt: skip
     parser.set_defaults(run=plan, flags=[])
 
@@ -92,7 +92,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """Print the plan of the job, and return the exit code."""
     checkpoints = CheckpointPlan(input_of(arguments))
     if arguments.check and checkpoints.inputs.cluster.host_memory_bytes is None:
-        raise ConfigError("--check without --host-memory: nothing to check against; give the GB of a node")
+        raise ConfigError("--check without --host-memory: the memory of a node is not known; give --host-memory GB")
     console = Console()
     _print(checkpoints, console)
     if arguments.json:
@@ -110,7 +110,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     """Return the job that the command line describes.
 
     Raises:
-        ConfigError: the command line describes no job.
+        ConfigError: a flag of the command line is missing, out of range, or contradicts another flag.
     """
     path = config_path(arguments.model)
     POSITIVE.check("--iteration-time", arguments.iteration_time)
@@ -140,22 +140,26 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a plan's input that describe the protection of snapshots: copies or parity."""
     asked = protection_of("--protection", arguments.protection)
     if arguments.protection is not None and arguments.replicas is not None:
-        raise ConfigError("--protection and --replicas both say how snapshots are kept; give one of them")
+        raise ConfigError("--protection and --replicas both set how snapshots are protected; give only one of them")
     if asked.parity is not None:
         if arguments.keep_own == "never":
-            raise ConfigError("--keep-own never with parity: lost snapshots follow from own ones; leave it out")
+            raise ConfigError(
+                "--keep-own never with parity: survivors need their own snapshots to rebuild lost ones; leave "
+                "--keep-own out"
+            )
         return {"replicas": asked.parity.blocks, "members": asked.parity.members}
     replicas = asked.replicas if arguments.replicas is None else arguments.replicas
     replicas = DEFAULT_REPLICAS if replicas is None else replicas
     if arguments.keep_own == "never" and replicas < FEWEST_COPIES:
         raise ConfigError(
-            f"--keep-own never with {replicas} copies of a snapshot; needs {FEWEST_COPIES} or more, or always"
+            f"--keep-own never with {replicas} copies of a snapshot; give {FEWEST_COPIES} or more copies, or "
+            "--keep-own always"
         )
     return {"replicas": replicas, "keeps_own_copies": arguments.keep_own != "never"}
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
-    """Return the regime asked for. The job's own regime fills in what the command line leaves out."""
+    """Return the regime of the command line. The job's own regime fills in what the command line leaves out."""
     regime = replace(asked, scaling=own.scaling, gradient=own.gradient) if asked is not None else own
     if asked is not None and not asked.is_narrow:
         regime = replace(regime, step_bytes=own.step_bytes)
@@ -163,12 +167,12 @@ def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
 
 
 def config_path(model: str) -> Path:
-    """Return the configuration file of a preset's name or of a path."""
+    """Return the configuration file that ``model`` names, as a path or as a preset."""
     for path in (Path(model), PRESETS / f"{model}.yaml"):
         if path.is_file():
             return path
     known = ", ".join(presets()) or "none, in this installation"
-    raise ConfigError(f"{model!r} is no file and no preset; presets are {known}")
+    raise ConfigError(f"{model!r} is neither a file nor a preset; presets are {known}")
 
 
 def _print(checkpoints: CheckpointPlan, console: Console) -> None:
@@ -198,25 +202,25 @@ def _window_sentence(checkpoints: CheckpointPlan) -> str:
     inputs = checkpoints.inputs
     size = f"[bold]Window: {checkpoints.size} iteration{'s' if checkpoints.size > 1 else ''}[/bold], {inputs.kind}"
     if inputs.window:
-        size += f", as asked; the smallest that fits is {max(stage.own.size for stage in checkpoints.stages)}"
+        size += f", as requested; the smallest that fits is {max(stage.own.size for stage in checkpoints.stages)}"
     if checkpoints.size > 1:
         return f"{size}. Every iteration saves a part of the state; after {checkpoints.size} all of it is saved once."
     rarer = _rarer(checkpoints)
     node, dense_node = checkpoints.host_memory_of_node, _of_node(checkpoints, rarer.host_memory)
-    sentence = f"{size}. One snapshot holds everything, so sparse checkpoints bring nothing over dense ones here."
+    sentence = f"{size}. One snapshot holds everything, so sparse checkpoints are no better than dense ones here."
     if dense_node >= node:
         return sentence
     return (
-        f"{sentence} They take {_size(node)} of a node; --moevement-strategy dense --moevement-dense-interval "
-        f"{rarer.interval} takes {_size(dense_node)} and replays {rarer.average_replayed:.1f} iterations on average "
-        f"instead of {checkpoints.average_replayed:.1f}."
+        f"{sentence} Sparse checkpoints take {_size(node)} per node. --moevement-strategy dense "
+        f"--moevement-dense-interval {rarer.interval} takes {_size(dense_node)}, and replays "
+        f"{rarer.average_replayed:.1f} iterations on average instead of {checkpoints.average_replayed:.1f}."
     )
 
 
 def _memory_sentence(checkpoints: CheckpointPlan) -> str:
     needed, memory = _size(checkpoints.host_memory_of_node), checkpoints.inputs.cluster.host_memory_bytes
     if memory is None:
-        return f"Host memory: {needed} of a node; --host-memory GB compares it with what the node has."
+        return f"Host memory: {needed} per node; give --host-memory GB to compare this with the memory of a node."
     if fits(checkpoints):
         return f"[green]Host memory: fits[/green], {needed} of {_size(memory)}."
     return (
@@ -239,7 +243,7 @@ def _budget_sentence(checkpoints: CheckpointPlan) -> str:
 
 def _stage_table(checkpoints: CheckpointPlan) -> Table:
     table = Table(
-        "stage", "operators", "parameters held", "full state", "of the heaviest rank", "compute weights", "window",
+        "stage", "operators", "parameters held", "full state", "full state, heaviest rank", "compute weights", "window",
         title="one rank",
     )  # fmt: skip
     for number, stage in enumerate(checkpoints.stages):
@@ -255,7 +259,7 @@ def _stage_table(checkpoints: CheckpointPlan) -> Table:
 def _slot_table(checkpoints: CheckpointPlan) -> Table:
     stage = checkpoints.binding_stage
     table = Table(
-        "slot", "full state of", "compute weights of", "bytes", "copy", "send", "of the iteration",
+        "slot", "full state of", "compute weights of", "bytes", "copy", "send", "share of iteration",
         title=f"slots of a rank of stage {checkpoints.stages.index(stage)}",
     )  # fmt: skip
     start = 0
@@ -298,15 +302,16 @@ def _cost_table(checkpoints: CheckpointPlan) -> Table:
 
 
 def _rarer(checkpoints: CheckpointPlan) -> DensePlan:
-    """Return dense checkpoints so far apart that a rank never has to keep more than two."""
+    """Return the plan of dense checkpoints at the shortest interval at which a rank never keeps more than two."""
     return checkpoints.dense(LAG_ALLOWANCE + 2)
 
 
 _COSTS = (
     "window or interval, iterations", "bytes copied at once", "stall of an average iteration",
     "to the host, average and peak", "to the peers, average and peak", "iterations replayed on average",
-    "iterations replayed at most", "recovery: fetch", "  replay, and half an interrupted one", "  updates made again",
-    "host memory of a rank: own snapshots", "  what it keeps for peers", "  boundary logs", "host memory of a node",
+    "iterations replayed at most", "recovery: fetch", "  replay, and half an interrupted iteration",
+    "  updates repeated", "host memory of a rank: own snapshots", "  snapshots of peers", "  boundary logs",
+    "host memory of a node",
 )  # fmt: skip
 
 
@@ -337,7 +342,7 @@ def _rates(average: float, peak: float) -> str:
 
 
 def _traffic(checkpoints: CheckpointPlan) -> tuple[float, float]:
-    """Return average and peak bytes per second that the heaviest rank copies to its host, without logs."""
+    """Return the average and the peak bytes per second that the heaviest rank copies to its host, without logs."""
     slots = [stage.window.slot_bytes[0] for stage in checkpoints.stages]
     return (
         max(float(row.mean()) for row in slots) / checkpoints.inputs.iteration_s,
@@ -358,29 +363,32 @@ def _warnings(checkpoints: CheckpointPlan) -> Iterator[str]:
         yield f"training stalls {checkpoints.stall_s:.3f} s in an average iteration ({share:.1%})"
     if checkpoints.behind_s:
         yield (
-            f"replication falls behind by {checkpoints.behind_s:.2f} s a window, so windows will be abandoned; fewer "
-            "replicas, a larger window or a faster network would hold"
+            f"replication falls behind by {checkpoints.behind_s:.2f} s a window, so windows will be abandoned; use "
+            "fewer replicas, a larger window or a faster network"
         )
     if inputs.replicas and inputs.job.ranks <= inputs.cluster.gpus_per_node:
-        yield "all ranks are on one node, so replicas are too: they survive a process and not the node"
+        yield "all ranks and their replicas are on one node: replicas survive the loss of a process, not of the node"
 
 
 def _too_large(stage: StagePlan) -> str:
     if stage.window.size < len(stage.table):
-        return "one operator alone is larger, or the window is shorter than it needs"
-    return "even one operator in each slot is too much"
+        return "one operator is larger than the budget, or the window is too short"
+    return "even a slot of one operator is too large"
 
 
 def _print_alternatives(checkpoints: CheckpointPlan, console: Console) -> None:
     changes = [(what, size) for what, size in checkpoints.alternatives() if size != checkpoints.size]
     if not changes:
-        console.print("No bandwidth twice as high, other kind of window, copy less or other format changes the window.")
+        console.print(
+            "Twice the bandwidth, another kind of window, one copy less or another number format would not change the "
+            "window."
+        )
         return
     table = Table("change", "window", title="what would change the window")
     for what, size in changes:
         table.add_row(what, str(size))
     for size in _sizes_of_interest(checkpoints):
-        table.add_row(f"with at least {_size(checkpoints.bandwidth_for(size))}/s a rank for each copy", str(size))
+        table.add_row(f"at least {_size(checkpoints.bandwidth_for(size))}/s per rank and copy", str(size))
     console.print(table)
 
 
@@ -396,7 +404,7 @@ def _size(value: float) -> str:
 
 
 def as_json(plan: CheckpointPlan) -> dict[str, Any]:
-    """Return all numbers of the tables and the slots of every stage as plain data, in bytes and seconds."""
+    """Return all numbers of the tables, and the slots of every stage, as plain data. Units are bytes and seconds."""
     return _as_json(plan) | {"redo": _as_json(plan.redo())}
 
 

@@ -34,7 +34,7 @@ class Row:
     planned: float | None
     """Planned value. None: the plan does not have it."""
     measured: float | None
-    """Measured value. None: the run did nothing that measures it."""
+    """Measured value. None: the run has no measurement, for example because it had no recovery."""
     unit: str = "bytes"
 
 
@@ -43,7 +43,7 @@ def compare(lines: Record, events: Record) -> Iterator[Compared]:
 
     Args:
         lines: lines of the run's metrics.
-        events: events of the run. The plans are those of the kind ``plan``; without any the function yields nothing.
+        events: events of the run. Each event ``plan`` is a plan; without such events the function yields nothing.
     """
     plans = [event for event in events if event["event"] == "plan"]
     ends = [*(plan["iteration"] for plan in plans), math.inf][1:]
@@ -61,15 +61,15 @@ def compare(lines: Record, events: Record) -> Iterator[Compared]:
                 Row("copied to the host in an iteration", plan["copied_bytes"], _mean(under, "copied_bytes")),
                 Row("sent to peers in an iteration", plan["replicated_bytes"], _mean(under, "replicated_bytes")),
                 Row(
-                    "host memory, the most", plan["memory_bytes"],
+                    "host memory, maximum", plan["memory_bytes"],
                     max(line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in under),
                 ),
                 Row(
-                    "iterations that a recovery runs again, on average", plan["expected_rollback"] - INTERRUPTED,
+                    "iterations that a recovery replays, on average", plan["expected_rollback"] - INTERRUPTED,
                     statistics.fmean(replayed) if replayed else None, "iterations",
                 ),
                 Row(
-                    "iterations that a recovery runs again, the most", plan["most_replayed"],
+                    "iterations that a recovery replays, maximum", plan["most_replayed"],
                     max(replayed, default=None), "iterations",
                 ),
             ],

@@ -35,49 +35,55 @@ SWITCH = "--moevement-sparse-ckpt"
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement profile``."""
     parser.description = (
-        "Train SCRIPT for a few iterations and write what it took: forward and backward pass of each "
-        "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. Then "
-        "train it with checkpoints, and write how much copies to peers lengthen an iteration. A scenario with "
-        "'profile: FILE' is simulated with that."
+        "Train SCRIPT for a few iterations and write a profile: times of the forward and backward pass of each stage, "
+        "of synchronisation and of the update, memory of a layer, bandwidths of copies and storage, and times of "
+        "collectives by message size. Then train SCRIPT with checkpoints, and add how much copies to peers lengthen "
+        "an iteration. A scenario with 'profile: FILE' is simulated with this profile."
     )
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
-    parser.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")
+    parser.add_argument(
+        "--iterations", type=int, default=16, metavar="K", help="iterations, half of them timed (default: 16)"
+    )
     parser.add_argument(
         "--saving-iterations", type=int, default=SAVING, metavar="K",
-        help=f"of the training with checkpoints; 0: there is none (default: {SAVING})",
+        help=f"iterations of the training with checkpoints; 0 leaves that training out (default: {SAVING})",
     )  # fmt: skip
     parser.add_argument(
-        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="measure each (default: what the flags say)"
+        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="sizes to measure (default: SCRIPT's)"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default: profile.yaml"
+        "--output",
+        type=Path,
+        default=Path("profile.yaml"),
+        metavar="FILE",
+        help="file to write (default: profile.yaml)",
     )
     parser.add_argument(
-        "--storage", type=Path, metavar="DIR", help="folder on the storage to be measured (default: a temporary one)"
+        "--storage", type=Path, metavar="DIR", help="folder on the storage to measure (default: a temporary folder)"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="a training script")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="training script")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of SCRIPT")
     parser.set_defaults(run=profile)
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Measure, write the profile, print it, and return the exit code."""
+    """Measure a profile, write and print it, and return the exit code."""
     if arguments.nproc < 1 or arguments.iterations < FEWEST:
         raise ConfigError(
-            f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
-            "the first warm up, the others take turns with and without timers"
+            f"--nproc {arguments.nproc} --iterations {arguments.iterations}; give --nproc 1 or more, and --iterations "
+            f"{FEWEST} or more, because the first iterations warm up and the others alternate between timers on and off"
         )
     if arguments.saving_iterations and arguments.saving_iterations < FEWEST_SAVING:
         raise ConfigError(
-            f"--saving-iterations {arguments.saving_iterations}; needs {FEWEST_SAVING} or more, or 0: iterations with "
-            "copies are compared with some that have none"
+            f"--saving-iterations {arguments.saving_iterations}; give {FEWEST_SAVING} or more, to compare iterations "
+            "with and without copies, or 0 to leave the comparison out"
         )
     for size in arguments.micro_batch_sizes or ():
         AT_LEAST_ONE.check("--micro-batch-sizes", size)
     if not Path(arguments.script).is_file():
         raise ConfigError(f"{arguments.script}: no such training script; give its path after the options")
     if arguments.storage is not None and arguments.storage.exists() and not arguments.storage.is_dir():
-        raise ConfigError(f"--storage {arguments.storage}: is no folder; give one on the storage to be measured")
+        raise ConfigError(f"--storage {arguments.storage} is no folder; give a folder on the storage to measure")
     check_output("--output", arguments.output)
     measured = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
     if arguments.saving_iterations:
@@ -98,7 +104,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
             script.ITERATIONS_ENV: str(arguments.iterations),
             script.STORAGE_ENV: str((arguments.storage or Path(folder)).absolute()),
         }
-        # The flags have no checkpoints. The timers would count snapshots as a part of training.
+        # These flags switch checkpoints off, because the timers would count snapshots as a part of training.
         flags = [*_flags(arguments, arguments.iterations, micro_batch_size), "--timing-log-level", "2"]
         _launch(arguments, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
         samples = Path(folder, "samples.json")
@@ -127,9 +133,9 @@ def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> No
 
 
 def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None:
-    """Return the contention of copies to peers that a training with checkpoints measures. None: it sent nothing.
+    """Train with checkpoints, and return the contention of copies to peers. Return None if it was not measured.
 
-    The training compares its own iterations with and without copies, on this machine and at this time.
+    The same training has iterations with and without copies, so machine and load are the same for both.
     """
     size = next(iter(arguments.micro_batch_sizes or ()), None)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,10 +146,12 @@ def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None
 
 
 def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float | None:
-    """Return :attr:`Profile.contention` as a training with checkpoints measured it. None: it measured nothing.
+    """Return the value of :attr:`Profile.contention` that a training with checkpoints measured.
+
+    Return None if the training measured no overhead, or sent nothing to peers.
 
     Args:
-        lines: metrics of that training, one line for each iteration.
+        lines: metrics of the training with checkpoints, one line for each iteration.
         profile: profile of the same training without checkpoints.
     """
     measured = next((overhead for line in reversed(lines) if (overhead := recorded_overhead(line)) is not None), None)
@@ -155,9 +163,9 @@ def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float
 
 
 def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
-    """Return the profile of the measurements of several runs, one for each micro-batch size.
+    """Return the profile that several runs measured, one run for each micro-batch size.
 
-    The first run gives the numbers that do not depend on the size.
+    Numbers that do not depend on the size come from the first run.
     """
     first = runs[0]
     ranks: Sequence[Mapping[str, Any]] = first["ranks"]
@@ -222,8 +230,8 @@ def _print(profile: Profile, console: Console) -> None:
     )
     if profile.contention is not None:
         console.print(
-            f"copies to peers lengthen training by {profile.contention:.3g} of the seconds that they would take of "
-            "links without it"
+            f"copies to peers lengthen training by {profile.contention:.3g} s for each second that the copies would "
+            "take on idle links"
         )
     fitted = Table("collective", "ranks", "a", "b", "1 MB")
     for fit in profile.collectives:
@@ -235,14 +243,14 @@ def _print(profile: Profile, console: Console) -> None:
 
 
 def _print_size(profile: Profile, size: SizeProfile, console: Console) -> None:
-    table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "kept by a layer", "its output")
+    table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "layer activations", "layer output")
     for number, stage in enumerate(size.stages):
         table.add_row(
             str(number), str(stage.layers), f"{stage.parameters / 1e6:.3g} M", f"{1e3 * stage.forward_s:.3g} ms",
             f"{1e3 * stage.backward_s:.3g} ms", f"{stage.layer_activation_bytes / 1e6:.3g} MB",
             f"{stage.layer_output_bytes / 1e6:.3g} MB",
         )  # fmt: skip
-    console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; seconds of one:")
+    console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; times of one micro-batch:")
     console.print(table)
     pipeline = Pipeline(
         tuple(stage.forward_s for stage in size.stages), tuple(stage.backward_s for stage in size.stages),
@@ -251,10 +259,10 @@ def _print_size(profile: Profile, size: SizeProfile, console: Console) -> None:
     rest = size.sync_s + size.update_s
     console.print(
         f"an iteration: {size.iteration_s:.4g} s measured, {pipeline.simulate() + rest:.4g} s by event simulation, "
-        f"{pipeline.closed_form() + rest:.4g} s by the closed form; {size.sync_s:.3g} s of it synchronisation, "
-        f"{size.update_s:.3g} s update"
+        f"{pipeline.closed_form() + rest:.4g} s by the closed form; synchronisation takes {size.sync_s:.3g} s, "
+        f"the update {size.update_s:.3g} s"
         + (
-            f"; ranks share {profile.cores} processors, so parts of stages that wait are too long"
+            f"; ranks share {profile.cores} processors, so measured times of stages that wait are too long"
             if profile.cores
             else ""
         )

@@ -1,4 +1,4 @@
-"""Chart of recoveries: a bar of parts for each, from the failure on, all to one scale, with the seconds in words."""
+"""Chart of recoveries. Each recovery has a bar of its parts, with the seconds as text. All bars have one scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLORS = dict(
 )  # fmt: skip
 """Color by part. The colors suit readers with color vision deficiency (Okabe and Ito)."""
 UNKNOWN = "#000000"
-"""Color of a part that another version recorded."""
+"""Color of a part that this version does not know. Another version recorded it."""
 MOST_LETTERS = 120
 
 

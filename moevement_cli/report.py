@@ -29,15 +29,16 @@ from moevement_core.snapshot.cost import cost_line
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement report``."""
     parser.description = (
-        "Summarize runs, finished or not: whether they are equal, what failures and saving cost, loss, speed and final "
-        "state; as a table here, and as a plot, a page or a timeline. A folder of runs stands for the runs in it."
+        "Summarize runs, finished or not. The report says whether the runs are equal, what failures and saving cost, "
+        "and gives loss, speed and final state. It is a table here; options add a plot, a page or a timeline. "
+        "A folder of runs stands for the runs in it."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories, or a folder of them")
     parser.add_argument(
         "--plot",
         metavar="FILE",
         type=Path,
-        help="draw loss, progress over time, and what saving costs (.png, .svg or .pdf)",
+        help="draw loss, progress over time, and the overhead of saving (.png, .svg or .pdf)",
     )
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="write failures and recoveries as a timeline for ui.perfetto.dev"
@@ -46,16 +47,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=Path,
-        help="write one page that needs nothing else: loss, times, recoveries and costs of saving by part, memory, "
-        "traffic, plan against measured",
+        help="write a page in one file: loss, times, recoveries and overhead of saving by part, memory, traffic, "
+        "planned and measured costs",
     )
-    parser.add_argument("--verbose", action="store_true", help="print each recovery with all that is known of it")
+    parser.add_argument("--verbose", action="store_true", help="print all recorded facts of each recovery")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report, write the files asked for, and return the exit code."""
+    """Print the report, write the files that the user wants, and return the exit code."""
     check_output("--plot", arguments.plot, SUFFIXES)
     check_output("--trace", arguments.trace)
     check_output("--html", arguments.html)
@@ -96,7 +97,7 @@ def _print(runs: Sequence[RunFacts], console: Console, *, is_verbose: bool) -> N
 
 
 def _table(columns: Sequence[dict[str, str]]) -> Table:
-    """Return a table with the names of facts at the left, and a column for each run."""
+    """Return a table. The first column has the names of the facts, and each run has a column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     for _ in columns:
@@ -107,7 +108,7 @@ def _table(columns: Sequence[dict[str, str]]) -> Table:
 
 
 def _column(run: RunFacts, first: RunFacts, *, has_parts: bool) -> dict[str, str]:
-    """Return the facts of a run in the table, by name."""
+    """Return the column of a run: the text of each fact, by the name of the fact."""
     digest = run.digest
     is_same = run is not first and digest is not None and digest == first.digest
     effective = run.figures.effective
@@ -139,14 +140,14 @@ def _recoveries(run: RunFacts) -> str:
 
 
 def _remark(costs: SavingCosts, last: int) -> str:
-    """Return a remark on the cost of saving, or an empty string if the value needs none."""
+    """Return a remark on the cost of saving. Return an empty string if the table's value needs no remark."""
     if costs.newest is None:
         return f"saving costs not measured: {costs.reason_text}"
     return "" if costs.newest_at == last else f"saving costs as of iteration {costs.newest_at}"
 
 
 def write_trace(records: Sequence[RunRecord], path: Path) -> None:
-    """Write a timeline of the failures and recoveries of runs. Each run is a process of the trace."""
+    """Write a timeline of the failures and recoveries of runs. Perfetto shows each run as a process."""
     timeline: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
     for number, record in enumerate(records):
         events = trace_events(record.events())["traceEvents"]

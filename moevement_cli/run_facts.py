@@ -1,4 +1,4 @@
-"""Facts of a run that reports show, read once from its directory for the table, the plot and the page."""
+"""Facts of a run for the table, the plot and the page of a report, read once from the run directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunFacts:
 
     Args:
         record: record of the run.
-        name: name of the run in a report of several runs. An empty string selects the name of its folder.
+        name: name of the run in a report of several runs. With an empty string, the run has the name of its folder.
 
     Raises:
         RunRecordError: the folder holds no run that has trained, or its record is damaged.
@@ -57,15 +57,18 @@ class RunFacts:
             self.effective.append((self.elapsed_s(line.get("time")), math.nan if ratio is None else ratio))
 
     def elapsed_s(self, at: float | None) -> float:
-        """Return the seconds from the beginning of the first iteration to a time. NaN: the time is not known."""
+        """Return the seconds from the beginning of the first iteration to ``at``. Return NaN if ``at`` is None."""
         return math.nan if at is None else at - self.began_at
 
     def series(self, *names: str) -> list[Point]:
-        """Return the sum of these metrics, by iteration. NaN: a metric is missing."""
+        """Return pairs of each iteration and the sum of these metrics. The sum is NaN if a metric is missing."""
         return [(line["iteration"], sum(number(line.get(name)) for name in names)) for line in self.lines]
 
     def progress(self) -> list[Point]:
-        """Return the committed iteration, by seconds since the first one began. Standstills are flat."""
+        """Return the curve of the committed iteration over seconds since the first iteration began.
+
+        The curve is flat while training stands still.
+        """
         points: list[Point] = [(0.0, self.lines[0]["iteration"] - 1)]
         for line in self.lines:
             if (at := self.elapsed_s(line.get("time"))) == at:
@@ -75,19 +78,19 @@ class RunFacts:
         return points
 
     def iteration_at(self, recovery: dict[str, Any]) -> int:
-        """Return the newest iteration that was recorded at the end of a recovery."""
+        """Return the newest iteration that the run had recorded when ``recovery`` ended."""
         before = [line["iteration"] for line in self.lines if line.get("time", math.inf) <= recovery["resumed_at"]]
         return int(max(before, default=self.lines[0]["iteration"]))
 
     @property
     def state(self) -> str:
-        """State of the run in words: ended, failed, killed, or not at its end yet."""
+        """State of the run in words: ended, failed, killed, or not ended yet."""
         if self.job is not None and self.job.code:
             return f"ended with exit code {self.job.code}: {self.job.reason.splitlines()[0] if self.job.reason else ''}"
         if self.summary:
             return "ended"
         is_abandoned = self.job is not None and self.job.is_abandoned
-        return "killed with its launcher" if is_abandoned else "did not come to its end yet"
+        return "killed with its launcher" if is_abandoned else "has not ended yet"
 
     @property
     def iteration_s(self) -> float | None:
@@ -100,7 +103,7 @@ class RunFacts:
         return self._median("tokens_per_s")
 
     def _median(self, name: str) -> float | None:
-        # The first iteration warms caches and pools, so its time is not typical.
+        # Leave the first iteration out: it warms caches and pools, so its time is not typical.
         values = [line[name] for line in self.lines[1:] or self.lines if line.get(name)]
         return statistics.median(values) if values else None
 
@@ -116,7 +119,7 @@ class RunFacts:
 
     @property
     def replayed(self) -> int:
-        """Iterations that recoveries repeated."""
+        """Number of iterations that recoveries repeated."""
         return sum(event["replayed"] for event in self.events if event["event"] == "recovery")
 
     @property
@@ -138,7 +141,7 @@ class RunFacts:
         ]
 
     def origin(self) -> list[tuple[str, str]]:
-        """Return names and values of what the run was made with: date, command, model, ranks, machine, versions."""
+        """Return names and values of the conditions of the run: date, model, ranks, machine, versions, command."""
         config = self.record.config() if self.record.config_path.exists() else {}
         facts = [("date", self._dates()), ("model", _model(config)), ("ranks", self._ranks(config))]
         if self.job is not None:
@@ -178,7 +181,7 @@ def read(folders: Sequence[Path]) -> list[RunFacts]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each path: its last parts, as many as distinguish all paths."""
+    """Return a name for each path: the fewest last parts of the path that distinguish all paths."""
     paths = [path.resolve() for path in folders]
     different = len(set(paths))
     for length in range(1, max(len(path.parts) for path in paths) + 1):
@@ -189,7 +192,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def verdict(runs: Sequence[RunFacts]) -> str:
-    """Return in words whether all runs equal the first one. An empty string means that there is nothing to compare."""
+    """Return words that say whether all runs equal the first run. The text is empty if no two runs can be compared."""
     first, *others = runs
     others = [run for run in others if run.record.folder.resolve() != first.record.folder.resolve()]
     if not others or not all(run.summary for run in runs):
@@ -205,7 +208,7 @@ def verdict(runs: Sequence[RunFacts]) -> str:
 
 
 def headline(runs: Sequence[RunFacts]) -> str:
-    """Return a sentence: whether runs are equal, and what failures cost each of them."""
+    """Return a sentence that says whether the runs are equal, and what failures cost each run."""
     failed = [run for run in runs if run.recoveries]
     if len(runs) == 1 or not failed:
         costs = [runs[0].failures if len(runs) == 1 else "no failure"]
@@ -233,7 +236,7 @@ def duration(seconds: float) -> str:
 def number(value: Any) -> float:
     """Return a number of a record as a float.
 
-    NaN stands for a missing number. A record holds NaN and infinity as strings, because JSON has no word for them.
+    A missing number becomes NaN. A record holds NaN and infinity as strings, because JSON has no such numbers.
     """
     return math.nan if value is None else float(value)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FILES = ("config.yaml", "metrics.jsonl", "ranks.json", "job.json", "logs")
-"""Names of files and folders that only a run directory has. One of them suffices."""
+"""Names of files and folders that mark a run directory. A folder with at least one of them counts as a run."""
 MOST_NAMED = 5
 
 
@@ -16,7 +16,7 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Return the run directories directly below a folder, in the order of their beginning."""
+    """Return the run directories directly below a folder, in the order in which the runs began."""
     try:
         return sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=_begun)
     except OSError:
@@ -30,7 +30,7 @@ def expanded(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def which_run(folder: Path) -> str:
-    """Return a suggestion for a folder that is no run, in words."""
+    """Return advice for a message about a folder that is no run: which run directory to give."""
     if not (runs := [str(path) for path in runs_in(folder)]):
         return "give the --run-dir of a run"
     more = f" or one of {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""

@@ -15,13 +15,13 @@ from moevement_cli.saving_costs import view
 from moevement_core.overhead.estimate import CONFIDENCE
 
 MOST_LABELED = 4
-"""Maximum number of recoveries of all runs for which marks have labels. With more, no mark has one."""
+"""Maximum number of recoveries, over all runs, at which marks have labels. With more recoveries no mark has a label."""
 
 
 def draw(runs: Sequence[RunFacts], path: Path) -> None:
     """Draw ``runs`` to a file, with a mark at each recovery.
 
-    A panel for the overhead of saving is drawn if a run measured it.
+    The figure has a panel for the overhead of saving if a run measured that overhead.
 
     Raises:
         ConfigError: the figure cannot be drawn or written.
@@ -73,7 +73,7 @@ def _draw_costs(runs: Sequence[RunFacts], axis: Any) -> None:
 
 
 def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bool) -> None:
-    """Mark the recoveries of a run: a line at the iteration, and a span of time."""
+    """Mark the recoveries of a run: as lines at iterations in ``loss``, and as spans of time in ``progress``."""
     for recovery in run.recoveries:
         at = run.iteration_at(recovery) + 0.5
         end = run.elapsed_s(recovery["resumed_at"])
@@ -92,7 +92,7 @@ def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bo
 
 
 def failure_text(recovery: dict[str, Any]) -> str:
-    """Return what failed in a few words, such as ``rank 2 killed``, without pids and reasons."""
+    """Return a few words that name the failure, such as ``rank 2 killed``, without pids and reasons."""
     failures = [*recovery.get("earlier", ()), *recovery["failures"]]
     if not failures:
         return "all ranks restarted"

@@ -1,4 +1,4 @@
-"""State of a run at a time: training, silent, recovering or ended, derived from its directory."""
+"""State of a run, such as training, silent, recovering or ended, as its run directory shows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.util.words import counted
 
 SILENT_S = 30.0
-"""Least seconds without a new line after which a run is reported as silent."""
+"""Shortest time without a new line of metrics after which a run counts as silent, in seconds."""
 SILENT_ITERATIONS = 10
 
 
@@ -20,14 +20,14 @@ class Kind(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     SILENT = "silent"
-    """The run hangs, or something killed it unnoticed: no iteration has ended for long."""
+    """State without a new iteration for a long time: the run hangs, or was killed without a record of it."""
     RECOVERING = "recovering"
     ENDED = "ended"
     REFUSED = "refused"
     """The run ended before its first iteration."""
     FAILED = "failed"
     KILLED = "killed"
-    """The launcher has gone without recording an end."""
+    """The launcher no longer exists, and recorded no end of the run."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class RunState:
 
 
 def state_of(watched: WatchedRun, now: float) -> RunState:
-    """Return the state of a run at a time.
+    """Return the state of a run.
 
     Args:
         watched: the run, as of its last update.
-        now: seconds since the epoch.
+        now: present time, in seconds since the epoch.
     """
     if watched.has_ended:
         return _ended(watched, now)
@@ -79,14 +79,16 @@ def _ended(watched: WatchedRun, now: float) -> RunState:
     if not job.code:
         total = watched.train_iterations
         all_done = total is None or iterations >= total
-        return RunState(Kind.ENDED, f"ended {ago}" + ("" if all_done else f", asked to at iteration {iterations}"))
+        return RunState(
+            Kind.ENDED, f"ended {ago}" + ("" if all_done else f", stopped on request at iteration {iterations}")
+        )
     if not watched.figures.iterations:
         return RunState(Kind.REFUSED, f"did not start, {ago}: {first}")
     return RunState(Kind.FAILED, f"ended with exit code {job.code}, {ago}: {first}")
 
 
 def missing_ranks(watched: WatchedRun) -> list[int]:
-    """Return the ranks that have no process now. Empty before the job was formed."""
+    """Return the ranks that have no process now. The list is empty before the job was formed."""
     world = watched.figures.world_size
     if not watched.processes or world is None:
         return []
@@ -95,7 +97,10 @@ def missing_ranks(watched: WatchedRun) -> list[int]:
 
 
 def left_s(watched: WatchedRun) -> float | None:
-    """Return the seconds that the run still needs, about, if failures stay as frequent as so far. None: not known."""
+    """Return an estimate of the seconds to the end of the run. Return None if the record does not suffice.
+
+    The estimate assumes that failures stay as frequent as they were so far.
+    """
     figures, total = watched.figures, watched.train_iterations
     if total is None or figures.mean_iteration_s is None:
         return None

@@ -1,4 +1,4 @@
-"""Cost of saving in the record of a run, as figures and words for the table, the plot, the page and the terminal."""
+"""Cost of saving from the record of a run, as numbers and as text for tables, plots, pages and the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = dict(zip(PARTS, ("copies", "digests", "sends", "policy", "stalls"), stri
 NO_INTERVAL = "no interval yet"
 Point = tuple[float, float]
 Interval = tuple[float, float, float]
-"""Tuple of x and the ends of an interval there. NaN where an end is not known."""
+"""Tuple of x, and the low and the high end of the interval at x. An end that is not known is NaN."""
 
 
 class NotMeasured(StrEnum):
@@ -33,14 +33,14 @@ class SavingCosts:
     """Costs of saving in one run.
 
     Args:
-        lines: lines of its metrics.
+        lines: lines of the run's metrics.
     """
 
     lines: Sequence[Mapping[str, Any]]
 
     @cached_property
     def measured(self) -> list[tuple[int, RecordedOverhead | None]]:
-        """Overhead known at the end of each iteration, as pairs with the iteration."""
+        """Pairs of each iteration and the overhead that was known at its end."""
         return [(line["iteration"], recorded_overhead(line)) for line in self.lines]
 
     @property
@@ -55,7 +55,7 @@ class SavingCosts:
 
     @property
     def reason(self) -> NotMeasured | None:
-        """Reason why nothing was measured. None: something was."""
+        """Reason why no overhead was measured. None if an overhead was measured."""
         if self.newest is not None:
             return None
         if not any("window" in line for line in self.lines):
@@ -64,12 +64,12 @@ class SavingCosts:
 
     @property
     def reason_text(self) -> str:
-        """Reason in words. Empty if something was measured."""
+        """Reason why no overhead was measured, in words. Empty if an overhead was measured."""
         return {
             None: "",
             NotMeasured.NO_CHECKPOINTS: "the run saves no checkpoints",
-            NotMeasured.TOO_SHORT: f"{counted(len(self.lines), 'iteration')}; needs {FIRST_MEASURED}",
-            NotMeasured.NOT_COMPARED: "no quiet iteration was compared; the record may be of an older version",
+            NotMeasured.TOO_SHORT: f"{counted(len(self.lines), 'iteration')} recorded; needs {FIRST_MEASURED}",
+            NotMeasured.NOT_COMPARED: "no quiet iteration was compared; an older version may have written the record",
         }[self.reason]
 
     def text(self) -> str:
@@ -79,7 +79,7 @@ class SavingCosts:
         return f"{percent(self.newest.share)} ({interval(self.newest)})"
 
     def points(self) -> list[Point]:
-        """Return the overhead in percent, by iteration. NaN where it is not known."""
+        """Return pairs of each iteration and the overhead in percent. An overhead that is not known is NaN."""
         return [
             (iteration, math.nan if overhead is None else 100 * overhead.share) for iteration, overhead in self.measured
         ]
@@ -108,7 +108,7 @@ def _ends(overhead: RecordedOverhead | None) -> tuple[float, float]:
 def view(costs: Sequence[SavingCosts]) -> tuple[float, float]:
     """Return the range in percent that a drawing of ``costs`` shows: zero, all values, and the newest intervals.
 
-    The first intervals come from few comparisons. They may be so wide that they hide everything else.
+    Older intervals are left out: they come from few comparisons, and may be so wide that the values look flat.
     """
     shown = [0.0]
     for cost in costs:

@@ -32,37 +32,39 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
-        "Hours of a training with failures, drawn or recorded, under several ways of checkpointing: the "
-        "effective training time ratio by the formula and by simulation, and where the rest of the time went. WHAT is "
-        "a scenario file, which says everything, or a model as for moevement plan; several are compared. What stands "
-        "on the command line wins over the file. docs/scenarios.md has every field, and says what is assumed."
+        "Simulate hours of training with failures, drawn or recorded, under several checkpointing strategies. Print "
+        "the effective training time ratio, by formula and by simulation, and the parts of the lost time. WHAT is a "
+        "scenario file, which describes the whole job, or a model as for moevement plan; several are compared. Flags "
+        "override the file. docs/scenarios.md explains every field and every assumption."
     )
     add = parser.add_argument
     add("what", nargs="+", metavar="WHAT",
         help="a scenario (a .yaml with a job, or a preset: " + ", ".join(scenarios())
-        + "), or a model by Megatron's flags (a .yaml, or " + ", ".join(presets())
-        + ") with --ranks, --iteration-time and a cluster")  # fmt: skip
-    add("--list", action=ListPresets, nargs=0, help="list the models by Megatron's flags, with what each is, and end")
-    add("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the job; several are compared")
+        + "), or a model (a .yaml of Megatron's flags, or a preset: " + ", ".join(presets())
+        + "), which needs --ranks, --iteration-time and a cluster")  # fmt: skip
+    add("--list", action=ListPresets, nargs=0, help="list the presets of models with their descriptions, and exit")
+    add("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the job; several numbers are compared")
     add("--strategy", nargs="+", choices=list(STRATEGIES), metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")
     add("--mtbf", type=seconds, nargs="+", metavar=METAVAR,
-        help="mean time between failures of the job, as 8h (default: of a scenario 2 h to 10 min, as in the paper; "
-        "of a model what Llama 3's training had, by GPUs)")  # fmt: skip
+        help="mean time between failures of the job, such as 8h (default for a scenario: 2 h to 10 min, as in the "
+        "paper; for a model: the failure rate per GPU of Llama 3's training)")  # fmt: skip
     add("--hours", type=float, metavar="H",
-        help="hours of wall time (default: of a scenario 12; of a model as long as 100 failures take, at most a month)"
+        help="hours of wall time (default for a scenario: 12; for a model: the time of 100 failures, at most a month)"
     )  # fmt: skip
     add_job(parser)
     add("--weibull", type=float, metavar="K",
-        help="shape of the time between failures: 1 is a Poisson process, less gives bursts (default: 1)")  # fmt: skip
+        help="Weibull shape of times between failures: 1 is a Poisson process, below 1 failures come in bursts "
+        "(default: 1)")  # fmt: skip
     add("--together", type=float, metavar="P",
-        help="probability that a failing node takes the next one along (default: 0)")  # fmt: skip
+        help="probability that the next node fails together with a failing node (default: 0)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE",
-        help="recorded failures instead of drawn ones: lines of milliseconds,add|remove,NODE")  # fmt: skip
-    add("--speedup", type=float, metavar="X", help="let the trace run X times as fast (default: 1)")
+        help="file of recorded failures, in place of drawn ones; a line is milliseconds,add|remove,NODE")  # fmt: skip
+    add("--speedup", type=float, metavar="X", help="replay the trace X times as fast (default: 1)")
     add("--skew", type=float, metavar="S",
-        help="skew of the experts' popularity: 0 is even, 1 is one expert for all tokens (default: 0)")  # fmt: skip
-    add("--workers", type=int, default=1, metavar="N", help="processes; more pay from thousands of trainings on")
-    add("--best", action="store_true", help="propose strategy, window and interval, with reasons")
+        help="skew of the experts' popularity: 0 is even, 1 sends all tokens to one expert (default: 0)")  # fmt: skip
+    add("--workers", type=int, default=1, metavar="N",
+        help="processes that simulate; more than 1 saves time from thousands of trainings on (default: 1)")  # fmt: skip
+    add("--best", action="store_true", help="recommend a strategy, window and interval, with reasons")
     add("--plot", type=Path, metavar="FILE", help="draw ETTR, lost time and goodput (.png, .svg, .pdf)")
     parser.set_defaults(run=simulate, flags=[])
 
@@ -70,29 +72,29 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a job and its failures that ``moevement simulate`` and ``advise`` share."""
     add = parser.add_argument
-    add("--iteration-time", type=seconds, metavar=METAVAR, help="how long an iteration takes, as 2.5s, if it is known")
+    add("--iteration-time", type=seconds, metavar=METAVAR, help="time of an iteration, such as 2.5s, if it is known")
     add_machines(parser, has_defaults=False)
-    add("--storage-bandwidth", type=float, metavar="GB/S", help="to durable storage, all nodes together")
-    add("--seeds", type=int, metavar="N", help="trainings of each kind (default: 20)")
-    add("--first-seed", type=int, metavar="N", help="the others follow (default: 0)")
-    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: always one more)")
+    add("--storage-bandwidth", type=float, metavar="GB/S", help="bandwidth of durable storage, all nodes together")
+    add("--seeds", type=int, metavar="N", help="trainings per strategy and failure rate (default: 20)")
+    add("--first-seed", type=int, metavar="N", help="seed of the first training; the others follow (default: 0)")
+    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: a spare is always there)")
     add("--repair", type=seconds, metavar=METAVAR,
-        help="time after which a failed node is a spare again (default: never)")  # fmt: skip
+        help="time until a failed node is repaired and becomes a spare (default: never)")  # fmt: skip
     add("--detect", type=seconds, metavar=METAVAR, help="time until a failure is noticed (default: 1s, assumed)")
     add("--regroup", type=seconds, metavar=METAVAR,
-        help="time until process groups are there again (default: 10s, assumed)")  # fmt: skip
+        help="time to rebuild process groups (default: 10s, assumed)")  # fmt: skip
     add(
         "--interference",
         type=float,
         metavar="F",
-        help="share of the seconds of copies to the host by which they lengthen training (default: 0, assumed)",
+        help="seconds by which each second of copies to the host lengthens training (default: 0, assumed)",
     )
     add(
         "--contention",
         type=float,
         metavar="F",
-        help="share of the seconds in which links could carry nothing but copies to peers, by which those lengthen "
-        "training (default: the profile's, or 0, assumed)",
+        help="seconds by which copies to peers lengthen training, for each second that the copies would take on idle "
+        "links (default: measured by the profile, else 0, assumed)",
     )
 
 
@@ -131,7 +133,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def fixed_by(arguments: argparse.Namespace) -> Fixed:
-    """Return the choices that the command line makes for the advice: kind of window, and W."""
+    """Return the choices that the command line fixes for the advice: the kind of window, and W."""
     return Fixed(None if arguments.window_kind is None else WindowKind(arguments.window_kind), arguments.window)
 
 

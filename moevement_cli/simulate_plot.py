@@ -13,19 +13,19 @@ from moevement_core.simulator.experiment import Cell
 from moevement_core.simulator.strategies import Gemini
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Colors of strategies, the same in every panel. They suit readers with color vision deficiency (Okabe and Ito)."""
+"""Colors of strategies in every panel. The colors suit readers with color vision deficiency (Okabe and Ito)."""
 PART_COLOURS = ("#222222", "#555555", "#888888", "#AAAAAA", "#56B4E9", "#CC79A7", "#E69F00", "#D55E00")
 MARKERS, LINES = "osD^v<>", ("-", "--", "-.", ":")
-"""Markers and dash styles, which keep lines visible that lie on each other."""
+"""Markers and dash styles that keep overlapping lines visible."""
 INTERVALS = 40
-"""Number of points of the curve over the interval."""
+"""Number of points on each curve of panel 4, which shows ETTR over the interval."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Draw the four panels.
 
-    They show ETTR over the failure rate, lost time by part and progress at the highest rate, and ETTR over the
-    interval.
+    Panel 1 shows ETTR over the failure rate. Panels 2 and 3 show lost time by part, and progress, at the highest
+    failure rate. Panel 4 shows ETTR over the interval.
     """
     count = jobs_in(cells)
     lines: dict[str, list[Cell]] = {}
@@ -72,15 +72,15 @@ def _draw_lost(here: Mapping[str, Cell], axis: Any) -> None:
         shares = {name: 100 * cell.lost[part] for name, cell in here.items()}
         axis.barh(list(here), list(shares.values()), left=list(left.values()), label=meaning, color=colour)
         left = {name: before + shares[name] for name, before in left.items()}
-    axis.set(xlabel="% of the time", title="2: what the rest of the time went to")
+    axis.set(xlabel="% of the time", title="2: parts of the lost time")
     axis.invert_yaxis()
     axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
 
 
 def _draw_behind(here: Mapping[str, Cell], styles: Mapping[str, Mapping[str, Any]], axis: Any) -> None:
-    """Draw the minutes by which a training is behind one without checkpoints and failures.
+    """Draw how many minutes a training is behind a training without checkpoints and failures.
 
-    Curves of progress itself would lie too close to each other.
+    Curves of progress would lie too close together.
     """
     for name, cell in here.items():
         first = cell.outcomes[0]

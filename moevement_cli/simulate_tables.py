@@ -18,18 +18,18 @@ from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import Costs
 
 PARTS = {
-    "checkpointing": ("save", "stalls and slowing by checkpoints"),
+    "checkpointing": ("save", "stalls and slow-down by checkpoints"),
     "interrupted": ("cut", "iterations that a failure cut off"),
-    "detect": ("notice", "until a failure is noticed"),
+    "detect": ("notice", "time until a failure is noticed"),
     "no spare": ("spare", "waiting for a spare"),
-    "regroup": ("regroup", "until process groups are there again"),
-    "fetch": ("fetch", "until state is on the device"),
+    "regroup": ("regroup", "time to rebuild process groups"),
+    "fetch": ("fetch", "time until state is on the device"),
     "convert": ("dense", "replay until the state is dense"),
     "catch up": ("replay", "replay up to the failure"),
 }
-"""Parts of lost time by the simulator's names: the header of a column, and the meaning."""
+"""Column header and meaning of each part of lost time, by the simulator's name of the part."""
 NEGLIGIBLE = 0.0005
-"""Difference of two ratios that three digits do not show."""
+"""Difference of two ratios that is too small to show in three digits."""
 
 
 def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
@@ -42,12 +42,12 @@ def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
         f"{alone:.3g} s for a stage that replays alone; window of {_iterations(costs.plan.size)}"
         + (f" every {costs.plan.period}" if costs.plan.period > costs.plan.size else "")
         + f" ({costs.plan.inputs.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
-        f"{copies_get(job.cluster)}; {job.run.hours:g} hours, {job.run.seeds} trainings of each kind"
+        f"{copies_get(job.cluster)}; {job.run.hours:g} hours, {job.run.seeds} trainings per strategy and failure rate"
     )
     console.print(
         f"Assumed or given: {saved.detect_s:g} s to notice a failure, {saved.regroup_s:g} s to regroup, "
         f"interference {saved.interference:g}, contention {job.contention:g}"
-        + (" (assumed: copies slow training by nothing)" if not saved.interference and not job.contention else "")
+        + (" (assumed: copies do not slow training)" if not saved.interference and not job.contention else "")
     )
 
 
@@ -70,8 +70,9 @@ def _ratio_table(cells: Sequence[Cell]) -> Table:
     count = jobs_in(cells)
     table = Table(
         "MTBF", _kept("strategy"), "every", "cost", "E[R]", "formula", _kept("simulated"),
-        title="effective training time ratio; dense strategies at the interval each chooses itself",
-        caption="every: iterations between checkpoints; cost: what they add to an iteration; E[R]: a recovery",
+        title="effective training time ratio; each dense strategy chooses its interval",
+        caption="every: iterations between checkpoints; cost: what checkpoints add to an iteration; E[R]: expected "
+        "time of a recovery",
     )  # fmt: skip
     for cell in cells:
         strategy = cell.strategy
@@ -120,8 +121,8 @@ def _counted_table(here: Sequence[Cell]) -> Table:
     """Return a table of the bytes copied and kept, and of the failures."""
     table = Table(
         _kept(""), "GB copied", "GB kept", "failures", "nested", "storage", "lost", title=_rate(here),
-        caption="copied: an iteration, the heaviest rank; kept: host memory of that rank; nested: failures in a "
-        "recovery; storage: recoveries for which no copy in memory was left; lost: updates of experts, in iterations",
+        caption="copied: per iteration by the heaviest rank; kept: in host memory of that rank; nested: failures "
+        "during a recovery; storage: recoveries without a copy in memory; lost: lost updates of experts, in iterations",
     )  # fmt: skip
     for cell in here:
         table.add_row(
@@ -139,7 +140,7 @@ def _rate(here: Sequence[Cell]) -> str:
 
 
 def print_advice(console: Console, advice: Sequence[tuple[Scenario, Advice]]) -> None:
-    """Print the best choice of each strategy at each failure rate, and a sentence on what decides."""
+    """Print the best choice of each strategy at each failure rate, and the reason for the recommendation."""
     for job in {id(job): job for job, _ in advice}.values():
         own = [item for other, item in advice if other is job]
         console.print(_choice_table(job, own))
@@ -155,8 +156,8 @@ def _choice_table(job: Scenario, advice: Sequence[Advice]) -> Table:
         "MTBF", _kept("strategy"), "W or every", "ETTR", "GB of a node", "lost all",
         title=f"{job.job.name}, {job.job.ranks} ranks: each strategy at its best, "
         f"{job.checkpointing.replicas} copies, {'always a spare' if spares is None else f'{spares} spares'}",
-        caption="the failures, spares and seconds of the table above; lost all: failures in 30 days that leave no copy "
-        "in memory",
+        caption="failures, spares and times are those of the table above; lost all: failures in 30 days that leave no "
+        "copy in memory",
     )  # fmt: skip
     for item in advice:
         for choice in item.choices:
@@ -189,18 +190,18 @@ def _sentences(job: Scenario, advice: Advice) -> Iterator[str]:
     if life > 1:
         yield (
             f"[bold red]{life:.1f} failures in these {job.run.hours:g} hours leave no copy in memory[/bold red]: keep "
-            "windows on storage too (--moevement-persist-dir), or more copies (--replicas)."
+            "windows on storage as well (--moevement-persist-dir), or more copies in memory (--replicas)."
         )
     if len(advice.by_copies) > 1:
-        yield "By copies: " + "; ".join(
-            f"{choice.copies}: ETTR {choice.ettr:.3f}, {node_bytes(choice.strategy) / GB:,.0f} GB of a node, "
+        yield "By number of copies: " + "; ".join(
+            f"{choice.copies}: ETTR {choice.ettr:.3f}, {node_bytes(choice.strategy) / GB:,.0f} GB per node, "
             f"all copies lost {choice.lost_a_month:.2g} times in 30 days"
             for choice in advice.by_copies
         )
 
 
 def _gain(advice: Advice) -> str:
-    """Return a sentence: the gain over the next best choice, and what decides."""
+    """Return a sentence on the gain over the next best choice, and on the part of time that makes the difference."""
     other, decides = advice.next_best, advice.decides
     if other is None or decides is None:
         return "No other strategy was tried."
@@ -211,10 +212,10 @@ def _gain(advice: Advice) -> str:
     if not other.fits and advice.best.fits:
         return f"It fits into host memory; {against}, ETTR {other.ettr:.3f}, does not."
     if abs(gain) < NEGLIGIBLE or (math.isfinite(confidence) and abs(gain) <= confidence):
-        return f"Over {against} the gain of {gain:.3f} is no more than chance: take the one that needs less memory."
+        return f"Over {against} the gain of {gain:.3f} may be chance: choose the strategy that needs less memory."
     margin = f" ± {confidence:.3f}" if math.isfinite(confidence) else ""
     return (
-        f"It gains {gain:.3f}{margin} over {against}; what decides is {part}: "
+        f"It gains {gain:.3f}{margin} over {against}. The largest difference is in {part}: "
         f"{best_share:.2%} of the time against {other_share:.2%}."
     )
 

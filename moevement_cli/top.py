@@ -26,14 +26,12 @@ HINT = "q: quit    what the words mean: docs/looking.md"
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement top``."""
     parser.description = (
-        "Show ranks, progress, checkpoints, host memory and recoveries of a run, from its run directory, until it has "
-        "ended, q or Ctrl-C. It may be a run of another host, or one that has ended."
+        "Show ranks, progress, checkpoints, host memory and recoveries of a run, read from its run directory. The "
+        "display ends with the run, or with q or Ctrl-C. The run may be on another host, or may have ended."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--once", action="store_true", help="print one frame, as where the output is no terminal")
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds from one look to the next (default: 1)"
-    )
+    parser.add_argument("--once", action="store_true", help="print one frame and exit (default without a terminal)")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one frame as one JSON object, as the last line")
     parser.set_defaults(run=run)
 
@@ -41,7 +39,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Show the run until it ends or the user quits, print the last frame, and return the exit code."""
     if not arguments.interval > 0:
-        raise ConfigError(f"--interval {arguments.interval:g}; needs seconds, more than 0")
+        raise ConfigError(f"--interval {arguments.interval:g}; needs more than 0 seconds")
     watched, console = WatchedRun(_checked(arguments.run_dir)), Console()
     watched.update()
     if not (arguments.once or arguments.json) and console.is_terminal and not watched.has_ended:
@@ -53,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
-    """Show frames until the run ends, the user presses a key to quit, or the terminal has gone."""
+    """Show frames until the run ends, the user presses the key to quit, or the terminal closes."""
     try:
         with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while not watched.has_ended and console.is_terminal:

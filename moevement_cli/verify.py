@@ -15,15 +15,15 @@ from moevement_core.util.words import counted
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement verify``."""
     parser.description = (
-        "Compare two finished runs: losses and gradient norms of every iteration, and the digests of their "
-        "final states. Exits with 0 only if they are equal."
+        "Compare two finished runs: losses and gradient norms of every iteration, and the digests of the final "
+        "states. The exit code is 0 only if the runs are equal."
     )
     parser.add_argument("run_a", metavar="RUN_A", type=Path)
     parser.add_argument("run_b", metavar="RUN_B", type=Path)
     parser.add_argument(
         "--common",
         action="store_true",
-        help="compare only iterations that both recorded (a resumed run has no early ones)",
+        help="compare only iterations that both runs recorded (a resumed run has no early iterations)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         differing = [part for part, same in verdict.parts.items() if not same]
         print(f"parts of the final state that differ: {', '.join(differing) or 'none'}")
     for text in verdict.lost_updates:
-        print(f"not exact by its strategy: {text}")
+        print(f"not exact, because of the strategy: {text}")
     if arguments.json:
         print(json.dumps(verdict.as_dict()))
     return 0 if verdict.equal else 1

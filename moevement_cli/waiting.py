@@ -1,4 +1,4 @@
-"""Spinner on the terminal while a command works. The output itself does not change."""
+"""Spinner on the terminal while a command works. The output of the command does not change."""
 
 from __future__ import annotations
 

@@ -10,18 +10,18 @@ also defines how the trainer updates weights and re-executes an iteration. From 
    writer writes windows of slices to disk (``storage/``). A commit point makes an optimizer step atomic under failures
    (:class:`Commit`).
 2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) detect the failure and give the
-   rank to a spare. All survivors are interrupted, even in a wait, and enter training again (``restart/``).
-3. **Ranks meet** (``session/rejoin.py``) and agree on the iteration to resume (``recovery/agree.py``). They plan the
-   recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch them. The stages that lost their
-   state replay (``recovery/replay.py``), and their neighbours feed them from logs. Digests verify the result
-   (``recovery/check.py``).
+   rank to a spare. All survivors are interrupted, even if they wait, and enter training again (``restart/``).
+3. **Ranks recover** (``session/rejoin.py``). They agree on the iteration to resume (``recovery/agree.py``), plan the
+   recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch snapshots. The stages that lost
+   their state replay (``recovery/replay.py``). Neighbouring stages feed the replaying stages from logs. Digests verify
+   the result (``recovery/check.py``).
 
 :func:`train` and :func:`iterations` do all that for a custom training loop. Read ``examples/plain_torch/train.py``
 first, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and
 ``strategies/``. ``simulator/`` computes the cost of the same strategies at any scale, without a job.
 
 Names are imported at their first use, so planning and simulation work without torch.distributed. Nothing in this
-package imports ``megatron``, which a unit test checks.
+package imports ``megatron``; a unit test checks that.
 """
 
 from __future__ import annotations

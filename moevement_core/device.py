@@ -1,4 +1,4 @@
-"""Interface to streams, events, pinned host memory and memory figures of the device of a process.
+"""Interface to the device of a process: streams, events, pinned host memory and memory use.
 
 The engine and the Megatron binding use it instead of ``torch.cuda``, so one code path serves an NVIDIA GPU and a
 machine without one. On the CPU a stream is the calling thread. Work is done when the call that issued it returns, so
@@ -24,8 +24,8 @@ import psutil
 import torch
 
 MOST_AT_ONCE = 2 << 30
-"""Most bytes of host memory that one call should allocate, if the caller can use several pieces. Page-locking runs at
-some GB/s for all ranks of a node together. The guard takes a thread for hung that stays in one call for a minute."""
+"""Most bytes of host memory that one call should allocate, if the caller can use several pieces. All ranks of a node
+together page-lock some GB/s. A thread that stays in one call for a minute counts as hung."""
 
 
 class Event(ABC):
@@ -99,9 +99,9 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of host memory as uint8, page-locked if that makes copies of the device faster.
+        """Return ``nbytes`` of host memory as uint8, page-locked if that makes copies from and to the device faster.
 
-        It begins at a page boundary, and a later fork costs nothing for it: see :func:`shared_memory` and
+        The memory begins at a page boundary. A later fork does not copy the memory: see :func:`shared_memory` and
         :func:`parent_memory`. A forked process must not use it.
 
         Raises:
@@ -127,10 +127,10 @@ class Device(ABC):
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a mapping of its own.
 
-    A fork handles private pages that are locked for a device in one of two ways. It copies them, so that each data
-    worker spends time and memory on a copy of all snapshots. Or it marks them to be copied at the next store, so that
-    the device writes to other pages than this process reads. Parent and child keep using the same pages of a shared
-    mapping.
+    A shared mapping avoids the problems of a fork with private pages that are locked for a device. The kernel may copy
+    such pages at the fork. Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may
+    copy a page at the next store. The device then writes to other pages than this process reads. With a shared mapping,
+    parent and child keep using the same pages.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -143,9 +143,9 @@ def shared_memory(nbytes: int) -> torch.Tensor:
 def parent_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not have.
 
-    A private mapping of huge pages is page-locked several times as fast as a shared one, whose pages have 4 KiB
-    (``benchmarks.gpu``, E2). Because forks leave it out, they neither copy its pages nor mark them to be copied:
-    :func:`shared_memory` says why that matters.
+    A private mapping of huge pages is page-locked several times as fast as a shared mapping, whose pages have 4 KiB
+    (``benchmarks.gpu``, E2). A forked process does not get the mapping. So the kernel does not copy the pages, neither
+    at the fork nor later: :func:`shared_memory` has the problems of such copies.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -333,8 +333,8 @@ class CudaDevice(Device):
 def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
     """Clear the last error of this thread in the CUDA runtime.
 
-    The runtime keeps an error until a call reads it. Torch reads it after its next kernel, and would raise it as an
-    error of that kernel. Torch's own binding of the runtime has no function that only reads the error.
+    The runtime keeps an error until a call reads it. Torch would read the error after its next kernel, and raise it as
+    an error of that kernel. Torch's binding of the CUDA runtime has no function that reads the error.
 
     Args:
         loaded: file in which the system lists the libraries of this process.
@@ -349,13 +349,13 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 
 
 def release_cached_memory() -> int | None:
-    """Free device memory that torch caches, for communicators, which do not allocate through torch.
+    """Free device memory that torch caches, so that communicators, which do not allocate through torch, can use it.
 
     Returns:
         Bytes of device memory that are free then; None if this process has not used a device yet.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        return None  # The call would occupy a device that may belong to another rank.
+        return None  # A call of CUDA would occupy a device that may belong to another rank.
     return current_device().release_cached()
 
 
@@ -365,9 +365,9 @@ def current_device() -> Device:
 
 
 def visible_devices() -> tuple[str, ...]:
-    """Return the identities of the accelerators that this process sees, in the order of their numbers in this process.
+    """Return the identities of the accelerators that this process sees, in the order of their numbers.
 
-    A device has the same identity in every process, whatever its number there. The function creates no context on a
+    A device has the same identity in every process, even if its number differs. The function creates no context on a
     device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -375,7 +375,7 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def _identity(number: int) -> str:
-    """Return a device's UUID in the form of NVML, or a name of this host if torch does not know the UUID."""
+    """Return a device's UUID in the form of NVML, or host name and number if torch does not know the UUID."""
     if (uuid := getattr(torch.cuda.get_device_properties(number), "uuid", None)) is not None:
         return f"GPU-{uuid}"
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

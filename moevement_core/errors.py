@@ -18,7 +18,7 @@ class ConfigError(MoEvementError):
 
 
 class VariableError(ConfigError):
-    """Error in an environment variable of this process; other processes may have a valid one."""
+    """Error in an environment variable of this process; other processes may have a valid value."""
 
 
 class CodeDiffers(ConfigError):
@@ -42,7 +42,7 @@ class WindowError(ConfigError):
 
 
 class ScheduleError(MoEvementError):
-    """Error in a query to a schedule: an iteration before its start, or snapshots that cannot be recovered from."""
+    """Error in a query about schedules: an iteration before the first schedule, or snapshots of different tables."""
 
 
 class ExchangeError(MoEvementError):
@@ -70,11 +70,11 @@ class RunRecordError(MoEvementError):
 
 
 class ProcessGroupError(MoEvementError):
-    """Error of a group of processes of which one failed or did not end in time."""
+    """Error of several processes that work together: one of them failed or did not end in time."""
 
 
 class JobStopped(MoEvementError):
-    """Error of a process that waits to join a job, while the job ends or is abandoned."""
+    """Error of a process that waits to join a job that has ended or was abandoned."""
 
 
 class ResultError(MoEvementError):
@@ -82,8 +82,8 @@ class ResultError(MoEvementError):
 
     Args:
         message: description of the wrong value, with its place and iteration.
-        suspects: ranks whose processes may repeat the wrong result, of which one has to be replaced; empty if computing
-            the iteration once more may be enough.
+        suspects: ranks whose processes may compute a wrong result once more, so that one of them has to be replaced.
+            Empty if it may be enough to compute the iteration once more.
     """
 
     def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:

@@ -1,7 +1,7 @@
 """Log of a rank: one logger for all messages of this project, with level and rank in every line.
 
-``MOEVEMENT_LOG=json`` makes it write JSON lines, for collectors of logs. The logger needs no configuration. A program
-that wants other handlers sets those of ``logging.getLogger("moevement")`` before the first line.
+With ``MOEVEMENT_LOG=json`` the logger writes JSON lines, for collectors of logs. The logger needs no configuration. A
+program that wants other handlers adds them to ``logging.getLogger("moevement")`` before the first message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT_ENV = "MOEVEMENT_LOG"
 """Variable that sets the format of the lines: ``text`` (default) or ``json``."""
 NAME = "moevement"
 PREFIXES = (f"{NAME}: ", f'{{"{NAME}": ')
-"""Beginnings of this project's lines, as text and as JSON; lines of Megatron and of libraries have others."""
+"""Beginnings of this project's lines, as text and as JSON. They tell these lines from lines of other libraries."""
 
 
 class _Text(logging.Formatter):
@@ -76,10 +76,10 @@ def message_of(line: str) -> str:
 
 
 def info(text: str) -> None:
-    """Log information that the operator of the job may want to know."""
+    """Log information for people who run the job."""
     get().info(text)
 
 
 def warning(text: str) -> None:
-    """Log a warning that the operator of the job should know and may have to act on."""
+    """Log a warning for people who run the job, who may have to act on it."""
     get().warning(text)

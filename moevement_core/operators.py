@@ -45,7 +45,7 @@ class SizedTensor(Protocol):
 
 
 def tensor_bytes(tensors: Iterable[SizedTensor]) -> int:
-    """Return the bytes of local ``tensors`` in their own dtypes; the scales of FP8 weights are separate tensors."""
+    """Return the total bytes of local ``tensors``; the scales of FP8 weights are separate tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -61,8 +61,8 @@ class StateBytes:
     compute: int
     """Bytes of compute weights, which forward and backward read."""
     master: int
-    """Bytes of master weights, which the optimizer updates. In FP32 training they are the compute weights, counted here
-    too."""
+    """Bytes of master weights, which the optimizer updates. In FP32 training the compute weights are the master
+    weights, and their bytes count in both fields."""
     optimizer: int
     """Bytes of optimizer moments, with their scales and step counters."""
     gradient: int = 0
@@ -72,11 +72,11 @@ class StateBytes:
         for name in ("compute", "master", "optimizer", "gradient"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-                raise OperatorError(f"{name} state of {value!r} bytes; needs a whole number that is not negative")
+                raise OperatorError(f"{name} state has {value!r} bytes; needs a whole number of 0 or more")
         if self.full < self.compute:
             raise OperatorError(
                 f"full state of {self.full} bytes is smaller than the compute weights ({self.compute} bytes); compute "
-                "weights are made from full state, so count them as master weights where there is no optimizer state"
+                "weights follow from full state, so count them as master weights if there is no optimizer state"
             )
 
     @property
@@ -109,7 +109,7 @@ class Operator:
 
     def __post_init__(self) -> None:
         if not self.name or not isinstance(self.name, str):
-            raise OperatorError(f"an operator is named {self.name!r}; needs a string that is not empty")
+            raise OperatorError(f"name of an operator is {self.name!r}; needs a string that is not empty")
         if self.kind not in OperatorKind:
             raise OperatorError(
                 f"operator {self.name} is of kind {self.kind!r}; needs one of {', '.join(OperatorKind)}"
@@ -141,14 +141,14 @@ HEAD = "head"
 
 
 class OperatorTable:
-    """Table of the operators of one schedule, in an order of names that is the same on every rank.
+    """Table of the operators of one schedule, ordered by name, and so in the same order on every rank.
 
-    A table has a row of bytes for each of its ranks. A table with one row describes a single rank. A table with several
-    rows describes a pipeline stage: its ranks give an operator the same slot, because they replay it together. A rank
-    without an operator has zeros in its column.
+    A table has a row of bytes for each rank. A table with one row describes a single rank. A table with several rows
+    describes a pipeline stage. The ranks of a stage give an operator the same slot, because they replay it together. If
+    a rank does not have an operator, the row of that rank has a zero for this operator.
 
-    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). The index in the table breaks ties in every
-    order of operators.
+    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). In other orders of operators, the index in
+    the table breaks ties.
 
     Args:
         operators: operators of a single rank, in any order; ignored if ``ranks`` is set.
@@ -169,7 +169,7 @@ class OperatorTable:
                 if kinds.setdefault(operator.name, operator.kind) != operator.kind:
                     raise OperatorError(
                         f"operator {operator.name} is {kinds[operator.name]} on one rank and {operator.kind} on "
-                        "another; an operator has one kind"
+                        "another; it must have one kind"
                     )
         if not kinds:
             raise OperatorError("no operators; a schedule needs at least one")
@@ -194,16 +194,16 @@ class OperatorTable:
     def of_matrices(
         cls, names: tuple[str, ...], kinds: tuple[OperatorKind, ...], full: Bytes, compute: Bytes, gradient: Bytes
     ) -> OperatorTable:
-        """Return the table with these columns; the call makes the arrays read-only.
+        """Return a table with these names, kinds and arrays; the call makes the arrays read-only.
 
         Raises:
             OperatorError: the lengths or shapes do not match, or a name occurs twice.
         """
         shape = full.shape
         if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
-            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and {shape} bytes make no table of operators")
+            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and an array of {shape} bytes do not match")
         if not shape == compute.shape == gradient.shape:
-            raise OperatorError(f"bytes of {shape}, {compute.shape} and {gradient.shape}; a table has one shape")
+            raise OperatorError(f"shapes of bytes are {shape}, {compute.shape} and {gradient.shape}; needs one shape")
         table = cls.__new__(cls)
         table.names, table.kinds = names, kinds
         table.full, table.compute, table.gradient = full, compute, gradient
@@ -212,9 +212,9 @@ class OperatorTable:
         return table
 
     def with_gradients_for_compute(self) -> OperatorTable:
-        """Return a copy of the table with the bytes of gradients in the place of compute weights.
+        """Return a copy of the table in which the bytes of gradients replace the bytes of compute weights.
 
-        A gradient counts at most as much as the full state, because snapshots save the smaller of the two.
+        The bytes of a gradient are at most those of the full state, because snapshots save the smaller of the two.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)
@@ -249,7 +249,7 @@ class OperatorTable:
 
 
 def _layer_of(name: str) -> int:
-    """Return the layer number in an operator's name, -1 if it has none."""
+    """Return the layer number in an operator's name; -1 if the operator belongs to no layer."""
     match = re.match(r"layers\.(\d+)", name)
     return int(match[1]) if match else -1
 
@@ -264,5 +264,5 @@ def _refuse_duplicates(operators: list[Operator]) -> None:
     seen: set[str] = set()
     for operator in operators:
         if operator.name in seen:
-            raise OperatorError(f"operator {operator.name} is there twice; every operator needs a name of its own")
+            raise OperatorError(f"operator {operator.name} occurs twice; every operator needs a different name")
         seen.add(operator.name)

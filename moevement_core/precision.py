@@ -34,7 +34,7 @@ _FACTOR_BYTES = 4
 
 
 class TensorShape(NamedTuple):
-    """Size of a parameter, as far as the bytes of its formats depend on it."""
+    """Numbers that determine the bytes of a parameter in each format."""
 
     elements: int
     rows: int = 0
@@ -54,7 +54,7 @@ class Regime:
     second_moment: str
     scaling: Scaling = Scaling.TENSOR
     gradient: str = "fp32"
-    """Format in which redo logs reduced gradients; Megatron's are FP32 with ``--bf16``."""
+    """Format in which redo logs reduced gradients. In Megatron with ``--bf16``, they are FP32."""
     step_bytes: int = 0
     """Bytes of a step counter for each tensor; torch's Adam has one, other optimizers have none."""
 
@@ -68,12 +68,12 @@ class Regime:
 
     @property
     def is_narrow(self) -> bool:
-        """True if the optimizer needs support for its state's formats (``--use-precision-aware-optimizer``)."""
+        """True if master weights or moments are not all FP32, which needs ``--use-precision-aware-optimizer``."""
         return {self.master, self.first_moment, self.second_moment} != {"fp32"}
 
     @property
     def keeps_fp8(self) -> bool:
-        """True if weights are stored in FP8, in buffers of their own."""
+        """True if compute weights of linear layers are stored in FP8, in separate buffers."""
         return self.compute == "fp8"
 
     def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
@@ -93,8 +93,8 @@ class Regime:
         """Return the exact bytes of an operator's state that a rank saves.
 
         Args:
-            parts: tensors of the operator, and the number of elements of each that the rank owns. The scales of a
-                tensor without own elements count both as compute weights and as full state.
+            parts: pairs of a tensor of the operator and the number of its elements that the rank owns. If the rank owns
+                no element of a tensor, the tensor's scales count both as compute weights and as full state.
         """
         elements = quantised = tensors = scales = full_scales = 0
         for tensor, owned in parts:
@@ -107,7 +107,7 @@ class Regime:
     def quantises(self, tensor: TensorShape) -> bool:
         """Return True if snapshots save a tensor's compute weights in FP8.
 
-        With MXFP8 they do not: snapshots save the BF16 weights from which both of its forms are computed.
+        With MXFP8 the result is False. Snapshots then save BF16 weights, from which both FP8 forms are computed.
         """
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
@@ -120,12 +120,12 @@ class Regime:
         return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
 
     def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, full_scales: int = 0) -> StateBytes:
-        """Return the bytes of ``elements`` elements in ``tensors`` tensors.
+        """Return the bytes of an operator's state on one rank.
 
         Args:
-            elements: number of elements.
-            quantised: number of those elements whose compute weights are FP8.
-            tensors: number of tensors with own elements.
+            elements: number of elements that the rank owns.
+            quantised: number of owned elements whose compute weights are FP8.
+            tensors: number of tensors of which the rank owns elements.
             scales: bytes of scales of compute weights.
             full_scales: bytes of scales that also count as full state.
         """
@@ -145,8 +145,8 @@ class Regime:
 
 
 MIXED = Regime("bf16", "fp32", "fp32", "fp32")
-"""Mixed precision, the default: compute weights of 2 bytes (BF16 or FP16), FP32 master weights and moments of 12 bytes.
-"""
+"""Mixed precision, the default. Each element has 2 bytes of compute weights (BF16 or FP16), and 12 bytes of FP32 master
+weights and moments."""
 
 TABLE_7 = (
     Regime("fp16", "fp16", "fp16", "fp16"),

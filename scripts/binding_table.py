@@ -24,7 +24,7 @@ and a test compares.
 
 
 def page() -> str:
-    """Return the whole page: methods that a binding must write, then methods with a default."""
+    """Return the text of the page: methods that a binding must implement, then methods with a default."""
     methods = [node for node in _class().body if isinstance(node, ast.FunctionDef)]
     needed = [method for method in methods if _is_abstract(method)]
     others = [method for method in methods if method not in needed]

@@ -1,9 +1,9 @@
 """Reproduction of a fault of torch: coalesced collectives over gloo corrupt the heap of two processes.
 
-``python scripts/coalesced_gloo.py`` crashes within a minute or two where torch has the fault (2.13.0 has it), with a
-signal of malloc's or a segmentation fault. It does not crash with ``--one-by-one``, which issues the collectives as
-``megatron/moevement/platform/megatron_cpu.py`` does. The script uses nothing of Megatron or this project: it sends and
-receives in pairs, reduces gradients from hooks of the backward pass, and gathers parameters in place.
+``python scripts/coalesced_gloo.py`` crashes within two minutes if torch has the fault, as torch 2.13.0 does: malloc
+aborts the process, or a segmentation fault ends it. The script does not crash with ``--one-by-one``, which issues the
+collectives as ``megatron/moevement/platform/megatron_cpu.py`` does. The script uses neither Megatron nor this project.
+It sends and receives in pairs, reduces gradients from hooks of the backward pass, and gathers parameters in place.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _run(rank: int, port: int, seconds: float, one_by_one: bool) -> None:
         rounds += 1
         is_over = torch.tensor([float(time.monotonic() - began > seconds)])
         dist.all_reduce(is_over)
-    print(f"rank {rank}: {rounds} rounds, nothing happened (torch {torch.__version__})", flush=True)
+    print(f"rank {rank}: {rounds} rounds without a crash (torch {torch.__version__})", flush=True)
 
 
 if __name__ == "__main__":

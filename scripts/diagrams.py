@@ -1,7 +1,7 @@
 """Generator of docs/diagrams/*.svg: the parts of a job, the slots of a window, and the seconds of a recovery.
 
-Run it with ``python scripts/diagrams.py``. The slots come from the schedule code of a job, and the seconds from
-benchmarks/kills.md, so the drawings cannot differ from them. A test compares the files.
+Run the script with ``python scripts/diagrams.py``. It computes the slots with the schedule code that jobs use, and
+reads the seconds from benchmarks/kills.md. A test compares the SVG files with new drawings.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PHASES = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "r
 
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: readers can search and compare it, and a screen reader can read it
-    "svg.hashsalt": "moevement",  # names inside the file are the same in each drawing
+    "svg.hashsalt": "moevement",  # identifiers in the file are the same each time it is drawn
     "font.family": "sans-serif",
-    "font.size": 12,  # 16 px at full width, which is legible on a phone, too
+    "font.size": 12,  # 16 px at full width, which is legible on a phone
 }
 INK = "#123456"
 """Placeholder for the color of text, which is dark on a light page and light on a dark one."""
 DARK, FULL, COMPUTE = "#111111", "#3f51b5", "#b9c2ea"
 WIDTH = 6.4
-"""Width of a figure in inches, that of a column of text."""
+"""Width of a figure in inches, equal to the width of a column of text."""
 
 
 def architecture() -> Figure:
-    """Draw the processes of a job on two nodes and a spare node, and the ways of snapshots."""
+    """Draw the processes of a job on two nodes and a spare node, and the paths of snapshots."""
     figure, axes = _canvas(WIDTH, 4.6)
     _box(axes, 0.1, 3.75, 6.2, 0.75, "launcher, or coordinator under Slurm", "gives out ranks; decides who lives", FULL)
     for place, (name, members) in enumerate(
@@ -64,7 +64,7 @@ def architecture() -> Figure:
 
 
 def window() -> Figure:
-    """Draw the contents of each snapshot of two aligned windows, from the schedule itself."""
+    """Draw the contents of each snapshot of two aligned windows, computed by the schedule."""
     schedule = _example_schedule()
     snapshots = schedule.start + np.arange(2 * schedule.size)
     figure, axes = _canvas(WIDTH, 3.9)
@@ -72,7 +72,7 @@ def window() -> Figure:
     axes.set(xlim=(-1.45, len(snapshots) + 0.05), ylim=(-1.0, rows + 0.75))
     for column, iteration in enumerate(snapshots):
         contents = schedule.contents(int(iteration))
-        assert contents is not None, "windows of the diagrams have no rest"
+        assert contents is not None, "the schedule of the diagram captures a snapshot in every iteration"
         for row, place in enumerate(schedule.order):
             colour, text = _HELD[Saved(int(contents[place]))]
             _box(axes, column, rows - 1 - row, 0.94, 0.9, "", text, colour)
@@ -92,7 +92,7 @@ _HELD = {Saved.FULL: (FULL, "all"), Saved.COMPUTE: (COMPUTE, "weights"), Saved.N
 
 
 def recovery() -> Figure:
-    """Draw the seconds of a recovery by part, for each way, from benchmarks/kills.md."""
+    """Draw the seconds of each part of a recovery, with a row for each kind of recovery in benchmarks/kills.md."""
     rows = _seconds_of_phases()
     figure, axes = _canvas(WIDTH, 2.7)
     longest = max(seconds["total"] for seconds in rows.values())
@@ -121,7 +121,7 @@ DIAGRAMS = {"architecture": architecture, "window": window, "recovery": recovery
 
 
 def svg(name: str) -> str:
-    """Return one diagram as the text of an SVG file, the same each time."""
+    """Return one diagram as the text of an SVG file. The text is the same in every run."""
     with matplotlib.rc_context(STYLE):
         figure = DIAGRAMS[name]()
         file = io.StringIO()
@@ -147,7 +147,7 @@ def _example_schedule() -> SparseSchedule:
 
 
 def _seconds_of_phases() -> dict[str, dict[str, float]]:
-    """Return the rows of benchmarks/kills.md that have all phases, in seconds by phase."""
+    """Return the seconds of each phase, for every row of benchmarks/kills.md that has all phases."""
     table = [line for line in KILLS.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
     seconds = {}

@@ -10,7 +10,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "guarantees.md"
 
 
 def page() -> str:
-    """Return the page with a new table, the only one on it whose first column has no heading."""
+    """Return the page with a new table. It replaces the one table whose first column has no heading."""
     lines = OUTPUT.read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
     last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))

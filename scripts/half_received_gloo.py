@@ -1,9 +1,8 @@
 """Reproduction of a fault of torch: gloo never ends a partly completed receive when its connection closes.
 
-``python scripts/half_received_gloo.py`` reports within seconds whether the wait ended. It uses torch alone: a process
-    is
-stopped while it sends to another one, and the other one shuts its connections down. Because of this fault, copies of
-snapshots travel over sockets (``moevement_core/comms/connections.py``).
+``python scripts/half_received_gloo.py`` reports within seconds whether the wait of the receiver ended. The script uses
+torch alone. The receiver stops the sender in the middle of a message, and then shuts the connections down. Because of
+this fault, copies of snapshots travel over sockets (``moevement_core/comms/connections.py``).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _receive(port: int, sender: int, results: Connection) -> None:
 
 
 def main() -> None:
-    """Run the two processes, and print whether the wait ended."""
+    """Run the sender and the receiver, and print whether the wait of the receiver ended."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     processes = multiprocessing.get_context("fork")
@@ -76,7 +75,7 @@ def main() -> None:
     for process in (sender, receiver):
         process.kill()
     print(
-        f"torch {torch.__version__}: {received:,} of {BYTES:,} bytes had come when connections were shut down; the "
+        f"torch {torch.__version__}: {received:,} of {BYTES:,} bytes had arrived when connections were shut down; the "
         + ("wait ended" if has_ended else f"wait did not end within {PATIENCE_S:g} s")
     )
 

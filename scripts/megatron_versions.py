@@ -1,6 +1,6 @@
 """Generator of docs/megatron_versions.md, the differences of other Megatron-Core versions from the pinned one.
 
-    python scripts/megatron_versions.py        (installs each wheel into a folder of its own; a minute)
+    python scripts/megatron_versions.py        (installs each wheel into a separate folder; takes a minute)
 
 The script examines each version in a separate process, whose path has that wheel before the installed one.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "megatron_versions.md"
 PINNED = ROOT / "tests" / "unit" / "replaced_signatures.yaml"
 VERSIONS = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
-"""Versions from the package index: the newest of each series, and all of the supported series."""
+"""Versions from the package index: the newest of each series, and all versions of the supported one."""
 INTRODUCTION = """\
 # Versions of Megatron-Core
 
@@ -37,11 +37,11 @@ known that it has the same names; only the pinned one is trained with.
 | --- | --- |
 """
 Differences = dict[str, str]
-"""Differences in words, by the name of what is replaced or read."""
+"""Descriptions of differences, by the name of the replaced or read attribute."""
 
 
 def differences_of(version: str) -> Differences:
-    """Return the differences of a version, which the function installs into a temporary folder.
+    """Return the differences of a version. The function installs the version into a temporary folder.
 
     Raises:
         subprocess.CalledProcessError: the version cannot be installed.

@@ -1,4 +1,4 @@
-"""Generator of docs/metrics.md, the figures that a run shows. Run ``python scripts/metrics_table.py``."""
+"""Generator of docs/metrics.md, the list of figures that a run reports. Run ``python scripts/metrics_table.py``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Picture of two runs over wall time, failure-free and killed, with the parts of the recovery and the loss of both.
+"""Picture of a failure-free run and a killed run over wall time, with the parts of the recovery and the loss.
 
 Run ``python scripts/progress_picture.py runs/demo/failure_free runs/demo/killed`` after ``make demo``. The picture
-claims that the runs are equal. The script therefore refuses runs that differ, or that do not have exactly one recovery,
-with exit code 2.
+states that the results of both runs are equal. The script therefore ends with exit code 2 if the runs differ, or if the
+killed run does not have exactly one recovery.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAILURE_FREE, KILLED = "#8c8c8c", "#0072b2"
 
 
 def progress(run: RunRecord) -> tuple[list[float], list[int]]:
-    """Return seconds since training began, and the newest committed iteration at each of them."""
+    """Return times in seconds since training began, and the newest committed iteration at each time."""
     lines, began = run.metrics(), _began(run)
     return [0.0, *(line["time"] - began for line in lines)], [0, *(line["iteration"] for line in lines)]
 
@@ -43,10 +43,10 @@ def picture(failure_free: RunRecord, killed: RunRecord) -> str:
     """
     verdict = compare(failure_free, killed)
     if not verdict.equal:
-        raise RunRecordError(f"{killed.folder}: differs from {failure_free.folder} ({verdict.first_difference})")
+        raise RunRecordError(f"{killed.folder}: run differs from {failure_free.folder} ({verdict.first_difference})")
     failures = [event for event in killed.events() if event["event"] == "failure"]
     if len(failures) != 1:
-        raise RunRecordError(f"{killed.folder}: {len(failures)} recoveries; the picture needs a run with one")
+        raise RunRecordError(f"{killed.folder}: the run has {len(failures)} recoveries; give a run with exactly one")
     with matplotlib.rc_context(STYLE):
         file = io.StringIO()
         _figure(failure_free, killed, failures[0]).savefig(
@@ -93,7 +93,7 @@ def _draw_progress(axes: Axes, failure_free: RunRecord, killed: RunRecord, failu
 
 
 def _draw_parts(axes: Axes, parts: dict[str, float]) -> None:
-    """Draw the recovery as one bar, with the seconds of each part below."""
+    """Draw the recovery as one bar, with the seconds of each part below the bar."""
     start, total = 0.0, sum(parts.values())
     for place, (part, seconds) in enumerate(parts.items()):
         axes.barh(0.0, seconds, left=start, height=0.8, color=COLORS[part])
@@ -121,7 +121,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("failure_free", metavar="FAILURE_FREE", type=Path, help="run directory without a failure")
     parser.add_argument("killed", metavar="KILLED", type=Path, help="run directory with one recovery")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=OUTPUT, help="an SVG file (default: %(default)s)"
+        "--output", metavar="FILE", type=Path, default=OUTPUT, help="SVG file to write (default: %(default)s)"
     )
     arguments = parser.parse_args(words)
     try:

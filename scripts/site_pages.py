@@ -1,9 +1,9 @@
 """Hooks of mkdocs that place the repository's pages on a site (mkdocs.yml, hooks).
 
-mkdocs expects one folder of pages. README, docs and benchmarks link each other by their places in the repository. The
-site has the same folders, so the links work in both. Other files that a page links to (the Dockerfile, a batch script)
-are included unchanged. On the site a link has the title of its page as text instead of the file name. Diagrams are
-inlined, so that their ink follows the theme.
+mkdocs expects one folder of pages. README, docs and benchmarks link to each other by paths in the repository. The site
+has the same folders, so the links work in the repository and on the site. Other files that a page links to (the
+Dockerfile, a batch script) are included unchanged. On the site, a link shows the title of the linked page instead of
+the file name. Diagrams are inlined, so that their text color follows the theme.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def linked_files(page: Path) -> Iterator[Path]:
 
 
 def named_by_title(markdown: str, folder: Path) -> str:
-    """Return the text of a page of ``folder``, in which a link by file name has the title of its page as text."""
+    """Return the text of a page of ``folder``, in which links show titles of pages instead of file names."""
 
     def rename(link: re.Match[str]) -> str:
         page = folder / link[1]
@@ -51,7 +51,7 @@ def named_by_title(markdown: str, folder: Path) -> str:
 
 
 def inline_diagrams(html: str, folder: Path) -> str:
-    """Return the content of a page of ``folder`` with its SVG files inlined and labelled by their alternative text."""
+    """Return a page of ``folder`` as HTML with SVG files inlined. Alternative texts become labels of the diagrams."""
 
     def inline(image: re.Match[str]) -> str:
         path = folder / unescape(image[2])

@@ -1,4 +1,4 @@
-"""Checks on GPUs of what the documentation states: twenty checks of one device, ten of several.
+"""Checks on GPUs of statements in the documentation: twenty checks of one device, ten of several devices.
 
 python -m benchmarks.gpu
 
@@ -44,7 +44,7 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen checks, and return the exit code.
 
-    It is 0, or 1 if a check of this call failed, crashed or timed out. It is 2 for bad input.
+    The code is 1 if a check of this call failed, crashed or timed out, 2 for bad input, else 0.
     """
     parser = _OneLineParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="CHECK", help="names or numbers (E1), or E for one device, M for several"
     )
-    parser.add_argument("--again", action="store_true", help="run checks that have a result, too")
-    parser.add_argument("--limit", type=float, metavar="S", help="seconds for each check, instead of its own limit")
+    parser.add_argument("--again", action="store_true", help="also run checks that already have a result")
+    parser.add_argument("--limit", type=float, metavar="S", help="seconds per check (default: each check has a limit)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder of results (default: runs/gpu)")
     arguments = parser.parse_args(argv)
     checks = _chosen(arguments.only, parser)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(checks: Sequence[Check], arguments: argparse.Namespace) -> int:
     machine = call(describe, DESCRIBE_S)
     if machine["devices"] == "0":
-        print("benchmarks.gpu: there is no GPU here: a rehearsal, which settles nothing", file=sys.stderr)
+        print("benchmarks.gpu: no GPU here; this is a rehearsal, which settles nothing", file=sys.stderr)
     is_good = True
     _write(arguments.out, machine)
     for result in run(checks, arguments.out, machine, again=arguments.again, limit_s=arguments.limit):
@@ -90,7 +90,7 @@ def _chosen(words: Sequence[str] | None, parser: argparse.ArgumentParser) -> lis
     for word in words:
         matches = {check.name for check in CHECKS if word in (check.name, check.number, check.number[0])}
         if not matches:
-            parser.error(f"--only {word}: no such check; --list names them")
+            parser.error(f"--only {word}: no check has this name or number; --list shows them")
         chosen |= matches
     return [check for check in CHECKS if check.name in chosen]
 
@@ -98,7 +98,7 @@ def _chosen(words: Sequence[str] | None, parser: argparse.ArgumentParser) -> lis
 def _locked_folder(out: Path, parser: argparse.ArgumentParser) -> IO[str]:
     """Return the open lock of the result folder, which the function creates if it is missing.
 
-    The lock keeps two calls from overwriting each other's results.
+    The lock prevents that two calls overwrite each other's results.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ class Form(StrEnum):
     CPU = "cpu"
     """Rehearsal with gloo, host memory, Triton's interpreter and tiny sizes. It settles nothing about a GPU."""
     SHARED = "shared"
-    """Form of a check of several devices whose ranks share the only GPU (:mod:`benchmarks.gpu.shared`)."""
+    """Checks of several devices, with ranks that share the only GPU (:mod:`benchmarks.gpu.shared`)."""
 
 
 class Status(StrEnum):
@@ -33,7 +33,7 @@ class Status(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     FIGURE = "figure"
-    """Result with measurements but without a claim that could fail."""
+    """The check has measurements, and no claim that could fail."""
     NOT_RUN = "not run"
     TIMED_OUT = "timed out"
     CRASHED = "crashed"
@@ -50,7 +50,7 @@ class Check:
     number: str
     """Number of the check: ``E1`` to ``E20`` on one device, ``M1`` to ``M10`` on several."""
     name: str
-    """Name to choose the check by, and name of its result file."""
+    """Name of the check for ``--only``, and name of its result file."""
     claim: str
     """Statement of the documentation that the check settles, as a sentence."""
     page: str
@@ -64,7 +64,7 @@ class Check:
     has_cpu_form: bool = False
     """True if a part of the check runs without a GPU."""
     can_share: bool = False
-    """True if the check says something with all its ranks on one GPU."""
+    """True if the check has a meaningful result with all its ranks on one GPU."""
 
     def form(self, devices: int) -> Form:
         """Return the form that the check has on a machine with this number of GPUs."""
@@ -82,7 +82,7 @@ class Findings:
     claims: list[list[Any]] = field(default_factory=list)
     """Tested statements, each with True if it held."""
     not_run: str = ""
-    """Reason why the body stopped without an answer. Empty: it did not."""
+    """Reason why the body stopped without an answer. Empty if it did not stop in this way."""
     is_complete: bool = False
     """True if the body returned."""
 
@@ -104,7 +104,7 @@ class Report:
         self._keep()
 
     def claim(self, statement: str, holds: bool) -> None:
-        """Record whether a statement held here. The check fails if one did not."""
+        """Record whether a statement held here. The check fails if any statement did not hold."""
         self._found.claims.append([statement, bool(holds)])
         self._keep()
 
@@ -123,7 +123,7 @@ class Report:
 
 
 def read_findings(path: Path) -> Findings:
-    """Return the findings that a body wrote. They are empty if it was killed before its first one."""
+    """Return the findings that a body wrote. They are empty if the body was killed before its first finding."""
     try:
         return Findings(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def read_findings(path: Path) -> Findings:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file at ``path``, so that a reader finds the old or the new text as a whole, even after a kill."""
+    """Replace the file at ``path`` atomically: a reader finds the complete old or new text, even after a kill."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -141,7 +141,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def run_body(body: str, path: str) -> None:
-    """Run the body of a check in this process, and report to the file at ``path``."""
+    """Run the body of a check in this process, and write its findings to the file at ``path``."""
     report = Report(Path(path))
     try:
         function_of(body)(report)

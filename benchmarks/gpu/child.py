@@ -15,7 +15,7 @@ from moevement_core.util.parent import end_with_parent
 def main(name: str, arguments: str, result: str) -> None:
     """Call the function, and write its return value to the file ``result`` as JSON."""
     end_with_parent()
-    os.environ.pop(PARENT_ENV, None)  # the variable names the parent of this process, and must not reach its children
+    os.environ.pop(PARENT_ENV, None)  # the variable names this process's parent, and children must not inherit it
     returned = function_of(name)(**json.loads(arguments))
     write_whole(Path(result), json.dumps(returned))
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Checks of process groups that ``AbortAll`` aborts, and of collectives that span nodes.
 
-The aborts happen with work queued, while a neighbour waits in a collective, and seconds apart.
+Ranks abort groups with work in the queue, while another rank waits in a collective, and at times seconds apart.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from moevement_core.restart.leaving import Leaving
 
 GENERATIONS = 20
 LEFT_BYTES = 256 << 20
-"""Bytes of device memory that the generations after the third may keep."""
+"""Bytes of device memory by which the use may grow from the third generation to the last."""
 ABORT_S = 10.0
 """Seconds that an abort may take with two seconds of work queued."""
 QUEUED_S, BEHIND_WORK = 2.0, 3
-"""Seconds of queued work, and the number of first generations that have it."""
+"""Seconds of queued work, and the number of generations that have it. Later generations have no queued work."""
 COLLECTIVE_S = timedelta(seconds=20)
 LEAVE_S = 2.0
-"""Seconds that the neighbour of an aborted collective has to end it."""
+"""Seconds within which a rank must leave a collective after another rank has aborted it."""
 SKEW_S = 5.0
 
 
 def abort_alone(report: Report) -> None:
-    """Abort a communicator of one rank behind queued work several times, with torch's cache kept and emptied."""
+    """Abort a communicator of one rank several times with work queued, first with torch's cache kept, then emptied."""
     is_gpu = torch.cuda.is_available()
     for empties in (False, True) if is_gpu else (False,):
         case = call_ranks(
@@ -77,7 +77,7 @@ def _report_generations(report: Report, name: str, case: Any) -> None:
 def generations(
     rank: int, world: int, port: int, number: int, queued_s: float = 0.0, empties: bool = False, skew_s: float = 0.0
 ) -> dict[str, list[float]]:
-    """Return seconds and device memory of each generation, after its group was made, used and aborted."""
+    """Make, use and abort a group in each generation, and return the seconds and device memory of the generations."""
     device, listeners = device_of(rank), listening()
     measured: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
     values = torch.ones((16 << 20) if device.type == "cuda" else (1 << 16), device=device)
@@ -108,7 +108,7 @@ def generations(
 
 
 def torn(report: Report) -> None:
-    """Let two ranks wait in an all-reduce for a third that never comes, and abort one of them."""
+    """Let two ranks wait in an all-reduce that a third rank never joins, and abort one of the two."""
     is_gpu = torch.cuda.is_available()
     protocols = ("LL", "LL128", "Simple") if is_gpu else ("",)
     for protocol in protocols:
@@ -136,7 +136,7 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
     ended: list[str] = []
 
     def reduce() -> None:
-        device_of(rank)  # sets the current device of this thread
+        device_of(rank)  # the call sets the current device of this thread
         try:
             work = dist.all_reduce(values, async_op=True)
             assert work is not None
@@ -169,7 +169,7 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
 
 
 def skewed(report: Report) -> None:
-    """Let the last rank of a node abort seconds after the others, with memory imported and without."""
+    """Let the last rank of a node abort seconds after the others, with NCCL's cuMem memory and without."""
     is_gpu = torch.cuda.is_available()
     world = shared.RANKS if shared.is_shared() else torch.cuda.device_count() if is_gpu else 2
     for value in ("1", "0") if is_gpu else ("1",):
@@ -185,7 +185,7 @@ def skewed(report: Report) -> None:
 
 
 def split(report: Report) -> None:
-    """Time collectives of a layer: with all ranks on one node, and with one rank that NCCL takes to be on another."""
+    """Time collectives of a layer, with all ranks on one node and with one rank that NCCL sees on another node."""
     is_gpu = torch.cuda.is_available()
     world = torch.cuda.device_count() if is_gpu else 2
     cases: dict[str, list[Mapping[str, str]]] = {"one node": [{}] * world}

@@ -1,7 +1,7 @@
 """Checks of copies of live state to page-locked host memory by the copy engine of snapshots.
 
-They measure the effect on a small copy of training and on kernels beside it, the rate from each memory node, and the
-processor time of the waiting thread.
+The checks measure how these copies delay a small copy that training makes, how they slow kernels, their rate from each
+memory node, and the processor time of the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ QUEUES: dict[str, dict[str, str | None]] = {
 }
 CHUNK_BYTES = 8 << 20
 ELEMENTS = 64
-"""Number of elements of the small copy, which a dispatcher needs in every layer."""
+"""Number of elements of the small copy. A token dispatcher makes such a copy in every layer."""
 WAITS_FOR_COPY = 0.25
-"""Share of a snapshot's copying time from which a small copy counts as delayed by it."""
+"""Share of a snapshot's copying time. A small copy that takes longer counts as delayed by the snapshot."""
 CORE_SHARE = 0.5
-"""Share of a copy's time from which the waiting thread counts as burning a core."""
+"""Share of a copy's duration. A waiting thread that uses more processor time counts as burning a core."""
 ROUNDS = 5
 
 
@@ -57,7 +57,7 @@ def latency(report: Report) -> None:
 
 
 def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
-    """Return milliseconds of the small copy, alone and beside a snapshot of ``nbytes``, and of the snapshot."""
+    """Return the milliseconds of a small copy alone, of small copies beside a snapshot, and of the snapshot."""
     device = current_device()
     engine, stream = copy_engine(device), device.stream()
     source, target = _buffers(device, nbytes)
@@ -73,7 +73,7 @@ def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
         event.synchronize()
         return 1e3 * (time.perf_counter() - began)
 
-    copy_in_chunks(engine, source, target, chunk_bytes)  # warms up
+    copy_in_chunks(engine, source, target, chunk_bytes)  # warm-up
     quiet = statistics.median(small_copy() for _ in range(20))
     beside: list[float] = []
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
 
 
 def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> None:
-    """Copy with the engine, with at most two chunks under way, and return after the last one."""
+    """Copy with the engine, with at most two chunks under way, and return after the last chunk."""
     under_way: list[Capture] = []
     for from_, to in zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True):
         under_way.append(_start(engine, from_, to))
@@ -99,7 +99,7 @@ def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tenso
 
 
 def numa(report: Report) -> None:
-    """Measure rates and slow-downs with this process on each memory node."""
+    """Measure rates of copies and slow-downs of kernels, with a process on each memory node."""
     for node, cpus in _nodes().items():
         case = call(numa_case, 45, cpus=cpus)
         for name, (value, unit) in case.items():
@@ -109,7 +109,7 @@ def numa(report: Report) -> None:
 
 
 def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
-    """Return rates of copies alone and beside work, and how much the work slows down, on these processors."""
+    """Return rates of copies, alone and beside work, and the slow-down of the work. The processors are ``cpus``."""
     os.sched_setaffinity(0, cpus)
     device = current_device()
     nbytes = (2 << 30) if device.kind == "cuda" else (16 << 20)
@@ -125,7 +125,7 @@ def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
             began = time.perf_counter()
             capture = _start(engine, source, target)
             work()
-            device.current_stream().synchronize()  # not the stream of the copies
+            device.current_stream().synchronize()  # wait for the work, not for the copies on their own stream
             beside.append(time.perf_counter() - began)
             stalls.append(capture.wait_copied())
             capture.finished.wait()
@@ -138,7 +138,7 @@ def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
 
 
 def waiting(report: Report) -> None:
-    """Measure the processor time of threads that wait for a copy: the engine's, and one with a torch event."""
+    """Measure the processor time of waiting for a copy, in the engine's thread and with a torch event."""
     device = current_device()
     nbytes = (4 << 30) if device.kind == "cuda" else (16 << 20)
     engine = copy_engine(device)
@@ -149,7 +149,7 @@ def waiting(report: Report) -> None:
     report.figure("copy of the engine", capture.copy_s, "s")
     report.figure("processor time of its thread", capture.copy_cpu_s / (nbytes / 1e9), "s/GB")
     if device.kind != "cuda":
-        return  # the engine's thread makes the copy itself
+        return  # without a GPU, the engine's thread makes the copy itself
     report.claim("the engine's thread does not burn a core", capture.copy_cpu_s < CORE_SHARE * capture.copy_s)
     for is_blocking in (False, True):
         event = torch.cuda.Event(blocking=is_blocking)

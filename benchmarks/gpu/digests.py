@@ -13,11 +13,11 @@ from moevement_core.device import current_device
 from moevement_core.snapshot.whole import begin_whole
 
 HOST_S = 0.05
-"""Seconds of the training thread that a digest of the whole state may take."""
+"""Seconds for which a digest of the whole state may occupy the training thread."""
 
 
 def digests(report: Report) -> None:
-    """Digest as much state as a rank of 10 GB has."""
+    """Digest the state of a rank that holds 10 GiB, alone and beside products."""
     device = current_device()
     is_gpu = device.kind == "cuda"
     nbytes = (10 << 30) if is_gpu else (16 << 20)

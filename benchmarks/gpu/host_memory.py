@@ -21,15 +21,15 @@ from moevement_core.util.host_memory import node_memory
 LARGEST_SHARE = 0.4
 """Share of the host's memory that a check may lock."""
 GAP_S = 1.0
-"""Seconds for which another thread may stand still. The lease of a rank is ten times as long."""
+"""Seconds for which page-locking may stop another thread. The lease of a rank is ten times as long."""
 COPY_SHARE = 0.05
-"""Share of the memory that a forked process may have as its own copy."""
+"""Share of the memory of which a forked process may have its own copy."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 
 
 def page_lock(report: Report) -> None:
-    """Measure page-locking by size and kind of mapping: seconds, stops of another thread, and new contexts."""
+    """Measure page-locking for several sizes and kinds of mapping: seconds, stops of another thread, new contexts."""
     if torch.cuda.is_available():
         kinds = {"private": PRIVATE, "private, huge pages": PRIVATE, "shared": SHARED}
         for name, flags in kinds.items():
@@ -49,7 +49,7 @@ def page_lock(report: Report) -> None:
 
 
 def page_lock_case(nbytes: int) -> dict[str, Any]:
-    """Lock memory in a thread that has not used the device yet, as a thread that serves peers does."""
+    """Lock memory in a thread that has not used the device yet, as threads that serve peers do."""
     device = current_device()
     if device.kind == "cuda":
         torch.zeros(1, device=device.torch_device)
@@ -78,7 +78,7 @@ def page_lock_case(nbytes: int) -> dict[str, Any]:
 
 
 def _used_on_devices() -> dict[int, int]:
-    """Return the bytes in use on each device. The query creates no context on a device."""
+    """Return the bytes in use on each device, without creating a context on it."""
     if not torch.cuda.is_available() or torch.cuda.device_count() == 1:
         return {}
     return {number: torch.cuda.device_memory_used(number) for number in range(torch.cuda.device_count())}
@@ -107,7 +107,7 @@ def _register(memory: torch.Tensor) -> None:
 
 
 def fork(report: Report) -> None:
-    """Fork with much page-locked memory, copy into it afterwards, and compare the result."""
+    """Fork a process with much page-locked memory, copy into this memory afterwards, and compare the result."""
     device = current_device()
     wanted = (8 << 30) if device.kind == "cuda" else (16 << 20)
     nbytes = min(wanted, int(LARGEST_SHARE * node_memory().nbytes) >> 20 << 20)
@@ -122,7 +122,7 @@ def fork(report: Report) -> None:
 
 
 def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
-    """Return seconds of the fork, bytes that only the child has, and whether a copy made after it is right."""
+    """Fork, then copy. Return the seconds of the fork, the bytes of the child alone, and whether the copy is right."""
     device = current_device()
     if kind == "ours":
         memory = device.host_empty(nbytes)
@@ -142,7 +142,7 @@ def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
         os._exit(0)
     fork_s = time.perf_counter() - began
     try:
-        memory[:: mmap.PAGESIZE] = 3  # a store of the parent to every page
+        memory[:: mmap.PAGESIZE] = 3  # the parent writes to every page
         engine = copy_engine(device)
         copy_s(engine, source, memory)
         engine.close()
@@ -154,7 +154,7 @@ def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
 
 
 def failed_page_lock(report: Report) -> None:
-    """Lock a range that is already locked, and launch a kernel: with the error kept, and with it cleared."""
+    """Lock a range that is already locked, and then launch a kernel, once with the error kept and once cleared."""
     device = current_device()
     memory = device.host_empty(1 << 20)
     runtime: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""Checks of jobs whose ranks are killed: Megatron on GPUs, the trainer in plain torch without them."""
+"""Checks of jobs whose ranks are killed. They train with Megatron on GPUs, and with plain torch on CPUs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MOMENTS = (
     ("usable_at", "prepared_at", "state found"), ("prepared_at", "replay_at", "loop entered"),
     ("replay_at", "resumed_at", "state recovered"),
 )  # fmt: skip
-"""Pairs of fields of the failure event, with the name of the time between them."""
+"""Pairs of fields of the failure event, with the name of the time between the two."""
 LATE_S = ("0.1", "2.0")
 """Seconds between two checks of the monitoring threads. A longer interval lets a rank notice a failure later."""
 REPEATS = 3
 AT_ONCE = 3
-"""Number of jobs that run at the same time on a shared GPU, where no figure depends on a quiet machine."""
+"""Number of jobs that run at the same time on a shared GPU. No figure there depends on a quiet machine."""
 DETERMINISTIC = ("--deterministic-mode",)
 FP8 = (
     "--fp8-format",
@@ -47,7 +47,7 @@ FP8 = (
 
 
 def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
-    """Train on all GPUs, or on two ranks without GPUs, with one spare."""
+    """Train with one spare, on all GPUs, or on two ranks if there is no GPU."""
     if not torch.cuda.is_available():
         plain = [word for word in words if word not in DETERMINISTIC]
         return train_plain(folder, ITERATIONS, "--moevement-window", "4", *plain, nproc=2, spares=1)
@@ -55,22 +55,22 @@ def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = No
 
 
 def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
-    """Train with the faults in ``words``.
+    """Train with the faults in ``words``, and return the record of the run.
 
     Raises:
-        JobFailed: no rank failed, so equal bits would prove nothing.
+        JobFailed: no rank failed, so that a comparison of bits would prove nothing.
     """
     record = _train(folder, *words, environment=environment)
     if not (events(record, "failure") or events(record, "restart")):  # restart: all ranks failed, as in a job of two
-        raise JobFailed(f"no rank was lost in {folder.name}: {' '.join(words)}")
+        raise JobFailed(f"no rank failed in {folder.name}, in spite of {' '.join(words)}")
     return record
 
 
 @contextmanager
 def _jobs() -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool for the jobs of a check: one after the other, but for jobs on a shared GPU.
+    """Yield a pool that runs the jobs of a check one after the other, or several at a time on a shared GPU.
 
-    If a job fails the check, those that have not begun are left out.
+    If the check fails, jobs that have not begun do not run.
     """
     pool = ThreadPoolExecutor(AT_ONCE if shared.is_shared() else 1)
     try:
@@ -92,7 +92,7 @@ def _ranks() -> int:
 
 
 def _layout() -> tuple[str, ...]:
-    """Return the flags of two pipeline stages with experts on different ranks, for four ranks or more."""
+    """Return flags for two pipeline stages and expert parallelism if there are at least four ranks, else no flags."""
     if _ranks() < 4:
         return ()
     return ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2")
@@ -104,7 +104,7 @@ def _fault(rank: int, phase: str, iteration: int | None = KILLED_AT) -> tuple[st
 
 
 def late_monitor(report: Report) -> None:
-    """Kill a rank in the last reduction while monitors check seldom, and compare the committed state."""
+    """Kill a rank in the last reduction while monitoring threads check rarely, and compare the final state."""
     with tempfile.TemporaryDirectory() as folder, _jobs() as jobs:
         free = jobs.submit(_train, Path(folder, "free"), *DETERMINISTIC)
         if not torch.cuda.is_available():  # the trainer in plain torch has no flag for the monitor
@@ -146,7 +146,7 @@ def kills(report: Report) -> None:
 
 
 def second_kill(report: Report) -> None:
-    """Kill a second rank while the next groups form, with and without nonblocking communicators."""
+    """Kill a second rank while ranks make groups after the first kill, with and without nonblocking communicators."""
     settings: dict[str, dict[str, str]] = {"default": {}}
     if torch.cuda.is_available():
         settings["nonblocking"] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
@@ -197,7 +197,7 @@ def replacement_bits(report: Report) -> None:
 
 
 def fp8_survivors(report: Report) -> None:
-    """Kill a rank of a job with delayed scaling, and compare the job with one that had no failure."""
+    """Kill a rank of a job with delayed scaling, and compare the job with a failure-free job."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise NotRun("Transformer Engine is not installed")
     layers = ("--transformer-impl", "transformer_engine")

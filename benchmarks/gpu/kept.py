@@ -1,9 +1,9 @@
-"""Page of the results that this repository keeps, made again from their file.
+"""Writer of the page gpu_h200.md from the results that this repository keeps.
 
 python -m benchmarks.gpu.kept
 
-The results are those of several calls of ``python -m benchmarks.gpu`` on one kind of machine. Each has its own date and
-versions.
+The results come from several calls of ``python -m benchmarks.gpu`` on one kind of machine. Each result has its own date
+and versions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COMMAND = (
 
 
 def kept_page(path: Path) -> str:
-    """Return the page of the results in a file, with the machine of the newest one.
+    """Return the page for the results in a file. It describes the machine of the newest result.
 
     Args:
-        path: file as ``gpu.json`` of the folder of results.
+        path: file in the format of ``gpu.json`` in a folder of results.
     """
     read = json.loads(path.read_text(encoding="utf-8"))
     results = {

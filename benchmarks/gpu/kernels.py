@@ -1,4 +1,4 @@
-"""Checks of the kernels of expert layers: results on every shape, bits of mixed experts, rates, host time."""
+"""Checks of the kernels of expert layers: results on odd shapes, bits of mixed experts, rates, host time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from benchmarks.gpu.processes import ROOT, ProcessFailed, call
 ODD_COUNTS = [0, 1, 127, 129]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 TINY = Tiles(rows=16, columns=16, inner=16, warps=4, stages=2)
-"""Small tiles for Triton's interpreter, which is slow for each program."""
+"""Small tiles for Triton's interpreter, which is slow."""
 SANITIZER_S = 40
 MASKS = 50
 
@@ -70,7 +70,7 @@ def _problem(counts: list[int], hidden: int, inner: int, kind: Activation, devic
 
 
 def odd_shapes(backend: str) -> dict[str, bool]:
-    """Return whether kernels agree with references on empty, tiny and uneven experts, by the output."""
+    """Return True for each output if the kernel agrees with its reference on empty, tiny and uneven experts."""
     select(Backend(backend))
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
@@ -127,7 +127,7 @@ def _sanitized(report: Report) -> None:
 
 
 def mixed(report: Report) -> None:
-    """Compare the gradients of experts frozen by random masks with those of all-active experts."""
+    """Freeze experts by random masks, and compare their gradients with those of a layer of active experts."""
     backends = [Backend.TRITON]
     if torch.cuda.is_available():
         from benchmarks.kernels.__main__ import _backends
@@ -171,7 +171,7 @@ def differing_masks(backend: str, masks: int) -> int:
 
 
 def rates(report: Report) -> None:
-    """Time a layer of the paper's table by tiles and backends, beside cuBLAS and Transformer Engine's GroupedLinear."""
+    """Time a layer with several tiles and backends, and with cuBLAS and Transformer Engine's GroupedLinear."""
     from benchmarks.kernels import __main__ as timing
     from benchmarks.kernels.layers import counts_of, layer_of
 
@@ -213,7 +213,7 @@ def _transformer_engine(x: torch.Tensor, counts: list[int], hidden: int, rows: i
 
 
 def host_time(report: Report) -> None:
-    """Time calls with few tokens on the host, and count copies to the device and newly compiled variants."""
+    """Measure host time of calls with few tokens, and count copies to the device and newly compiled variants."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden, inner = (1024, 512) if device.type == "cuda" else (32, 16)
     for experts in (8, 64):

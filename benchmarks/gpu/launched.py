@@ -16,7 +16,7 @@ MEGATRON = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
 MEGATRON_SHARED = Path(__file__).parent / "scripts" / "pretrain_shared.py"
 PLAIN = ROOT / "examples" / "plain_torch" / "train.py"
 JOB_S = 300
-"""Limit of one job in seconds. The check that launches it usually has a lower one."""
+"""Limit of one job in seconds. The check that launches the job usually has a lower limit."""
 MODEL = {
     "num-layers": 4, "hidden-size": 1024, "num-attention-heads": 16, "ffn-hidden-size": 2048, "num-experts": 8,
     "moe-router-topk": 2, "moe-ffn-hidden-size": 2048, "seq-length": 512, "max-position-embeddings": 512,
@@ -35,7 +35,7 @@ MIDDLE = {
     "hidden-size": 256, "num-attention-heads": 8, "ffn-hidden-size": 512, "moe-ffn-hidden-size": 512,
     "seq-length": 256, "max-position-embeddings": 256, "micro-batch-size": 2,
 }  # fmt: skip
-"""Sizes of the model with ranks that share one GPU, whose gradients pass through sockets."""
+"""Sizes of the model for ranks that share one GPU. They are moderate because gradients pass through sockets."""
 LOCAL = ("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm")
 """Flags for Megatron's own layers, which need no Transformer Engine."""
 SWITCHES = (
@@ -52,12 +52,12 @@ class JobFailed(RuntimeError):
 def launch(
     words: Sequence[str], environment: Mapping[str, str] | None = None, limit_s: float = JOB_S
 ) -> tuple[int, str]:
-    """Run ``moevement launch`` with these words, and return its exit code and the end of its output.
+    """Run ``moevement launch`` with these arguments, and return its exit code and the end of its output.
 
     Raises:
         TimeoutError: the job exceeds ``limit_s``.
     """
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch reads it at import; without it each poll of the store warns
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # Torch reads it at import; else it warns at each poll of the store.
     with Process(_launch, {"words": list(words)}, {**quiet, **(environment or {})}) as process:
         code = process.result(limit_s) if process.wait(limit_s) == 0 else process.wait(0)
         return int(code), process.tail(40)
@@ -81,7 +81,7 @@ def pretrain(
     layers: Sequence[str] = LOCAL,
     environment: Mapping[str, str] | None = None,
 ) -> RunRecord:
-    """Train with Megatron, and return the record of the run. Several ranks share the only GPU, if there is one.
+    """Train with Megatron, and return the record of the run. If the machine has one GPU, all ranks share it.
 
     Raises:
         JobFailed: the exit code is not 0.

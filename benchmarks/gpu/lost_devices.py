@@ -1,4 +1,4 @@
-"""Checks of a rank whose device breaks, and of one in a long C call, with the real launcher and in-process restarts."""
+"""Checks of a rank with a broken device and a rank in a long C call, with the real launcher and in-process restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def broken_device(report: Report) -> None:
 
 
 def long_call(report: Report) -> None:
-    """Let one rank make a C call longer than the limit for a hang, before it has trained."""
+    """Let one rank make a C call during its set-up that takes longer than the limit for a hang."""
     code, lines, _ = _run("long-call")
     report.figure("the call, and the limit for a hang", f"{CALL_S:g}, {HANG_S['long-call']:g}", "s")
     report.figure("exit code of the job", code)

@@ -1,4 +1,7 @@
-"""Description of the hardware and versions behind figures. It runs in its own process, which leaves no context."""
+"""Description of the hardware and versions behind figures.
+
+It runs in its own process, so that the calling process has no CUDA context.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PACKAGES = ("torch", "triton", "megatron-core", "nvidia-resiliency-ext", "transf
 
 
 def describe() -> dict[str, str]:
-    """Return hardware and versions as words by name. ``devices`` is the number of GPUs."""
+    """Return texts that describe hardware and versions, by name. ``devices`` is the number of GPUs."""
     facts = {"devices": "0", "GPUs": "none"}
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]

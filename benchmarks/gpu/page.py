@@ -18,7 +18,7 @@ def page(checks: Sequence[Check], results: Mapping[str, Result], machine: Mappin
 
     Args:
         checks: all checks in their order.
-        results: results by the name of the check. A check without one has not been reached.
+        results: results by the name of the check. A check without a result has not run yet.
         machine: hardware and versions of this call.
         command: command line that wrote the page.
     """

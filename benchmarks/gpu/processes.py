@@ -1,7 +1,7 @@
-"""Functions in processes of their own, with an environment, a time limit, and an end that includes their children.
+"""Calls of functions in new processes, with an environment and a time limit.
 
-A process here ends with its parent, even if the parent is killed. The same holds for the processes that it starts with
-these functions, so an interrupted call leaves nothing on the GPU.
+A process ends with its parent, even if the parent is killed. The same holds for the processes that it starts with this
+module. So an interrupted call leaves nothing on the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Process:
     Args:
         function: function at the top level of a module.
         arguments: keyword arguments of the function. JSON must be able to hold them.
-        environment: variables in addition to those of this process. None as a value removes a variable.
-        log: file for the output. None: the output is kept only for the message of :class:`ProcessFailed`.
+        environment: variables in addition to those of this process. A value of None removes the variable.
+        log: file for the output. None: a temporary file, for the message of :class:`ProcessFailed`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Process:
 def call(
     function: Callable[..., Any], limit_s: float, environment: Mapping[str, str | None] | None = None, **arguments: Any
 ) -> Any:
-    """Return what ``function`` returns in a process of its own.
+    """Call ``function`` in a new process, and return its return value.
 
     Raises:
         TimeoutError: the process runs longer than ``limit_s``.
@@ -143,9 +143,9 @@ def call_ranks(
     environments: Sequence[Mapping[str, str]] | None = None,
     **arguments: Any,
 ) -> list[Any]:
-    """Return what ``function`` returns on each of ``world`` ranks, which can meet in a store on this host.
+    """Call ``function`` on ``world`` ranks, each in a new process, and return the return value of each rank.
 
-    The result of a rank that fails or exceeds the limit is its error, as text that begins with ``failed:``.
+    If a rank fails or exceeds the limit, its result is a text that begins with ``failed:``.
 
     Args:
         function: function of each rank. It gets ``rank``, ``world``, the ``port`` of a ``torch.distributed.TCPStore``

@@ -1,7 +1,7 @@
 """Check of FP8 with Transformer Engine.
 
-It compares our quantisers (docs/fp8.md) with Transformer Engine's byte for byte, for each recipe that the GPU has.
-MXFP8 needs Blackwell. It also checks that the scales of a survivor go on moving after the abort of a failure.
+The check compares our quantisers (docs/fp8.md) with Transformer Engine's byte for byte, for each recipe that the GPU
+has. (MXFP8 needs Blackwell.) It also checks that the scales of a survivor keep changing after the abort of a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fp8(report: Report) -> None:
     for name, (quantise, quantise_here) in _cases().items():
         try:
             quantised = quantise(values.cuda())
-        except Exception as error:  # this GPU lacks the recipe
+        except Exception as error:  # the GPU does not have the recipe
             report.figure(name, f"not run: {str(error).splitlines()[0][:100]}")
             continue
         codes, scales = _buffers(quantised)

@@ -1,6 +1,6 @@
-"""Check of copies to a peer over the connections of snapshots.
+"""Check of copies to a peer over the connections that snapshots use.
 
-It measures rates by streams and interface, and how much the copies slow collectives of training.
+The check measures rates by number of streams and by interface, and how much the copies slow collectives of training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moevement_core.comms.connections import Address, Connections
 STREAMS = (1, 2, 4)
 ROUNDS = 8
 SLOWER = 1.1
-"""Factor by which collectives may take longer beside copies."""
+"""Largest ratio of the time of collectives beside copies to their time alone."""
 
 
 def replication(report: Report) -> None:

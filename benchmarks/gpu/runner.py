@@ -1,4 +1,4 @@
-"""Runner of checks, which runs each one in its own process and keeps its result in a folder.
+"""Runner of checks. It runs each check in its own process, and writes the result into a folder.
 
 A result file is either complete or missing. A call that is interrupted, even by SIGKILL, loses only the check that was
 running. The next call starts with it.
@@ -40,7 +40,7 @@ class Result:
 
 
 def result_of(folder: Path, check: Check) -> Result | None:
-    """Return the result in the folder. None: there is no readable result."""
+    """Return the result of a check in the folder. Return None if there is no readable result."""
     try:
         read = json.loads((folder / f"{check.name}.json").read_text(encoding="utf-8"))
         return Result(**{**read, "status": Status(read["status"]), "form": Form(read["form"])})
@@ -49,7 +49,7 @@ def result_of(folder: Path, check: Check) -> Result | None:
 
 
 def is_answered(result: Result | None, form: Form) -> bool:
-    """Return True if a check need not run again. A check that could not run, or ran in another form, has no answer."""
+    """Return True if the result is an answer: the check did run, and in this form."""
     return result is not None and result.form is form and result.status is not Status.NOT_RUN
 
 
@@ -62,8 +62,8 @@ def run(
         checks: checks in their order.
         folder: folder of results.
         machine: description from :func:`benchmarks.gpu.machine.describe`. ``devices`` is the number of GPUs.
-        again: True to run checks that have an answer, too.
-        limit_s: limit in seconds that replaces each check's own.
+        again: True: also run checks that have an answer.
+        limit_s: limit of each check in seconds. None: the checks' own limits.
     """
     for check in checks:
         form = check.form(int(machine["devices"]))
@@ -118,12 +118,12 @@ def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_
 
 
 def why_not(check: Check, form: Form, devices: int) -> str | None:
-    """Return the reason why a check cannot run on this machine. None: it can."""
+    """Return the reason why a check cannot run on this machine. Return None if it can run."""
     if form is Form.CPU:
         return None if check.has_cpu_form else "no GPU"
     if form is Form.SHARED:
         return None
-    return None if devices >= check.devices else f"needs {check.devices} GPUs, there are {devices}"
+    return None if devices >= check.devices else f"needs {check.devices} GPUs, but this machine has {devices}"
 
 
 def _verdict(findings: Findings) -> Status:

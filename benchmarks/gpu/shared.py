@@ -1,9 +1,9 @@
-"""Ranks that share one GPU, for the checks of several devices on a machine that has one.
+"""Ranks that share one GPU, for checks of several devices on a machine that has one.
 
-NCCL refuses two ranks on one device of a host. With an ``NCCL_HOSTID`` of its own, NCCL takes each rank for the only
-one of its host, and connects it to the others by sockets. Everything that a failure sets off is then real: kernels that
-wait for a lost peer, aborts, new communicators, and a spare that builds its state on the device. Rates, NVLink and peer
-access are not, so checks of those need several devices.
+NCCL refuses two ranks of a host on one device. Here each rank has a different ``NCCL_HOSTID``. So NCCL believes that
+each rank is alone on its host, and connects the ranks by sockets. The consequences of a failure are then real: kernels
+that wait for a lost peer, aborts, new communicators, and a spare that builds its state on the device. Rates, NVLink and
+peer access are not real, so checks of those need several devices.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ RANKS = 4
 
 
 def is_shared() -> bool:
-    """Return True if the ranks of a check of several devices share the only one."""
+    """Return True if the machine has one GPU, so that the ranks of a check of several devices share it."""
     return torch.cuda.is_available() and torch.cuda.device_count() == 1
 
 
 def environment(name: str) -> dict[str, str]:
-    """Return the environment of a process that shares its device.
+    """Return the environment variables of a process that shares its device.
 
     Args:
         name: name that no other process of the job has.
@@ -31,9 +31,9 @@ def environment(name: str) -> dict[str, str]:
 
 
 def share_device() -> None:
-    """Prepare a process of a launched job, before its script begins, to share the device with all others.
+    """Prepare this process of a launched job to share the device with all other processes. Call it before the script.
 
-    The coordinator gives a device to one process only. So each process states an identity of its own for the device.
+    The coordinator assigns a device to one process only. So each process reports a different identity for the device.
     """
     from moevement_core import device
     from moevement_core.util.environment import MEMBER_ENV

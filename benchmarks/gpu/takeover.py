@@ -1,7 +1,7 @@
 """Check of a spare that takes over the GPU of a killed process.
 
-It measures the seconds from SIGKILL until another process can allocate as much memory, with an existing CUDA context
-and with a new one.
+The check measures the seconds from SIGKILL until another process can allocate the same amount of memory, with an
+existing CUDA context and with a new one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from moevement_core.util.environment import MEMBER_ENV
 from moevement_core.util.host_memory import node_memory
 
 SHARE = 0.6
-"""Share of the GPU's memory that each process takes. Two processes cannot have so much at once."""
+"""Share of the GPU's memory that each process takes. It is above a half, so two processes cannot both have it."""
 LOCKED_BYTES = 32 << 30
 UP_S, TAKEN_S = 40.0, 15.0
-"""Limits in seconds: until both processes are up, and from the kill until the spare has the memory."""
+"""Limits in seconds: for the start of each process, and from the kill until the spare has the memory."""
 BUILT_S = 5.0
-"""Seconds that a replacement takes before it allocates the memory, which must be free by then."""
+"""Seconds that a replacement needs before it allocates memory. The memory must be free by then."""
 
 
 def takeover(report: Report) -> None:
     """Kill a process that holds most of the device's memory, in four situations.
 
-    This process ends the children of the killed one as the supervisor of a node does.
+    This process ends the children of the killed process, as the supervisor of a node does.
     """
     locked_bytes = min(LOCKED_BYTES, int(0.4 * node_memory().nbytes))
     cases = {
@@ -53,7 +53,7 @@ def _taken_over(is_warm: bool, forks: bool, locked_bytes: int) -> float | None:
     orphans = Orphans()
     with tempfile.TemporaryDirectory() as folder:
         with (
-            no_orphans_left(),  # adopts what the killed process has forked
+            no_orphans_left(),  # adopts the children of the killed process
             Process(
                 hold, {"folder": folder, "forks": forks, "locked_bytes": locked_bytes}, {MEMBER_ENV: "0"}
             ) as holder,
@@ -77,7 +77,7 @@ def _wait_for(path: Path, limit_s: float, process: Process) -> None:
     deadline = time.monotonic() + limit_s
     while not path.exists():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"a process did not come up in {limit_s:g} s: {process.tail()}")
+            raise RuntimeError(f"a process did not start within {limit_s:g} s: {process.tail()}")
         time.sleep(0.01)
 
 
@@ -96,7 +96,7 @@ def hold(folder: str, forks: bool, locked_bytes: int) -> None:
 
 
 def take(folder: str, is_warm: bool) -> None:
-    """Allocate as much memory as soon as the other process is killed."""
+    """Allocate the same amount of memory as soon as the other process is killed."""
     if is_warm:
         torch.zeros(1, device="cuda")
     Path(folder, "ready").touch()

@@ -19,7 +19,7 @@ ITERATIONS, WIPED_AT = 16, 11
 SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window")
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 STALL_ERROR = 0.02
-"""Share of an iteration by which the reported stall may miss the cost of snapshots."""
+"""Share of an iteration by which the cost of snapshots may exceed the reported stall."""
 TIMES = 20
 
 
@@ -29,7 +29,7 @@ def recovery(report: Report) -> None:
     if torch.cuda.is_available():
         modes["deterministic"] = (("--deterministic-mode",), DETERMINISTIC)
     with tempfile.TemporaryDirectory() as folder:
-        with ThreadPoolExecutor() as pool:  # most of a job's time is its start, and no claim here is about time
+        with ThreadPoolExecutor() as pool:  # Most of a job's time is its start, and no claim here is about time.
             jobs = {
                 (mode, name): pool.submit(
                     pretrain, Path(folder, f"{mode}-{name}"), ITERATIONS, *SNAPSHOTS, "4", *words, *more,
@@ -60,7 +60,7 @@ def recovery(report: Report) -> None:
 
 
 def first_difference(report: Report) -> None:
-    """Compute the operators of an expert layer, forward and backward, many times on the same values."""
+    """Run the operations of an expert layer, forward and backward, many times on the same values."""
     for name, operator in _operators().items():
         first = operator()
         largest, scale = 0.0, float(first.abs().max())
@@ -71,7 +71,7 @@ def first_difference(report: Report) -> None:
 
 
 def _operators() -> dict[str, Callable[[], torch.Tensor]]:
-    """Return functions that compute the results of Megatron's own operators in FP32, in the order of a layer."""
+    """Return a function for each operation of a layer, by name. It runs the operation and returns an FP32 result."""
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +137,6 @@ def _iteration_s(record: RunRecord) -> float:
 
 
 def _median(record: RunRecord, name: str) -> float:
-    """Return the median over the later half. The first iterations compile and allocate."""
+    """Return the median over the second half of the iterations, because the first iterations compile and allocate."""
     values = [line[name] for line in record.metrics()[ITERATIONS // 2 :] if line.get(name) is not None]
     return float(statistics.median(values))

@@ -1,4 +1,4 @@
-"""Check of updates of some operators from logged gradients against the first update of all operators.
+"""Check that repeated updates of some operators from logged gradients equal the first updates of all operators.
 
 The check uses the Adam that Megatron chooses here: Transformer Engine's, Apex's or torch's.
 """
@@ -18,7 +18,7 @@ SUBSETS = ([0], [5], [1, 3], [0, 2, 4, 5])
 
 
 def redo(report: Report) -> None:
-    """Update all operators for some iterations, then repeat the updates of some operators alone, and compare."""
+    """Update all operators for some iterations, then repeat the updates for a few operators alone, and compare."""
     device = current_device().torch_device
     for name, cases in _optimizers().items():
         for what, arguments in cases.items():

@@ -1,4 +1,4 @@
-"""Checks and timings of every kernel on the GPU of this machine, in one call that writes benchmarks/kernels.md.
+"""Checks and timings of every kernel on the GPU of this machine. The command writes benchmarks/kernels.md.
 
 python -m benchmarks.kernels
 """
@@ -56,10 +56,10 @@ def main() -> int:
     """Check and time the kernels, write the page, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of all passes, in turns (default: {ROUNDS})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of all passes (default: {ROUNDS})")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("benchmarks.kernels: there is no GPU here; run it where one is", file=sys.stderr)
+        print("benchmarks.kernels: this machine has no GPU; run it on a machine with a GPU", file=sys.stderr)
         return 2
     failed = []
     for name, is_right in checks.run(_backends()):
@@ -90,7 +90,7 @@ def _backends() -> list[Backend]:
 
 
 def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
-    """Time all passes in turns, so that clocks and neighbours affect all of them alike."""
+    """Time all passes in turns, so that clock changes and other work affect all passes alike."""
     counts, kind = counts_of(layer, is_skewed), layer.kind
     rows = layer.inner * (2 if kind.is_gated else 1)
 
@@ -150,9 +150,9 @@ def _as_fp8(weights: Weights) -> Weights:
 def _floor(
     x: torch.Tensor, dy: torch.Tensor, h: torch.Tensor, counts: list[int], w1: Weights, w2: Weights
 ) -> dict[str, Callable[[], object]]:
-    """Return passes of the products alone, by torch's grouped GEMM on weights in one block of memory.
+    """Return passes that compute the products alone, with torch's grouped GEMM and weights in one block of memory.
 
-    They leave out activations and probabilities, so their time is a lower bound.
+    The passes leave out activations and probabilities, so their time is a lower bound.
     """
     if not hasattr(torch, "_grouped_mm"):
         return {}
@@ -200,7 +200,7 @@ def _peak() -> float:
 
 
 def _bandwidths() -> dict[str, float]:
-    """Return GB/s: bytes that a copy on the device reads and writes, and bytes that a copy to the host moves."""
+    """Return rates in GB/s. Bytes of a copy on the device count twice, as read and as written; to the host, once."""
     source = torch.randn(256 << 20, device="cuda")
     target, host = torch.empty_like(source), torch.empty(source.numel(), pin_memory=True)
     times = _times(

@@ -1,4 +1,4 @@
-"""Checks of kernels against their references on this GPU, and of mixed experts against all-active ones, bit for bit."""
+"""Checks of kernels on this GPU, against references, and of mixed frozen and active experts for equal bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_kernels.weights import BLOCK, E5M2, Weights
 
 COUNTS = [130, 0, 1, 1517, 64, 300]
 HIDDEN, INNER = 328, 456
-"""Sizes that are no multiples of a tile, and large enough to go round every ring of stages more than once."""
+"""Sizes that are no multiples of a tile, and that need every stage of a kernel's pipeline more than once."""
 
 
 def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
@@ -114,7 +114,7 @@ def _is_near_fp8() -> bool:
 def _fp8_products() -> Iterator[tuple[str, bool]]:
     """Yield the name of each check of FP8 products, and True if it held.
 
-    Tensor cores sum with less precision than FP32. The check allows either of two adjacent codes.
+    Tensor cores sum with less precision than FP32, so a result may have the code next to the wanted one.
     """
     hidden, inner = 384, 512
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):

@@ -23,14 +23,14 @@ class Layer:
     experts: int
     """Number of experts on this rank."""
     tokens: int
-    """Number of tokens routed to this rank's experts if the routing is even. A token counts once per expert."""
+    """Number of tokens routed to this rank's experts if the routing is even. A token counts once for each expert."""
     kind: Activation
 
     @property
     def product_flop(self) -> int:
         """Operations of one product of every token with both weights.
 
-        A full backward pass has two such products, a frozen one has one.
+        A full backward pass has two such products. The backward pass of frozen experts has one.
         """
         return 2 * self.tokens * self.hidden * self.inner * (3 if self.kind.is_gated else 2)
 

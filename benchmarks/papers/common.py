@@ -1,4 +1,4 @@
-"""Helpers of the scripts in this folder: jobs at stated and at implied bandwidths, trainings, tables."""
+"""Helpers of the scripts in this folder: jobs at stated and implied bandwidths, simulated trainings, tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.simulator.training import train
 
 SEEDS = 20
 SYSTEMS = {**STRATEGIES, "gemini": STRATEGIES["gemini-stalling"]}
-"""Strategies by name. GEMINI is as MoEvement measured it: each checkpoint hides beside one iteration."""
+"""Strategies by name. Gemini is as in MoEvement's measurements: each checkpoint overlaps with one iteration only."""
 
 
 def scenario(preset: str) -> Scenario:
@@ -31,15 +31,20 @@ def gemini(costs: Costs, mtbf_s: float, interval: int | None = None) -> Gemini:
 
 
 def implied_bandwidth(costs: Costs, checkpoint_s: float) -> float:
-    """Return the bytes per second of all ranks together at which a dense checkpoint takes ``checkpoint_s`` seconds.
+    """Return the bytes per second, summed over all ranks, at which a dense checkpoint takes ``checkpoint_s`` seconds.
 
-    The heaviest rank ends last, so its bytes count for each rank.
+    The heaviest rank ends last, so the function counts its bytes for every rank.
     """
     return costs.full_bytes * costs.plan.inputs.job.ranks / checkpoint_s
 
 
 def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
-    """Return the job with one bandwidth of all ranks together, the same for copies to the host and to peers."""
+    """Return the costs of the job if copies to the host and copies to peers both have this bandwidth.
+
+    Args:
+        costs: costs of the job.
+        bytes_per_s: bandwidth of all ranks together, in bytes per second.
+    """
     inputs = costs.plan.inputs
     rank_bytes_per_s = bytes_per_s / inputs.job.ranks
     cluster = replace(
@@ -47,7 +52,7 @@ def at_bandwidth(costs: Costs, bytes_per_s: float) -> Costs:
         d2h_bytes_per_s=rank_bytes_per_s,
         network_bytes_per_s=rank_bytes_per_s * inputs.cluster.gpus_per_node * max(1, inputs.replicas),
     )
-    # The papers say nothing of the effect of logs on it, so the job has none.
+    # The papers do not say how logs affect the bandwidth, so the job has no logs.
     job = replace(inputs.job, boundary_bytes=0)
     return replace(costs, plan=CheckpointPlan(replace(inputs, cluster=cluster, job=job)))
 

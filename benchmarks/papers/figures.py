@@ -2,9 +2,9 @@
 
     python -m benchmarks.papers.figures [--trace gcp.csv]
 
-Each figure is computed at the bandwidths that the paper states. Some measurements do not fit these. They are also
-computed at the bandwidth implied by the paper's statement that Gemini slows DeepSeek-MoE 2.5 times with a checkpoint in
-every iteration.
+Each figure is computed at the bandwidths that the paper states. Some measurements do not fit these bandwidths, so most
+figures are computed at an implied bandwidth as well. It follows from a statement of the paper: with a checkpoint in
+every iteration, Gemini slows DeepSeek-MoE 2.5 times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Draw = Callable[[Any], None]
 def main() -> None:
     """Compute and draw all figures, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, help="the GCP trace of figure 10, which is left out without it")
+    parser.add_argument("--trace", type=Path, help="GCP trace (default: leave figure 10 out)")
     arguments = parser.parse_args()
     stated = scenario("deepseek_moe").costs()
     bandwidth = implied_bandwidth(stated, GEMINI_EVERY_ITERATION * stated.iteration_s)
@@ -97,9 +97,9 @@ def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
 
 {table(("MTBF", "best ETTR, published", "stated", "implied"), best)}
 
-The overhead of an interval of 1 is what was fitted (150%). The published best ETTR falls much faster: 0.47 at ten minutes
-needs more than 500 s for each failure at any interval, where half of the best interval is well below 100 s. Recovery takes
-something else there that is not in the formula, such as starting processes again and loading."""
+The overhead at an interval of 1 is the fitted value (150%). The published best ETTR falls much faster. At a failure every ten
+minutes, 0.47 means that a failure costs more than 500 s at any interval, but half of the best interval is well below 100 s. So
+recoveries there take time that is not in the formula, for example to restart processes and to load."""
     return text, draw
 
 
@@ -135,13 +135,13 @@ def figure_10(stated: Costs, slow: Costs, trace: Path | None) -> tuple[str, Draw
     return (
         f"""## Figure 10: the GCP trace
 
-The first six hours of the trace hold {len(failures)} moments at which nodes leave (the paper counts 24 failures, and does not
-say which six hours they are); nodes are taken modulo {stated.nodes}.
+In the first six hours of the trace, nodes leave at {len(failures)} moments. (The paper counts 24 failures, and does not
+say in which six hours.) Node numbers are taken modulo {stated.nodes}.
 
 {table(header, body)}
 
-At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the published ones. MoC's is not: its goodput falls by
-71% there as experts are added, for which a checkpoint of all experts would have to take far longer than Gemini's.""",
+At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the published ones. The ratio to MoC is not. In the paper,
+MoC's goodput falls by 71% as it saves more experts. For that, a checkpoint of all experts would have to take far longer than Gemini's.""",
         draw,
     )
 
@@ -174,10 +174,10 @@ def figure_11() -> tuple[str, Draw]:
 
 {table(("model", "GPUs", "iteration", "system", "1 h", "30 min", "10 min"), rows)}
 
-The paper says that MoEvement stays above 0.91 at a failure every hour at all scales; so it does. Batch, sequence and
-iteration time are not published (examples/simulate says what is assumed). With the state of each stage sharded over 256 data-
-parallel ranks there is little to save for each, so Gemini's dense checkpoints hide too; what is left between the two is
-replaying with all stages or with one.""",
+The paper says that MoEvement stays above 0.91 with a failure every hour at all scales, and so it does here. Batch, sequence and
+iteration time are not published (examples/simulate says what is assumed). The state of each stage is sharded over 256 data-
+parallel ranks, so each rank has little to save, and Gemini's dense checkpoints overlap with training as well. The remaining
+difference is that all stages replay, or only one.""",
         draw,
     )
 
@@ -222,16 +222,15 @@ Published W, skew 0.25, a failure every ten minutes (the figure does not say whi
 
 {table(header, rows)}
 
-The published 0.37 to 0.57 for sparse checkpoints alone need 450 to 1000 s for each failure at ten minutes; W = 3 to 6
-iterations of 2 to 3 s that all stages replay are 10 to 40 s. The order of the techniques by what they add is ours too for
-the deep pipelines (logs most); reordering moves little, since an expert's weight gradients are a third of its work and W
-is short.""",
+The published 0.37 to 0.57 for sparse checkpoints alone mean 450 to 1000 s per failure, with a failure every ten minutes. But all
+stages replay W = 3 to 6 iterations of 2 to 3 s in 10 to 40 s. For the deep pipelines, the techniques have the same order as in the
+paper (logs add most). Reordering adds little, because weight gradients are a third of an expert's work, and W is short.""",
         draw,
     )
 
 
 def figure_15(costs: Costs) -> tuple[str, Draw]:
-    """Return the text and drawing of figure 15: how many of 64 experts get a token in an iteration."""
+    """Return the text and drawing of figure 15: the number of experts, out of 64, that get a token in an iteration."""
     generator = np.random.default_rng(0)
     experts, draws = 64, 400
     job = costs.plan.inputs.job
@@ -241,7 +240,7 @@ def figure_15(costs: Costs) -> tuple[str, Draw]:
         if np.isinf(alpha):
             counts = np.full(draws, experts)
         else:
-            # Dirichlet shares by their logarithms, because at so small an alpha most shares underflow a double.
+            # Compute logarithms of the Dirichlet shares: with such a small alpha, most shares underflow a double.
             logs = np.log(generator.random((draws, experts))) / alpha
             shares = np.exp(logs - np.log(np.exp(logs - logs.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
                             - logs.max(axis=1, keepdims=True))  # fmt: skip
@@ -256,13 +255,13 @@ def figure_15(costs: Costs) -> tuple[str, Draw]:
     return (
         f"""## Figure 15: active experts
 
-Shares of a layer drawn from the Dirichlet distribution of appendix D, {tokens / 1e6:.1f} M choices of an expert in an iteration.
+The experts' shares of tokens are drawn from the Dirichlet distribution of appendix D, with {tokens / 1e6:.1f} M choices of an expert in an iteration.
 
 {table(("skew", "alpha", "first quartile", "median", "third quartile"), rows)}
 
-By the appendix's own parameters half of the experts get no token at a skew of 0.25 and most at 0.5: with alpha =
-0.000158 one has all. The published boxes show most of them active, so popularity was not held for an iteration as the appendix describes it, or was
-drawn again within it.""",
+With the parameters of the appendix, half of the experts get no token at a skew of 0.25, and most get none at 0.5. With alpha =
+0.000158 one expert has all tokens. The published boxes show most experts active. So popularity was not constant during an iteration,
+as the appendix has it, or it was drawn several times in an iteration.""",
         draw,
     )
 
@@ -294,10 +293,10 @@ A failure every ten minutes, skew {", ".join(map(str, skews))}; MoEvement at W =
 
 {table(("system", "published", "stated bandwidths", "implied"), rows)}
 
-The share of a replay's work that is frozen rises with skew, {", ".join(f"{share:.2f}" for share in frozen)}, as the paper says;
-what it moves in ETTR is in the third decimal, because a replay is short against ten minutes. CheckFreq and Gemini do not
-depend on it. MoC ({MoC(stated).experts_saved} of 64 experts at first) loses more with some failures and less with others; on
-average its round robin is as stale for a popular expert as for any.""",
+The share of a replay's work that is frozen rises with skew, {", ".join(f"{share:.2f}" for share in frozen)}, as the paper says.
+This changes only the third decimal of ETTR, because a replay is short compared with ten minutes. CheckFreq and Gemini do not
+depend on skew. MoC ({MoC(stated).experts_saved} of 64 experts at first) loses more with some failures and less with others. On
+average, its round robin is as stale for a popular expert as for any other.""",
         draw,
     )
 
@@ -311,11 +310,11 @@ def report(parts: list[str], stated: Costs, bandwidth: float) -> str:
 
 ![figures](figures.png)
 
-**Stated**: 12 nodes of 80 Gb/s, 40 Gb/s of storage, 25 GB/s from device to host (assumed). **Implied**: full state of
-DeepSeek-MoE ({stated.job_bytes / GB:.0f} GB, {stated.full_bytes / GB:.2f} GB on the heaviest rank) in {GEMINI_EVERY_ITERATION} iterations of
-{stated.iteration_s:.2f} s, the slow-down that figure 1a gives for a checkpoint in every iteration: {bandwidth / GB:.1f} GB/s of all
-{stated.plan.inputs.job.ranks} ranks together, where 12 nodes could send 120. CheckFreq every {CheckFreq(stated).interval} iterations at the stated ones. MTBF {MTBFS_S[-1] / 60:g} minutes and 12
-hours unless said otherwise; 1 s to detect, 10 s to regroup, 20 trainings.
+**Stated** bandwidths: 12 nodes of 80 Gb/s, 40 Gb/s of storage, 25 GB/s from device to host (assumed). **Implied** bandwidth: the full
+state of DeepSeek-MoE ({stated.job_bytes / GB:.0f} GB, {stated.full_bytes / GB:.2f} GB on the heaviest rank) in {GEMINI_EVERY_ITERATION} iterations of
+{stated.iteration_s:.2f} s, because figure 1a has this slow-down with a checkpoint in every iteration. That is {bandwidth / GB:.1f} GB/s of all
+{stated.plan.inputs.job.ranks} ranks together; 12 nodes could send 120. CheckFreq saves every {CheckFreq(stated).interval} iterations at the stated bandwidths. Unless said otherwise, MTBF is {MTBFS_S[-1] / 60:g} minutes, and a training
+lasts 12 hours. A failure takes 1 s to detect and 10 s to regroup. Simulated values are means of 20 trainings.
 
 {text}
 

@@ -36,16 +36,16 @@ class Point:
     label: str
     compute_s: float
     full_s: float
-    """Seconds of a snapshot of everything."""
+    """Seconds of a snapshot of the full state."""
     partial_s: float
     """Seconds of a snapshot with an eighth of the experts."""
     full_bytes: float
     partial_bytes: float
-    """Bytes that all ranks write to storage, with an eighth of the experts. :attr:`full_bytes` has everything."""
+    """Bytes that all ranks write for an eighth of the experts. :attr:`full_bytes` has those for all experts."""
 
     @property
     def durations(self) -> tuple[float, float, float]:
-        """Seconds of an iteration with a blocking, an asynchronous, and an asynchronous partial snapshot."""
+        """Seconds of an iteration with a blocking, an asynchronous, and a partial asynchronous snapshot."""
         return self.compute_s + self.full_s, max(self.compute_s, self.full_s), max(self.compute_s, self.partial_s)
 
 
@@ -134,7 +134,7 @@ def report(by_panel: dict[str, list[Point]]) -> str:
 ![figures](moc.png)
 
 Published: 24 layers, hidden 2048, 16 heads of 128, experts of four times the hidden size, one expert of a layer on each GPU;
-312 and 989 TFLOPS at 20%; 1 and 2 GB/s from GPU to host; MoC saves an eighth of the experts. The curves are not in the text.
+312 and 989 TFLOPS at 20%; 1 and 2 GB/s from GPU to host; MoC saves an eighth of the experts. The paper's text has no values of the curves.
 **Assumed**: gated experts, top-2, 16 sequences of 2048 tokens on a GPU, a micro-batch for all of them, 100 and 200 GB/s of
 network a node, 200 and 450 GB/s of NVLink, state of 12 bytes a parameter, which ZeRO shards.
 
@@ -149,8 +149,8 @@ network a node, 200 and 450 GB/s of NVLink, state of 12 bytes a parameter, which
 | longer sequences take longer and save the same | yes |
 | a larger hidden size lengthens snapshots more than passes | {by_panel["e. hidden size, 256 A800"][-1].full_s / by_panel["e. hidden size, 256 A800"][0].full_s:.1f} and {by_panel["e. hidden size, 256 A800"][-1].compute_s / by_panel["e. hidden size, 256 A800"][0].compute_s:.1f} times |
 
-What lengthens an iteration with the number of GPUs is all-to-all over the network alone; how much follows from bandwidths
-that the paper does not give, and so does where the curves cross.
+With more GPUs, an iteration gets longer only because of all-to-all over the network. How much longer, and where the curves cross,
+depends on bandwidths that the paper does not give.
 
 {measured_on("numpy")}.
 """

@@ -35,13 +35,16 @@ class Model:
     model: Transformer
     layout: Layout
     selected: int
-    """S, the experts of a layer in a snapshot. The text gives it for some models; it is a quarter otherwise."""
+    """Experts per layer in a snapshot (S). The paper gives S for some models; for others it is a quarter."""
     wasted_s: float
     """Seconds that a failure wastes under MoEtion, from figure 7."""
 
 
 def gpt(layers: int, hidden: int, heads: int, experts: int, width: int) -> Transformer:
-    """Return a GPT with top-1 experts as feed-forward layers. The widths give the published parameters."""
+    """Return a GPT with top-1 experts as feed-forward layers.
+
+    Callers choose ``width`` so that the model has the published number of parameters.
+    """
     return Transformer(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50257, seq_length=2048,
         num_experts=experts, moe_router_topk=1, moe_ffn_hidden_size=width, swiglu=False, normalization="LayerNorm",
@@ -67,7 +70,7 @@ def main() -> None:
 
 
 def costs_of(model: Model) -> Costs:
-    """Return the costs on the paper's cluster, with two replicas. The speed of an A100 gives the iteration time."""
+    """Return the costs on the paper's cluster, with two replicas. The iteration time follows from an A100's speed."""
     job = describe(model.name, model.model, model.layout)
     time = from_machines(job, NODES)
     plan = CheckpointPlan(PlanInput(job, NODES, job.regime, time.total_s))
@@ -154,7 +157,7 @@ def report(by_model: dict[str, dict[str, Strategy]]) -> str:
 ![figures](moetion.png)
 
 Sixteen nodes of four A100, 320 Gb/s between them, 40 Gb/s of storage, as published; 25 GB/s from device to host, 40% of the
-GPUs' peak and two replicas are assumed. Widths make up the published parameters, since none are given.
+GPUs' peak and two replicas are assumed. No widths are published; they are chosen to give the published numbers of parameters.
 
 {table(header, rows)}
 
@@ -188,14 +191,14 @@ GPUs' peak and two replicas are assumed. Widths make up the published parameters
         wasted_s(by_model["MoE-GPT-1.6B-64E"]["moetion"]):.1f} and {
         wasted_s(by_model["MoE-GPT-2.9B-16E"]["moetion"]):.1f} s |
 
-- A dense checkpoint of 587 GB that stalls 28 s goes at 21 GB/s of all ranks together: half of what one node's links carry, as
-  in MoEvement's table 7 (benchmarks/papers/table7.md). At the stated links of all sixteen nodes it takes two seconds.
-- The third model cannot be: a dense GPT of 3.8 B parameters whose feed-forward layers become eight experts has at most 30.4 B,
-  and 46.7 B are published. It is left out.
-- The local budget of 109 GB in an iteration (its section 4.2) at 25 GB/s is an iteration of 4.4 s on one GPU, or 64 GPUs at
-  1.7 GB an iteration each.
-- Batch 16 on 16 (or 8) data-parallel ranks leaves one or two micro-batches for a pipeline of 8 (or 4): the pipeline is
-  nearly always empty, and an iteration is short against the state. That is why both budgets carry so little here.
+- If a dense checkpoint of 587 GB stalls training for 28 s, all ranks together send 21 GB/s. That is half of what the links of one
+  node carry, as in MoEvement's table 7 (benchmarks/papers/table7.md). Over the links of all sixteen nodes it takes two seconds.
+- The third model is left out, because it contradicts itself. A dense GPT of 3.8 B parameters whose feed-forward layers become
+  eight experts has at most 30.4 B parameters, but 46.7 B are published.
+- The paper's local budget is 109 GB in an iteration (section 4.2). At 25 GB/s that is an iteration of 4.4 s on one GPU, or
+  1.7 GB an iteration on each of 64 GPUs.
+- Batch 16 on 16 (or 8) data-parallel ranks leaves one or two micro-batches for a pipeline of 8 (or 4). The pipeline is
+  nearly empty all the time, and an iteration is short compared with the size of the state. So both budgets carry little here.
 
 {measured_on("numpy")}.
 """

@@ -14,11 +14,11 @@ class System:
 
     name: str
     interval: int | None
-    """Iterations between checkpoints, or W for MoEvement. None: each failure rate has another one."""
+    """Iterations between checkpoints, or W for MoEvement. None: the interval depends on the failure rate."""
     overhead: float
     """Overhead as a share of an iteration, at a failure every two hours."""
     recovery_s: tuple[float, ...]
-    """Seconds of recovery in all of twelve hours, by failure rate."""
+    """Seconds of recovery, summed over twelve hours, by failure rate."""
     ettr: tuple[float, ...]
 
 
@@ -77,10 +77,10 @@ GEMINI_BEST = {7200: 0.93, 1800: 0.79, 600: 0.47}
 
 @dataclass(frozen=True)
 class Precision:
-    """Row of MoEvement's table 7, at failures every hour and every ten minutes."""
+    """Row of MoEvement's table 7, with a failure every hour and every ten minutes."""
 
     gemini: tuple[tuple[int, float], ...]
-    """Pairs of interval and seconds of overhead of an iteration, for a failure every hour, 30 and 10 minutes."""
+    """Pairs of interval and overhead per iteration in seconds, for a failure every 60, 30 and 10 minutes."""
     checkfreq: tuple[int, float]
     window: int
     ettr: dict[str, tuple[float, float]]
@@ -130,10 +130,10 @@ SCALED = {
     "deepseek_32b": {}, "deepseek_67b": {}, "deepseek_145b": {},
     "deepseek_671b": {("moevement", 600): 0.86, ("gemini", 600): 0.55},
 }  # fmt: skip
-"""Values of figure 11 that the text gives. It also says that MoEvement stays above 0.91 at a failure every hour."""
+"""Values of figure 11 in the paper's text. The text also has: MoEvement stays above 0.91 with a failure every hour."""
 
 SKEWED = {"checkfreq": (0.67, 0.67), "gemini": (0.72, 0.72), "moc": (0.17, 0.13)}
-"""ETTR at skew 0 and 0.99 with a failure every ten minutes (figure 16). MoEvement's rises; the text has no value."""
+"""ETTR at skew 0 and 0.99 with a failure every ten minutes (figure 16). The paper has no values for MoEvement."""
 SKEW_ALPHAS = {0.25: 0.0469, 0.50: 0.0156, 0.75: 0.0052, 0.99: 0.000158}
 """Dirichlet alphas by skew (appendix D)."""
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.papers.redo
 
-The page has the four models of MoEvement's table 3 on the paper's cluster, and a larger scenario of this repository,
-with a failure every ten minutes. No row is fitted. The page gives the source of each constant.
+The page has the four models of MoEvement's table 3 on the paper's cluster, and a larger scenario of this repository.
+All rows have a failure every ten minutes. No row is fitted. The page gives the source of each constant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def rows_of(preset: str, costs: Costs) -> list[list[str]]:
-    """Return a row for each way of checkpointing."""
+    """Return a row for each strategy."""
     return [_row(preset, common.SYSTEMS[name](costs, MTBF_S)) for name in SYSTEMS]
 
 
@@ -58,24 +58,27 @@ def report(rows: list[list[str]]) -> str:
 
     python -m benchmarks.papers.redo        (writes this file)
 
-A failure every ten minutes. **carried**: whether every slot is copied and sent while an iteration runs. **iterations again**:
-expected, the interrupted one counts half. Recovery seconds are expected ones; ETTR is by the formula of MoEvement's section
-2.4 and as simulated (20 trainings).
+A failure every ten minutes. **carried**: yes if each slot is copied and sent within one iteration. **iterations again**: expected
+number of iterations that a recovery repeats; the interrupted iteration counts half. Recovery seconds are expected values. ETTR is
+by the formula of MoEvement's section 2.4, and simulated (20 trainings).
 
 {table(HEADER, rows)}
 
-Constants: bandwidths, layouts and iteration times are those of the scenarios (examples/simulate, each with its source); 1 s to
-notice a failure and 10 s to regroup are assumed for all systems alike (on one host both together took 1.3 s with four
-ranks, see the README's block; nobody has measured them at these scales); gradients are FP32, as Megatron reduces them with
-`--bf16`; an update reads and writes the full state at half of the 2 TB/s of NVIDIA's data sheet of the A100 with 80 GB.
+Constants:
 
-What follows:
+- Bandwidths, layouts and iteration times are those of the scenarios (examples/simulate, each with its source).
+- 1 s to notice a failure and 10 s to regroup are assumed for all systems. On one host with four ranks, both together took
+  1.3 s (see the README's block); nobody has measured them at these scales.
+- Gradients are FP32, as Megatron reduces them with `--bf16`. An update reads and writes the full state at half of the 2 TB/s in
+  NVIDIA's data sheet of the A100 with 80 GB.
 
-- Redo needs the newest snapshot and not a whole window: what is run again is what peers do not have yet, one iteration and a
-  half at these links, where an aligned window costs 3/2 W and the lag. Where W is 1 both are the same.
-- Slots with gradients are heavier, so W is larger where the link is narrow; where gradients alone fill the link redo is not
-  carried, falls behind, and `--moevement-recovery auto` takes sparse windows.
-- Noticing and regrouping are the larger part of a recovery for either, once W is small.
+Results:
+
+- Redo needs the newest snapshot, not a whole window. It repeats only iterations whose snapshots peers do not have yet: one and a
+  half at these links. With an aligned window, a recovery repeats 3/2 W iterations and the lag. If W is 1, both are the same.
+- Slots with gradients are larger, so W is larger on narrow links. If gradients alone fill the link, redo is not carried and falls
+  behind; `--moevement-recovery auto` then uses sparse windows.
+- If W is small, noticing and regrouping are the larger part of a recovery, both for redo and for replay.
 
 {measured_on("numpy")}.
 """

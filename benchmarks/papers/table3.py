@@ -2,8 +2,8 @@
 
     python -m benchmarks.papers.table3
 
-The formula of section 2.4 gets the published intervals, overheads and recovery seconds. Our simulator runs with the
-bandwidths that the paper states. The page shows both beside the published values. Nothing is fitted.
+The formula of section 2.4 gets the published overheads and recovery seconds. Our simulator runs with the bandwidths
+that the paper states. The page compares both results with the published values. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rows_of(model: Model, costs: Costs) -> list[list[str]]:
     for system in model.systems:
         for mtbf_s, total_s, ettr in zip(MTBFS_S, system.recovery_s, system.ettr, strict=True):
             each_s = total_s * mtbf_s / (HOURS * 3600)
-            # The overheads of the others grow with the failure rate. The paper publishes only those at two hours.
+            # Overheads of other systems grow with the failure rate, and are published only for a failure in two hours.
             is_known = mtbf_s == MTBFS_S[0] or system.name in ("checkfreq", "moevement")
             own = formula(system.overhead, each_s, mtbf_s) if is_known else math.nan
             simulated_ettr = simulated(strategy_of(system, costs, mtbf_s), mtbf_s)
@@ -53,8 +53,8 @@ def rows_of(model: Model, costs: Costs) -> list[list[str]]:
 def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
     """Return the strategy of a published system.
 
-    A system with one published interval, CheckFreq, has that interval and overhead. Its lag and load time come from
-    this project's strategy.
+    CheckFreq has one published interval, so it runs with the published interval and overhead. Its lag and load time
+    come from this project's strategy.
     """
     if system.name != "checkfreq":
         return common.SYSTEMS[system.name](costs, mtbf_s)
@@ -83,27 +83,27 @@ def report(rows: list[list[str]]) -> str:
 
     python -m benchmarks.papers.table3        (writes this file)
 
-**Recovery seconds for each failure**: as published (total over the number of failures in {HOURS} hours), and as the paper's own
-expectations have them (half an interval for CheckFreq, one iteration for MoC, 3/2 W for MoEvement, times the iteration time;
-Gemini's intervals are not published one by one). **ETTR**: as published; by the formula of section 2.4 from the published
-overhead (the one at two hours) and the published recovery seconds; and by our simulator, at the bandwidths that the paper
-states (80 Gb/s a node, 40 Gb/s of storage, 25 GB/s from device to host assumed), 1 s to detect and 10 s to regroup, 20
-trainings. There CheckFreq runs at the published interval and overhead.
+**Recovery seconds** are per failure. *published*: the published total, divided by the number of failures in {HOURS} hours.
+*expected*: the iterations that the paper itself expects (half an interval for CheckFreq, one for MoC, 3/2 W for MoEvement), times the
+iteration time. Gemini's intervals are not published one by one. **ETTR**: *published*; *by its formula* of section 2.4, from the published
+overhead (that with a failure every two hours) and the published recovery seconds; *simulated* by our simulator, at the bandwidths that the paper
+states (80 Gb/s a node, 40 Gb/s of storage, 25 GB/s from device to host assumed), with 1 s to detect, 10 s to regroup and 20
+trainings. In the simulator, CheckFreq runs at the published interval and overhead.
 
 {table(HEADER, rows)}
 
-What cannot follow from what is published:
+Published numbers that do not fit together:
 
 - The formula gives more than the published ETTR nearly everywhere: by up to 5 hundredths for failures every 2 hours, and
-  by 7 to 13 for CheckFreq every 10 minutes. Overhead and recovery are all that the formula has: something else was lost.
-- MoEvement's recovery seconds are a few for a failure, where 3/2 W iterations take 8 to 25; even one stage alone, without
-  bubble and with fewer weight gradients, does not replay that fast. Detection and regrouping are not in them either.
-- MoC's ETTR falls to 0.13 because its overhead grows to 470%: saving all experts in every iteration, 4.7 iterations. At
-  the stated bandwidths a whole dense checkpoint hides behind one or two (benchmarks/papers/figures.md has what the
-  published overheads imply). By its own definition of lost tokens an eighth of 64 experts in every iteration loses 3.5
-  iterations' updates with each failure, 1.6% at a failure every 10 minutes: the budget of 3.75% is not used up.
-- Gemini with all state sharded over data-parallel ranks needs no interval at all at those bandwidths.
-- Iteration times are not published. Those used here are what MoC's overheads in seconds and in percent say together.
+  by 7 to 13 for CheckFreq every 10 minutes. The formula has only overhead and recovery, so the published runs lost time to something else.
+- MoEvement recovers from a failure in a few seconds, but 3/2 W iterations take 8 to 25 s. Even one stage alone, without
+  bubble and with fewer weight gradients, does not replay that fast. The seconds do not have detection and regrouping either.
+- MoC's ETTR falls to 0.13 because its overhead grows to 470%: it saves all experts in every iteration, in 4.7 iterations. At
+  the stated bandwidths a whole dense checkpoint overlaps with one or two iterations (benchmarks/papers/figures.md has what the
+  published overheads imply). MoC's own definition of lost tokens does not need so many experts: with an eighth of 64 experts in every
+  iteration, a failure loses 3.5 iterations' updates. At a failure every 10 minutes that is 1.6%, within the budget of 3.75%.
+- At those bandwidths, Gemini with all state sharded over data-parallel ranks can save in every iteration.
+- Iteration times are not published. Those used here are quotients of MoC's overheads in seconds and in percent.
 
 {measured_on("numpy")}.
 """

@@ -67,9 +67,9 @@ PROTECTIONS: dict[str, dict[str, Any]] = {
 
 
 def protected(model: Model) -> Iterator[list[str]]:
-    """Yield a row for each way to recover.
+    """Yield a row for each kind of window, and for redo.
 
-    Its cells have the bytes of each protection divided by those of dense checkpoints that survive as many nodes.
+    Each cell is the host memory of a protection over that of dense checkpoints that survive as many lost nodes.
     """
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
@@ -94,37 +94,37 @@ def report(rows: list[list[str]], protected_rows: list[list[str]]) -> str:
 
     python -m benchmarks.papers.table6        (writes this file)
 
-Gigabytes of host memory of all nodes together; ours at the published W, planned as a live run sets it aside: bytes of
-as many snapshots as are kept at a time, own ones and copies for two peers (docs/memory.md), aligned windows.
+Gigabytes of host memory of all nodes together. Our numbers are planned for the published W and aligned windows, with the memory
+that a live run allocates: for all snapshots that a rank keeps at a time, its own and copies for two peers (docs/memory.md).
 
 {table(header, rows)}
 
 ## With other protections
 
-Snapshots of the heaviest rank, own and what it keeps for others, over dense checkpoints in memory that survive the loss of
-as many nodes (two buffers of full state on the rank and on each of as many peers); in brackets with the boundary log, of
-which dense checkpoints need none because all ranks roll back. At the published W.
+Each cell has the memory of the heaviest rank for snapshots, its own and those of others, divided by that of dense checkpoints in
+memory that survive the loss of as many nodes. These have two buffers of full state on the rank and on each peer. Numbers in
+brackets include the boundary log. Dense checkpoints need no log, because all ranks roll back. W is the published one.
 
 {table(("model", "W", "windows", *PROTECTIONS), protected_rows)}
 
-- At or below dense: rolling windows with own copies dropped (within 2%), every kind of window with parity for two nodes.
-  **Not** with own copies kept (1.3 to 1.7), and not redo with copies (1.1 with own copies dropped): gradients are FP32, a third of the full state for
-  each iteration since an operator's newest one.
-- At most 0.6 of dense: rolling windows with parity:9+3 (which is two groups of six on twelve nodes); aligned ones 0.60 to
-  0.67, redo 0.67 to 0.82, since no part of a sum goes early. parity:4+1 is not: a rank's own window and the one that is being made are 2.5 times its full
-  state, of which a dense rank has 2.
-- Of the 16 times full state that buffers of the heaviest slot took (2026-11-21, +131% to +296% with logs), 8 to 10 are left
-  with the same copies.
-- Logs are the larger part where W is imposed and bandwidth would allow a smaller one (2 for three of the models).
+- At most as much as dense checkpoints: rolling windows with own copies dropped (within 2%), and every kind of window with parity
+  for two nodes. **More**: windows with own copies kept (1.3 to 1.7), and redo with copies (1.1 with own copies dropped). Redo keeps FP32
+  gradients, a third of the full state, for each iteration since an operator's newest full state.
+- At most 0.6 of dense checkpoints: rolling windows with parity:9+3 (two groups of six on twelve nodes). Aligned windows have 0.60 to
+  0.67, and redo 0.67 to 0.82, because no part of a sum is freed early. parity:4+1 needs more: a rank's own window and the next one are
+  2.5 times its full state, and a dense rank has 2 times.
+- Earlier, all buffers had the size of the heaviest slot (2026-11-21, +131% to +296% with logs), which took 16 times the full state.
+  With the same copies, 8 to 10 times are left.
+- Logs are the larger part if W is imposed and the bandwidth would allow a smaller one (2 for three of the models).
 
-- Gemini's published memory is 26 bytes a parameter in all four rows. Full state in mixed precision is 12 (FP32 master
-  weights and two moments) or 14 with the compute weights, so these are two copies of it, one of 12 and one of 14. Ours
-  keeps two buffers on each of three hosts (the rank's own and two peers'), since a buffer that is being filled is of no
-  use yet: 72 bytes a parameter.
+- Gemini's published memory is 26 bytes a parameter in all four rows. Full state in mixed precision is 12 bytes (FP32 master
+  weights and two moments), or 14 with the compute weights. So the 26 bytes are two copies, one of 12 and one of 14. Ours
+  keeps two buffers on each of three hosts (the rank's own and two peers'), because a buffer that is being filled cannot be
+  used yet: 72 bytes a parameter.
 - **The logs cannot follow from the batch.** 512 sequences of 2048 tokens cross 11 stage boundaries of DeepSeek-MoE forward
-  and backward, 2048 values of 2 bytes a token: 94 GB in one iteration over all ranks, which the column "logs of one
-  iteration" agrees with. 21.1 GB are published for all iterations that a recovery may replay: between a third and a
-  twentieth of a single iteration in the four rows. (MoE-LLaVA trains on images, whose tokens are not published.)
+  and backward, with 2048 values of 2 bytes a token. That is 94 GB in one iteration over all ranks, and the column "logs of one
+  iteration" agrees. But 21.1 GB are published for all iterations that a recovery may replay. In the four rows, the published
+  numbers are between a third and a twentieth of a single iteration. (MoE-LLaVA trains on images, whose tokens are not published.)
 
 {measured_on("numpy")}.
 """

@@ -60,16 +60,16 @@ def costs_of(regime: Regime, iteration_s: float) -> Costs:
 
 
 def implied(costs: Costs, published: Precision) -> list[float]:
-    """Return the bandwidths of all ranks together that Gemini's published checkpoints imply, in bytes per second.
+    """Return the bandwidths that Gemini's published checkpoints imply, in bytes per second of all ranks together.
 
-    A bandwidth is the full state divided by the seconds of one checkpoint. The product of interval and overhead of an
-    iteration is the delay by one checkpoint. One iteration hides as much again.
+    A bandwidth is the full state divided by the seconds of one checkpoint. These seconds are the iteration that the
+    checkpoint overlaps with, and the published delay: the interval times the overhead per iteration.
     """
     return [bandwidth_of(costs, interval * late_s + costs.iteration_s) for interval, late_s in published.gemini]
 
 
 def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Costs, own: list[float]) -> list[str]:
-    """Return the published delay of a checkpoint, and the intervals and windows that follow from it."""
+    """Return a row with the published delay of a checkpoint, and the intervals and windows at the implied bandwidth."""
     delays = ", ".join(f"{interval * late_s:.1f}" for interval, late_s in published.gemini)
     return [
         str(regime), f"{stated.job_bytes / GB:.0f} GB", delays, ", ".join(f"{rate / GB:.1f}" for rate in own),
@@ -114,31 +114,31 @@ def report(bandwidths: list[list[str]], ratios: list[list[str]], bandwidths_foun
 
     python -m benchmarks.papers.table7        (writes this file)
 
-DeepSeek-MoE on 128 H100, pipeline 8. **One number is fitted, and only here and where it is named**: Gemini's published
-interval times its published overhead is the delay of one checkpoint, so full state over that delay (and the iteration that
-hides as much again) is the bandwidth of all ranks together. In fourteen of fifteen cells it comes out between
-{bandwidths_found[1] / GB:.1f} and {bandwidths_found[-1] / GB:.1f} GB/s (once {bandwidths_found[0] / GB:.1f}), median {middle / GB:.1f} GB/s, whatever the precision. The
-stated bandwidths are 16 nodes of 200 Gb/s: 400 GB/s. So the published dense checkpoints go at half of what *one* node sends,
-as if two copies of everything left through one node. Nothing in the paper says why.
+DeepSeek-MoE on 128 H100, pipeline 8. **One number is fitted, only on this page, and is named where it is used.** Gemini's published
+interval times its published overhead is the delay by one checkpoint. The checkpoint takes this delay and the iteration that it
+overlaps with. The full state, divided by that time, is the bandwidth of all ranks together. In fourteen of fifteen cells it is between
+{bandwidths_found[1] / GB:.1f} and {bandwidths_found[-1] / GB:.1f} GB/s (once {bandwidths_found[0] / GB:.1f}), median {middle / GB:.1f} GB/s, for all precisions. The
+stated bandwidths are 16 nodes of 200 Gb/s: 400 GB/s. So the published dense checkpoints have half of the rate of *one* node,
+as if two copies of all state left through one node. The paper does not say why.
 
 {table(first, bandwidths)}
 
-ETTR, twenty trainings of {HOURS} hours, 1 s to detect and 10 s to regroup; the formula with published overhead and recovery.
+ETTR of twenty trainings of {HOURS} hours, with 1 s to detect and 10 s to regroup. The formula has the published overhead and recovery.
 
 {table(second, ratios)}
 
 - **At the implied bandwidth the simulator meets the published dense baselines**: CheckFreq and Gemini within 0.02 at a
   failure every hour in all ten cells, and within 0.03 at ten minutes in seven of ten; the worst is CheckFreq with FP32
   moments (+0.16), where the paper's own formula is off by more (+0.28). Where the inputs are right, so is the model.
-- MoC as we model it (an eighth of the experts first, doubled when its own measure of lost tokens is above 3.75%) stays above
-  what is published everywhere, by 0.08 to 0.59: its published overhead grows far beyond that of one of Gemini's checkpoints
-  in every iteration, which is the most that it can have to copy.
-- **W and the overheads of the baselines cannot both follow from one bandwidth.** At the implied one a sparse window is four
-  to six times as long as published; the published W of 3 to 6 with 1 to 2% of overhead needs several times as much
-  (benchmarks/papers/windows.md). At the stated ones nobody needs a window at all: a dense checkpoint hides behind an
-  iteration or two. With the implied one for all, MoEvement has 0.92 to 0.97 for a failure every hour and 0.81 to 0.89 every
-  ten minutes (published 0.94 to 0.98): level with Gemini in the first row, where the state is small against the compute
-  weights, and ahead of it by 0.03 to 0.13 at ten minutes in the others. Compute weights in FP8 are those of linear layers;
+- Our model of MoC saves an eighth of the experts first, and doubles that when its own measure of lost tokens is above 3.75%. Its ETTR
+  is above the published one everywhere, by 0.08 to 0.59. MoC's published overhead grows far beyond that of one of Gemini's checkpoints
+  in every iteration, although MoC never has to copy more than that.
+- **W and the overheads of the baselines cannot both follow from one bandwidth.** At the implied bandwidth a sparse window is four
+  to six times as long as published. The published W of 3 to 6 with 1 to 2% of overhead needs a bandwidth several times as high
+  (benchmarks/papers/windows.md). At the stated bandwidths no system needs a window: a dense checkpoint overlaps with an
+  iteration or two. At the implied bandwidth for all, MoEvement has 0.92 to 0.97 with a failure every hour, and 0.81 to 0.89 every
+  ten minutes (published: 0.94 to 0.98). It equals Gemini in the first row, where the state is small compared with the compute
+  weights. In the other rows it is ahead of Gemini by 0.03 to 0.13 at ten minutes. Only linear layers have compute weights in FP8;
   norms, routers, embedding and head stay in BF16.
 - The formula does not give CheckFreq's ETTR from its published overhead and recovery: at ten minutes and full moments it
   gives 0.58 where 0.302 is published.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.papers.windows
 
-No constant is fitted. The page leaves open what the paper does not give, and shows the value that it would need.
+No constant is fitted. The page shows the bandwidth that the published W would need.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of an iteration, rounded to the two digits of the published numbers."""
+        """Seconds of an iteration, rounded to two digits as the published numbers are."""
         return round(self.stall_s / self.stall_share, 2)
 
 
@@ -104,8 +104,8 @@ def report(rows: list[str]) -> str:
     python -m benchmarks.papers.windows
 
 Planned, not measured: arithmetic on shapes that Megatron builds, {measured_on("megatron-core")}. "Copies only" is the paper's own
-budget (Algorithm 1 knows only the bandwidth from device to host), "both" adds replication to two peers over the node's
-NICs. The last three columns are what one rank's snapshots would have to travel at for the published W: as bandwidth, as
+budget (Algorithm 1 knows only the bandwidth from device to host). "Both" adds replication to two peers over the node's
+NICs. The last three columns have the rate at which one rank's snapshots would have to be copied for the published W: in GB/s, as
 share of the rank's part of the NICs with two replicas, and as share of its PCIe link.
 
 | model, regime | iteration | W published | W, copies only | W, both | bandwidth for the published W | share of NIC | share of PCIe |

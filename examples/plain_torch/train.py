@@ -1,15 +1,17 @@
 """A small mixture-of-experts language model in plain torch, with a training loop of its own, made fault tolerant.
 
 The file shows what to write for another trainer, such as torchtitan or your own: fault tolerance needs only the class
-``Trainer`` below. Start it with a spare::
+``Trainer`` below. Start a job with a spare::
 
     moevement launch --trainer torch --nproc 2 --spares 1 examples/plain_torch/train.py --run-dir runs/plain
 
-Kill a rank: the spare takes over its rank, and ``moevement verify`` finds the bits of a failure-free run.
+Kill the process of a rank: the spare takes over this rank, and ``moevement verify`` shows that the run has the bits of
+a failure-free run.
 
-Every rank trains on its own batches. Experts are spread over the ranks (expert parallelism), and tokens travel to them
-and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks roll back
-together. The model has one operator for each expert, each router, the rest of each layer, the embedding, and the head.
+Every rank trains on its own batches. Experts are spread over the ranks (expert parallelism), and tokens travel to the
+experts and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks roll
+back together. The model has one operator for each expert, each router, the rest of each layer, the embedding, and the
+head.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ VOCABULARY, WIDTH, LAYERS, EXPERTS, LENGTH, BATCH = 256, 32, 2, 8, 64, 4
 
 
 class Exchange(torch.autograd.Function):
-    """Exchange of rows between ranks, whose backward pass returns the gradients."""
+    """Autograd function that exchanges rows between ranks. The backward pass sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Experts(nn.Module):
         self.first = dist.get_rank() * share
         self.experts = nn.ModuleList(experts[self.first : self.first + share])
         self.counts = torch.zeros(EXPERTS, dtype=torch.float64)
-        """Tokens of this rank by expert, since the last :meth:`RouterCounts.take`, float64 ``[EXPERTS]``."""
+        """Tokens that this rank routed to each expert since :meth:`RouterCounts.take`, float64 ``[EXPERTS]``."""
         self.is_counting = True
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -77,7 +79,7 @@ class Experts(nn.Module):
         send = load.view(-1, share).sum(1).tolist()
         arriving = loads[:, self.first : self.first + share]
         arrived = Exchange.apply(tokens[order], send, arriving.sum(1).tolist())
-        # Each rank sends its rows sorted by expert; the rows of one expert, from all ranks, are put together.
+        # Each rank sends rows sorted by expert. Here the rows of one expert are collected from all ranks.
         pieces = [
             rank.split(arriving[index].tolist()) for index, rank in enumerate(arrived.split(arriving.sum(1).tolist()))
         ]
@@ -115,7 +117,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        if not x.requires_grad:  # in a replay with a frozen embedding; all ranks still have to exchange gradients
+        if not x.requires_grad:  # A replay may freeze the embedding, but all ranks still have to exchange gradients.
             x.requires_grad_()
         for layer in self.blocks:
             x = layer(x)
@@ -123,7 +125,7 @@ class Model(nn.Module):
 
 
 def operators_of(model: Model) -> Iterator[tuple[str, ft.OperatorKind, list[nn.Parameter]]]:
-    """Yield name, kind and parameters of each operator; the name is its place in the model, whatever the rank."""
+    """Yield name, kind and parameters of each operator. Names depend on the place in the model, not on the rank."""
     yield "embedding", ft.OperatorKind.EMBEDDING, list(model.embedding.parameters())
     for number, layer in enumerate(model.blocks):
         moe = layer.moe
@@ -149,11 +151,13 @@ class Trainer(ft.Binding):
 
     def __init__(self, seed: int) -> None:
         if EXPERTS % dist.get_world_size():
-            raise ft.ConfigError(f"--nproc {dist.get_world_size()}: {EXPERTS} experts; give a number that divides them")
+            raise ft.ConfigError(
+                f"--nproc {dist.get_world_size()}: the model has {EXPERTS} experts; give a divisor of this number"
+            )
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        # The optimizer's first step would create this state, but the first snapshots already hold it.
+        # The optimizer would create this state in the first step, but the first snapshots need it before.
         for parameter in self.model.parameters():
             self.optimizer.state[parameter] = {
                 "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
@@ -167,9 +171,9 @@ class Trainer(ft.Binding):
         self.dense = [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
         self.corpus = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
         self.seed = seed
-        torch.manual_seed(seed + 1 + dist.get_rank())  # ranks drop different values
+        torch.manual_seed(seed + 1 + dist.get_rank())  # so that dropout differs between ranks
 
-    # Parts of a step; a failure may fall between two of them
+    # Parts of a step. A failure may happen between any two parts.
 
     def forward_backward(self, iteration: int) -> None:
         """Compute the gradients of this rank's batch, which is a pure function of ``iteration``, rank and seed."""
@@ -183,10 +187,10 @@ class Trainer(ft.Binding):
     def reduce(self) -> dict[str, Any]:
         """Average gradients over ranks, and return their norm.
 
-        Every rank takes part in the last reduction, that of the norm, so ``step_spans_job`` is true.
+        Every rank takes part in the last reduction, which sums the squared norms, so ``step_spans_job`` is True.
         """
         world = dist.get_world_size()
-        # Frozen parameters keep their place: the bits of a sum over ranks may depend on the place in the buffer.
+        # Frozen parameters stay in the buffer: the bits of a sum over ranks may depend on the position in the buffer.
         flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.view(-1) for p in self.dense]) / world
         dist.all_reduce(flat)
         for parameter, mean in zip(self.dense, flat.split([p.numel() for p in self.dense]), strict=True):
@@ -198,9 +202,9 @@ class Trainer(ft.Binding):
         return {"norm": float((squares + flat.square().sum()).sqrt())}
 
     def update(self, outcome: Mapping[str, Any]) -> None:
-        """Clip gradients by the norm that all ranks share, and step.
+        """Clip gradients by the norm of the whole model, and make the optimizer's step.
 
-        The optimizer leaves parameters without a gradient as they are.
+        The optimizer does not change parameters without a gradient.
         """
         scale = min(1.0, 1.0 / (outcome["norm"] + 1e-6))
         for parameter in self.model.parameters():
@@ -300,7 +304,7 @@ class Replay(ft.Trainer):
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
         """Repeat an update from logged gradients, which are already clipped.
 
-        The optimizer leaves parameters without a gradient as they are.
+        The optimizer does not change parameters without a gradient.
         """
         for name, logged in gradients.items():
             for key, gradient in logged:
@@ -323,7 +327,7 @@ class Replay(ft.Trainer):
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
         self.trainer.forward_backward(iteration)
         reduced = self.trainer.reduce()
-        # The norm of the first execution includes gradients that frozen operators do not have in a replay.
+        # A replay uses the norm of the first execution, because frozen operators have no gradients now.
         self.step_outcome = outcome["step"] if outcome is not None else reduced
         self.trainer.update(self.step_outcome)
         self.trainer.iteration = iteration
@@ -334,7 +338,7 @@ class Replay(ft.Trainer):
 
 
 class RouterCounts:
-    """Counts of tokens by expert; the strategy orders operators by them and saves the most popular ones last."""
+    """Counts of tokens by expert. The strategy orders operators by these counts, and saves popular experts last."""
 
     def __init__(self, model: Model, table: ft.OperatorTable) -> None:
         self.routers = [layer.moe for layer in model.blocks]
@@ -349,7 +353,7 @@ class RouterCounts:
 
     @paused.setter
     def paused(self, paused: bool) -> None:
-        """Stop or resume counting, because tokens of a replay are not counted again."""
+        """Stop or resume counting. A replay stops it, because the tokens were counted in the first execution."""
         for router in self.routers:
             router.is_counting = not paused
 
@@ -375,11 +379,11 @@ def _weighed(state: ft.OperatorState) -> Sequence[list[torch.Tensor]]:
 
 
 def main() -> None:
-    """Train; after a failure :func:`moevement_core.train` enters the loop below again."""
+    """Train a model. After a failure, :func:`moevement_core.train` calls ``loop`` again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep metrics, events and a summary in this folder")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for metrics, events and a run summary")
     ft.add_session_flags(parser)
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)

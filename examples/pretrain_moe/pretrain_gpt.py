@@ -36,7 +36,7 @@ BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids
 def get_batch(
     data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None, config: TransformerConfig
 ) -> dict[str, Any]:
-    """Return this rank's part of the next micro-batch, or None for all fields on a stage that reads no data.
+    """Return this rank's part of the next micro-batch. On a stage that reads no data, all fields are None.
 
     Tensor-parallel rank 0 reads and broadcasts the batch, and context-parallel ranks take their slice of the sequence.
     ``tokens``, ``labels`` and ``position_ids`` are int64 ``[micro_batch_size, seq_length / CP]``, and ``loss_mask`` is
@@ -76,8 +76,8 @@ def get_batch(
 def language_model_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """Return the sum of the token losses, the number of tokens, and both as one report for the log.
 
-    Megatron divides by the number of tokens (or micro-batches) itself. If the loss is NaN or infinite, Megatron's rerun
-    machinery executes the micro-batch again to distinguish a broken device from broken mathematics.
+    Megatron itself divides the sum by the number of tokens (or micro-batches). If the loss is NaN or infinite,
+    Megatron's rerun machinery executes the micro-batch again to distinguish a broken device from broken mathematics.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
@@ -141,11 +141,11 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 
-datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # makes Megatron call it on every rank
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # so that Megatron calls it on every rank
 
 
 def main() -> None:
-    """Parse Megatron's flags and enter its trainer."""
+    """Parse Megatron's flags and start Megatron's trainer."""
     set_startup_timestamps(program_start=PROGRAM_START_S, main_entry=time.time())
     train, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})

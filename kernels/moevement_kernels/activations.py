@@ -9,7 +9,7 @@ import torch
 
 
 class Activation(StrEnum):
-    """Functions between the weights of an expert; gated ones multiply the activated first half with the second."""
+    """Functions between the weights of an expert. Gated functions multiply the activated first half by the second."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -25,7 +25,7 @@ class Activation(StrEnum):
 
 
 def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the activation of FP32 values of any shape; for gated activations these are the gate's values."""
+    """Return the activation of FP32 values of any shape. For gated activations, ``x`` is the gate's half."""
     match kind:
         case Activation.SWIGLU:
             return x * torch.sigmoid(x)
@@ -38,7 +38,7 @@ def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def derivative(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the derivative of :func:`activate`; zero where that of ReLU is undefined."""
+    """Return the derivative of :func:`activate`; 0 where the derivative of ReLU is undefined."""
     match kind:
         case Activation.SWIGLU:
             sigmoid = torch.sigmoid(x)

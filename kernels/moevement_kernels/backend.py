@@ -1,4 +1,4 @@
-"""Choice of the implementation that runs."""
+"""Choice of the backend that runs the grouped MLP."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_interpreted() -> bool:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if Triton kernels can run on ``tensor`` on its device."""
+    """Return True if Triton kernels can process ``tensor`` on the device of the tensor."""
     if _selected is Backend.REFERENCE or find_spec("triton") is None:
         return False
     return tensor.is_cuda or is_interpreted()

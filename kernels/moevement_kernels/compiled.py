@@ -23,7 +23,7 @@ from moevement_kernels.launch import activation_constants
 from moevement_kernels.tiles import Tiles, tiles_of
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
-"""Instruction with which an architecture multiplies matrices."""
+"""Instruction for matrix products, by compute capability (90 is 9.0)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
     kernel: Any
     constants: dict[str, Any]
     pointers: dict[str, str]
-    """Types of tensor arguments; arguments that are neither here nor constants are int32."""
+    """Types of tensor arguments, by name. Arguments that are neither tensors nor constants are int32."""
     multiplies: bool
     warps: int = 8
 
@@ -46,12 +46,12 @@ class Compiled:
     name: str
     capability: int
     instruction: str | None
-    """Instruction of matrix products, with its shape and dtypes; None if the kernel has none."""
+    """Instruction of matrix products, with shape and dtypes; None if the kernel has no such instruction."""
     narrow_loads: int
     """Number of loads of single elements; rows and weights should be loaded in units of 16 bytes."""
     shared_bytes: int
     registers: int
-    """Registers of a thread."""
+    """Number of registers of a thread."""
     spill_stores: int
     """Bytes of registers that a thread stores in memory because it has no more registers."""
     spill_loads: int
@@ -59,7 +59,7 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Yield every kernel, in each format that the architecture supports, and in FP32 from capability 9.0 on."""
+    """Yield every kernel in each format that the architecture supports; FP16 and FP32 only from capability 9.0 on."""
     yield from _mlp_cases("bf16", 0, capability)
     if capability >= 90:
         yield from _mlp_cases("fp16", 0, capability)
@@ -89,7 +89,7 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
         **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
     }
     label = f"{dtype}{('', ', FP8 weights', ', FP8 weights by block')[form]}"
-    # FP8 weights are not trained, and training is tuned for 9.0. In other cases, one activation of each kind is enough.
+    # Training is tuned for 9.0 and has no FP8 weights. For other cases, one gated and one plain activation are enough.
     for kind in Activation if capability == 90 and not form else (Activation.SWIGLU, Activation.GELU):
         constants = {**activation_constants(kind), **weights}
         own = _sizes(tiles_of(held_by_torch, two_products=kind.is_gated))
@@ -164,14 +164,14 @@ def compile_case(case: Case, capability: int) -> Compiled:
     options = {"num_warps": case.warps, "num_stages": 3}
     log = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.compilation.always_compile = True  # A result from Triton's cache would have no figures.
+        triton.knobs.compilation.always_compile = True  # A result from Triton's cache would have no register figures.
         triton.knobs.nvidia.dump_ptxas_log = True
         binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = binary.asm["ptx"]
     wanted = INSTRUCTION[capability]
     instruction = re.search(re.escape(wanted) + r"[\w.:]*", ptx)
     if case.multiplies and not instruction:
-        raise RuntimeError(f"{case.name} for {capability}: no {wanted} in its PTX")
+        raise RuntimeError(f"{case.name} for capability {capability}: the PTX has no {wanted} instruction")
     narrow = len(re.findall(r"ld\.global[\w.:]*\.b(?:8|16)\b", ptx))
     return Compiled(
         case.name, capability, instruction[0] if instruction else None, narrow, binary.metadata.shared,
@@ -181,7 +181,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
 
 
 def _largest(pattern: str, log: str) -> int:
-    """Return the largest number in the log, over the kernel and the functions that it calls."""
+    """Return the largest number that ``pattern`` finds in the log, which has lines for the kernel and its functions."""
     return max(int(number) for number in re.findall(pattern, log))
 
 
@@ -189,8 +189,10 @@ def main() -> int:
     """Compile all selected kernels and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moevement_kernels.compiled", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[90], choices=sorted(INSTRUCTION))
-    parser.add_argument("--match", nargs="+", default=[""], metavar="TEXT", help="only kernels whose name has one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--match", nargs="+", default=[""], metavar="TEXT", help="compile only kernels whose name contains a TEXT"
+    )
+    parser.add_argument("--json", action="store_true", help="print all results as a JSON list in the last line")
     arguments = parser.parse_args()
     results = []
     for capability in arguments.capability:

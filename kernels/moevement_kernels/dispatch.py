@@ -1,8 +1,8 @@
-"""Assignment of a rank's tokens to the replicas of their experts (Lazarus, algorithm 1), on the device of the tokens.
+"""Assignment of a rank's tokens to replicas of experts (Lazarus, algorithm 1).
 
-Replicas of an expert are in *slots*, equally many on every rank. All replicas of an expert get equally many of its
-tokens, up to a few; replicas on a token's own rank come first. All functions run on the device of the routing map, and
-do not wait for it.
+Replicas of experts are in *slots*, and every rank has the same number of slots. The tokens of an expert are divided
+evenly among all replicas, up to a remainder. Tokens go to replicas on their own rank first. All functions run on the
+device of the routing map, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moevement_kernels.backend import has_kernels
 
 
 class SlotTable(NamedTuple):
-    """Slots of a layer, rank by rank; int64, S slots on N ranks."""
+    """Slots of a layer in the order of ranks, as int64 tensors. There are S slots on N ranks."""
 
     expert: torch.Tensor
     """Expert in each slot, ``[S]``."""
     rank: torch.Tensor
     """Rank of each slot, ``[S]``."""
     ordinal: torch.Tensor
-    """Number of each slot among the slots of its rank with its expert, ``[S]``."""
+    """Index of each slot among the slots with the same rank and expert, ``[S]``."""
     replicas: torch.Tensor
     """Replicas of each expert on each rank, ``[E, N]``."""
 
@@ -51,14 +51,17 @@ class SlotTable(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Range of a rank's tokens of an expert that a slot gets, counted in the order of tokens; int64 ``[S]`` each."""
+    """Range of tokens that each slot gets, int64 ``[S]``.
+
+    The tokens that one rank routes to one expert are numbered from 0, in the order of the batch.
+    """
 
     begin: torch.Tensor
     end: torch.Tensor
 
 
 def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
-    """Return the tokens that each slot gets from one rank; all ranks compute theirs from the same numbers.
+    """Return the range of tokens that each slot gets from one rank. All ranks use the same ``tokens``.
 
     Args:
         tokens: tokens routed to each expert on each rank, int64 ``[N, E]``.
@@ -88,7 +91,7 @@ def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
 
 
 def to_slots(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> torch.Tensor:
-    """Return the map of tokens to slots, bool ``[T, S]``; each token is in one slot of each expert it is routed to.
+    """Return the map of tokens to slots, bool ``[T, S]``. A token gets one slot of each expert that it is routed to.
 
     Args:
         routing_map: bool ``[T, E]``.

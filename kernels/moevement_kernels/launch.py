@@ -143,11 +143,15 @@ def _check_targets(
     into: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
 ) -> None:
     if active != [target is not None for target in into[1]]:
-        raise ValueError(f"gradients of W1 are wanted of experts {active}, of W2 of others; needs the same")
+        raise ValueError(
+            f"W1 has targets for the experts with active flags {active}, but W2 has targets for others; give both "
+            "targets of an expert, or none"
+        )
     for name, kept in (("x", x), ("a", a)):
         if kept.shape[0] != sum(counts_of_active(counts, active)):
             raise ValueError(
-                f"{name} has {kept.shape[0]} rows; needs those of active experts alone, {active} of {list(counts)}"
+                f"{name} has {kept.shape[0]} rows; it must have the rows of active experts only, for active flags "
+                f"{active} and token counts {list(counts)}"
             )
     shapes = ((dh.shape[1], x.shape[1]), (dy.shape[1], a.shape[1]))
     for name, targets, shape in zip(("W1", "W2"), into, shapes, strict=True):
@@ -156,8 +160,8 @@ def _check_targets(
                 target.dtype != torch.float32 or target.shape != shape or not target.is_contiguous()
             ):
                 raise ValueError(
-                    f"the gradient of {name} of expert {expert} is {tuple(target.shape)} {target.dtype}; needs {shape} "
-                    "float32, contiguous"
+                    f"the gradient of {name} for expert {expert} is {tuple(target.shape)} {target.dtype}; it must be "
+                    f"{shape} float32 and contiguous"
                 )
 
 
@@ -192,25 +196,29 @@ def _check(
     is_dy: bool = False,
 ) -> None:
     if x.dtype not in DTYPES and not is_dy:
-        raise ValueError(f"tokens are {x.dtype}; needs one of {DTYPES}")
+        raise ValueError(f"tokens are {x.dtype}; the dtype must be one of {DTYPES}")
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
-            f"tokens {tuple(x.shape)}, probabilities {tuple(p.shape)}, {sum(counts)} counted; needs [T, {w2.rows}], "
-            "[T] and T"
+            f"tokens {tuple(x.shape)}, probabilities {tuple(p.shape)} and {sum(counts)} counted tokens do not fit; "
+            f"needed are [T, {w2.rows}], [T] and T"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]
         is_foreign = weights.format is Format.PLAIN and first.dtype != x.dtype and not is_dy
         if is_foreign or first.device != x.device:
-            raise ValueError(f"{name} is {first.dtype} on {first.device}; needs {x.dtype} on {x.device} as the tokens")
+            raise ValueError(
+                f"{name} is {first.dtype} on {first.device}, and tokens are {x.dtype} on {x.device}; give both on one "
+                "device, and plain weights in the dtype of tokens"
+            )
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
         raise ValueError(
-            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, W2 of {len(w2.data)} {(w2.rows, w2.columns)}; "
-            f"needs {(wanted, w2.rows)} and [H, F] of {len(counts)} each for {kind}"
+            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, and W2 of {len(w2.data)} experts is "
+            f"{(w2.rows, w2.columns)}; they must be {(wanted, w2.rows)} and [H, F] for {len(counts)} experts and the "
+            f"activation {kind}"
         )
     if Format.FP8_PER_BLOCK in (w1.format, w2.format) and kind.is_gated and w2.columns % BLOCK:
-        raise ValueError(f"F of {w2.columns} with scales per block; needs a multiple of {BLOCK} for gated activations")
+        raise ValueError(f"F is {w2.columns}; it must be a multiple of {BLOCK} for gated activations with block scales")
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +228,7 @@ def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:
-    """Return the constants of an activation with which kernels are specialised."""
+    """Return the compile-time constants of a kernel for an activation."""
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
@@ -235,7 +243,10 @@ def _dtypes(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
 
 def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
     if weights.format is Format.FP8_PER_BLOCK and (BLOCK % size.columns or BLOCK % size.inner):
-        raise ValueError(f"tiles of {size.columns} x {size.inner}; with scales per block they must divide {BLOCK}")
+        raise ValueError(
+            f"tiles have {size.columns} columns and {size.inner} inner elements; with scales per block, both numbers "
+            f"must divide {BLOCK}"
+        )
     return {"BM": size.rows, "BN": size.columns, "BK": size.inner, "GROUP": GROUP, **run_options(size)}
 
 

@@ -1,8 +1,8 @@
-"""Grouped expert MLP as a torch operator, with only the gradients that its mode needs.
+"""Grouped expert MLP as a torch operator that computes weight gradients only for active experts.
 
 An expert is active if its weights require gradients when the forward pass runs. Frozen and active experts use the same
-kernels on the same tiles for the forward pass and the input gradient. So a mixed backward pass gives the bits of an
-all-active one. The operator saves for the backward pass:
+kernels on the same tiles for the forward pass and the input gradient. So a backward pass with some frozen experts gives
+the same bits as one with only active experts. The operator saves for the backward pass:
 
     h, p            always
     x               only the rows of active experts
@@ -106,7 +106,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
         if weight1.requires_grad != weight2.requires_grad
     ]
     if torn:
-        raise ValueError(f"one weight of experts {torn} requires a gradient and the other does not; needs both or none")
+        raise ValueError(
+            f"in experts {torn}, one weight requires a gradient and the other does not; freeze both weights or none"
+        )
     kept = (
         x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[expert] for expert in ctx.active)])
     )
@@ -128,7 +130,7 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
 def _weight_gradients(
     ctx: Any, tensors: tuple[Tensor, ...], w1: list[Tensor], w2: list[Tensor]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Compute the gradients of active weights, as for Megatron's linear layers.
+    """Compute the gradients of active weights, as Megatron's linear layers do.
 
     If all weights set ``fuse_weight_gradient``, the gradients are added to their FP32 ``main_grad``.
     """
@@ -194,8 +196,8 @@ def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: 
     Args:
         tokens: number of tokens, T.
         active_tokens: number of tokens of active experts.
-        hidden: H.
-        inner: F.
+        hidden: hidden size, H.
+        inner: hidden size of an expert, F.
         kind: activation.
         element: bytes of an element.
     """

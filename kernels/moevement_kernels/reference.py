@@ -4,7 +4,7 @@
     a = act(h) p                    p: the probability with which the router sent the token to the expert
     y = a W2^T
 
-and backward, dy given:
+The backward pass, given dy:
 
     da = dy W2                      never rounded
     dp = sum over F of da * act(h)
@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
 
 class InputGradient(NamedTuple):
-    """Gradients that frozen and active experts compute."""
+    """Results of the backward pass that frozen and active experts compute."""
 
     dx: torch.Tensor
     """Gradient of the tokens, ``[T, H]``."""
@@ -52,14 +52,14 @@ class InputGradient(NamedTuple):
 def forward(
     x: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation
 ) -> Forward:
-    """Return the results for tokens sorted by expert.
+    """Return the results of the forward pass for tokens that are sorted by expert.
 
     Args:
         x: tokens ``[T, H]``.
         p: probabilities ``[T]``.
-        counts: tokens of each expert.
-        w1: ``[G, H]`` of each expert.
-        w2: ``[H, F]`` of each expert.
+        counts: number of tokens of each expert.
+        w1: first weight of each expert, ``[G, H]``.
+        w2: second weight of each expert, ``[H, F]``.
         kind: activation.
     """
     ys, hs = [], []
@@ -81,15 +81,15 @@ def input_gradient(
     kind: Activation,
     active: Sequence[bool] | None = None,
 ) -> InputGradient:
-    """Return the gradients of a frozen expert's backward pass, which an active expert needs too.
+    """Return the gradients that the backward pass of every expert computes, frozen or active.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.
-        h: ``[T, G]`` from the forward pass.
+        h: values before the activation, ``[T, G]``, from the forward pass.
         p: probabilities ``[T]``.
-        counts: tokens of each expert.
-        w1: ``[G, H]`` of each expert.
-        w2: ``[H, F]`` of each expert.
+        counts: number of tokens of each expert.
+        w1: first weight of each expert, ``[G, H]``.
+        w2: second weight of each expert, ``[H, F]``.
         kind: activation.
         active: True for each active expert; None if all are frozen.
     """
@@ -107,7 +107,7 @@ def input_gradient(
 def through_activation(
     da: torch.Tensor, h: torch.Tensor, p: torch.Tensor, kind: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``dp``, FP32, and ``dh``, in the dtype of ``h``, from FP32 ``da``."""
+    """Return ``dp`` in FP32, and ``dh`` in the dtype of ``h``; ``da`` is FP32."""
     gate, linear = _halves(h.float(), kind)
     activated, slope = activate(kind, gate), derivative(kind, gate)
     scaled = da * p.float()[:, None]
@@ -127,13 +127,13 @@ def weight_gradient(
     counts: Sequence[int],
     active: Sequence[bool],
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Return FP32 gradients of W1 and W2 of each active expert; None for a frozen one.
+    """Return the FP32 gradients of W1 and of W2, by expert; None for each frozen expert.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.
         dh: gradient of h, ``[T, G]``.
-        x: ``[tokens of active experts, H]``.
-        a: ``[tokens of active experts, F]``.
+        x: tokens of active experts, ``[tokens of active experts, H]``.
+        a: scaled activations, ``[tokens of active experts, F]``.
         counts: tokens of each expert.
         active: True for each active expert.
     """

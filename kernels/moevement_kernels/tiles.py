@@ -1,10 +1,10 @@
-"""Rows that each program of a grouped kernel works on.
+"""Tiles of rows, each of which one program of a grouped kernel processes.
 
-The tokens of an expert are contiguous. Their rows are cut into tiles of BM from the expert's first row on, so a tile
-has rows of only one expert. Its results do not depend on other experts. So a pass with frozen and active experts has
-the bits of an all-active one.
+The tokens of an expert are contiguous rows. The rows are cut into tiles of BM rows from the expert's first row on, so a
+tile has rows of only one expert. Results of a tile therefore do not depend on other experts, and a pass with some
+frozen experts gives the same bits as one with only active experts.
 
-With 5 and 3 tokens and BM = 4 the tiles begin at rows 0, 4 and 5 and end before rows 5, 5 and 8.
+Example: two experts have 5 and 3 tokens, and BM is 4. There are three tiles: ``begin`` is 0, 4, 5 and ``end`` 5, 5, 8.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 TABLES = 2048
-"""Tables of a kind that are kept on a device, a few KB each.
+"""Largest number of cached tables of each kind. A table has a few KB of device memory.
 
-Addresses of weights are kept for a whole training run, token counts from a micro-batch's forward pass to its backward
-pass.
+Addresses of weights are needed during a whole training run. Tables of token counts are needed from the forward pass of
+a micro-batch to the backward pass of the same micro-batch.
 """
 
 
@@ -41,11 +41,11 @@ class Tiles:
 def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
     """Return sizes that fit into shared memory and registers.
 
-    The sizes depend only on the arguments, so every run has the same sums.
+    The sizes depend only on the arguments, so sums have the same order in every run.
 
     Args:
         dtype: dtype of the tokens.
-        two_products: True if a program multiplies the same columns of two weights.
+        two_products: True if a program computes two products, as for both halves of a gated expert's first weight.
     """
     if dtype == torch.float32:
         return Tiles(columns=32 if two_products else 64, inner=32)
@@ -68,7 +68,7 @@ class RowTiles:
 
 
 def row_tiles(counts: Sequence[int], rows: int, device: torch.device) -> RowTiles:
-    """Cut ``counts`` tokens of each expert into tiles of ``rows``; empty experts have none.
+    """Return the tiles of ``rows`` rows for ``counts`` tokens of each expert. Experts without tokens have no tiles.
 
     A forward pass, its recomputation and its backward pass share one table, which is copied to the device once.
 
@@ -82,7 +82,7 @@ def row_tiles(counts: Sequence[int], rows: int, device: torch.device) -> RowTile
 def _row_tiles(counts: tuple[int, ...], rows: int, device: torch.device, stream: int) -> RowTiles:
     tokens = np.asarray(counts, dtype=np.int64)
     if tokens.size and (tokens.min() < 0 or tokens.sum() > np.iinfo(np.int32).max):
-        raise ValueError(f"tokens of experts: {list(counts)}; needs 0 or more each, and less than 2^31 together")
+        raise ValueError(f"token counts are {list(counts)}; each must be 0 or more, and the sum less than 2^31")
     begins = np.concatenate([[0], np.cumsum(tokens)])
     tiles = -(-tokens // rows)
     expert = np.repeat(np.arange(tokens.size), tiles)
@@ -98,7 +98,7 @@ def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def counts_of_active(counts: Sequence[int], active: Sequence[bool] | None) -> list[int]:
-    """Return the tokens of each active expert, and 0 for a frozen one; None means that all are frozen."""
+    """Return the token count of each active expert, and 0 for each frozen one. ``active`` None: all frozen."""
     if active is None:
         return [0] * len(counts)
     return [count if is_active else 0 for count, is_active in zip(counts, active, strict=True)]
@@ -121,7 +121,7 @@ def addresses(
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     for expert, pointer in enumerate(pointers):
         if pointer % multiple:
-            raise ValueError(f"{what} {expert} is at {pointer:#x}; needs a multiple of {multiple} bytes")
+            raise ValueError(f"{what} {expert} is at {pointer:#x}; the address must be a multiple of {multiple} bytes")
     return _numbers(pointers, device, _stream(device))
 
 
@@ -136,5 +136,5 @@ def to_device(table: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _stream(device: torch.device) -> int:
-    """Return the stream of a table, which is written, read and freed in the order of that stream."""
+    """Return the current stream. A cached table is written, read and freed in the order of one stream."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -1,7 +1,7 @@
 """Triton kernels of the grouped expert MLP; ``reference.py`` specifies what they compute.
 
-Each weight of an expert is a parameter of its own at any address, so kernels take the addresses. Row indices have 64
-bits. The order of sums over the inner dimension does not depend on other experts.
+Each weight of an expert is a separate parameter at any address, so kernels read a table of addresses. Row indices have
+64 bits. The order of sums over the inner dimension does not depend on other experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FP8_PER_BLOCK = tl.constexpr(2)
 BLOCK = tl.constexpr(128)
 
 UNALIGNED = ("p", "tile_expert", "tile_begin", "tile_end", "offsets", "active_offsets")
-"""Arguments without an alignment. Kernels read single numbers from them, and would gain nothing from one."""
+"""Arguments whose alignment Triton ignores. Kernels read single numbers from them, so alignment would not help."""
 
 
 @triton.jit
@@ -62,19 +62,19 @@ def _derivative(x, KIND: tl.constexpr):
 
 @triton.jit
 def _at(addresses, expert, DTYPE: tl.constexpr):
-    """Return the address of an expert's weight or gradient, which is a multiple of 16 bytes, as loads assume."""
+    """Return the address of an expert's weight or gradient. It is a multiple of 16 bytes, which loads assume."""
     return tl.multiple_of(tl.load(addresses + expert).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
 def _scale_at(addresses, expert):
-    """Return the address of an expert's scales, which may be any multiple of their size."""
+    """Return the address of an expert's scales, which is a multiple of 4 bytes."""
     return tl.load(addresses + expert).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the row tile and the column tile of this program; neighbours share weights and rows in the cache."""
+    """Return the row tile and the column tile of this program; near programs share weights and rows in the cache."""
     program = tl.program_id(0)
     across = tl.cdiv(columns, BN)
     group = program // (GROUP * across)
@@ -96,9 +96,10 @@ def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN:
 def _weight_tile(
     w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Return a tile of a ``[rows, columns]`` weight, and the factor of its product.
+    """Return a tile of a ``[rows, columns]`` weight, and the factor by which a product with the tile is multiplied.
 
-    ``row`` and ``column`` are its indices, shaped to broadcast. FP8 values are exact in the tokens' dtype.
+    ``row`` and ``column`` are the indices of the tile's elements, shaped to broadcast. FP8 values are exact in the
+    tokens' dtype.
     """
     inside = (row < rows) & (column < columns)
     tile = tl.load(w + row.to(tl.int64) * STRIDE + column, mask=inside, other=0)
@@ -169,7 +170,10 @@ def product_kernel(
     TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``left W`` of ``[K, N]`` weights, or ``left W^T`` of ``[N, K]`` ones, with rows ``stride`` apart."""
+    """Compute ``left W`` for weights ``[K, N]``, or ``left W^T`` for weights ``[N, K]``.
+
+    Rows of a weight are ``stride`` elements apart.
+    """
     tile, column = _place(tiles, N, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w = _at(w_at, expert, W_DTYPE)
@@ -207,7 +211,7 @@ def _through_activation(
     da, h, p_rows, dh, a, rows, a_rows, here, is_active, columns, F,
     KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dh`` and ``a`` of some columns, and return their part of ``dp``."""
+    """Store ``dh`` and ``a`` for some columns, and return the part of ``dp`` from these columns."""
     G = 2 * F if GATED else F
     inside = here[:, None] & (columns < F)[None, :]
     place = rows[:, None] * G + columns[None, :]
@@ -235,11 +239,11 @@ def hidden_gradient_kernel(
     FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``da = dy W2``, which stays in registers, and from it ``dh``, this tile's part of ``dp``, and ``a``.
+    """Compute ``da = dy W2`` in registers, and from ``da`` compute ``dh``, this tile's part of ``dp``, and ``a``.
 
-    ``dp_parts`` is ``[column tiles, T]``. It is summed afterwards, in a fixed order, because atomics would add in any
-    order. ``a`` has only the rows of active experts. A mask, and not a constant, says whether a tile's expert is
-    active, so frozen and active experts run the same machine code.
+    ``dp_parts`` is ``[column tiles, T]``. The launcher sums the parts in a fixed order; atomics would add in any order.
+    ``a`` has only the rows of active experts. A mask, not a constant, tells whether the expert of a tile is active, so
+    frozen and active experts run the same machine code.
     """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
@@ -266,7 +270,7 @@ def hidden_gradient_kernel(
     a_begin = tl.load(active_offsets + expert)
     is_active = tl.load(active_offsets + expert + 1) > a_begin
     a_rows = rows - tl.load(offsets + expert) + a_begin
-    # This handles half of the columns at a time. With h, its activation and its slope, all do not fit into registers.
+    # Half of the columns at a time: da, h, activation and slope of all columns do not fit into registers.
     left, right = _halves(da, BM, BN)
     first = column * BN + tl.arange(0, BN // 2)
     dp = _through_activation(

@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(is_interpreted())
 def narrow(x, DTYPE: tl.constexpr):
     """Return ``x.to(DTYPE)`` with correct rounding.
 
-    The interpreter truncates to BF16, so the value is rounded before.
+    Triton's interpreter truncates to BF16, so the value is rounded before the conversion.
     """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

@@ -1,7 +1,7 @@
 """Storage of the weights of experts: in the dtype of the tokens, or as FP8 bytes with inverse scales.
 
-FP8 has the layout of Transformer Engine: bytes of e4m3 values, and FP32 factors. A tensor has one factor, or one for
-each block of 128 x 128, whose rows of scales may be padded.
+FP8 has the layout of Transformer Engine: bytes of e4m3 values, and FP32 factors. A tensor has one factor, or a table of
+factors for blocks of 128 x 128 elements. Rows of this table may be padded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 class Format(IntEnum):
-    """Formats of a weight; kernels are specialised by the numbers."""
+    """Formats of a weight. Kernels receive the number of the format as a compile-time constant."""
 
     PLAIN = 0
     FP8_PER_TENSOR = 1
@@ -29,8 +29,8 @@ class Weights:
 
     Args:
         data: ``[rows, columns]`` of each expert, contiguous; in the tokens' dtype, or uint8 that holds e4m3.
-        inverse_scales: FP32 factors for each of ``data``: ``[1]``, or ``[rows / 128, columns / 128]`` rounded up, or
-            with more columns than that. None for plain weights.
+        inverse_scales: FP32 factors for each tensor of ``data``: ``[1]``, or at least
+            ``[rows / 128, columns / 128]`` rounded up. None for plain weights.
     """
 
     data: Sequence[torch.Tensor]
@@ -38,33 +38,34 @@ class Weights:
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise ValueError("no experts: needs the weight of one at least")
+            raise ValueError("there are no weights; give the weight of at least one expert")
         shape, dtype = self.data[0].shape, self.data[0].dtype
         for index, weight in enumerate(self.data):
             if weight.dim() != 2 or weight.shape != shape or weight.dtype != dtype:
                 raise ValueError(
-                    f"the weight of expert {index} is {tuple(weight.shape)} {weight.dtype}; needs {tuple(shape)} "
-                    f"{dtype} as that of expert 0"
+                    f"the weight of expert {index} is {tuple(weight.shape)} {weight.dtype}; it must be {tuple(shape)} "
+                    f"{dtype}, as the weight of expert 0"
                 )
             if not weight.is_contiguous():
                 raise ValueError(f"the weight of expert {index} is not contiguous; give weight.contiguous()")
         if (dtype == torch.uint8) != (self.inverse_scales is not None):
             raise ValueError(
-                f"weights are {dtype} and inverse scales {self.inverse_scales is not None}: FP8 needs both"
+                f"weights are {dtype}, with inverse scales: {self.inverse_scales is not None}; FP8 weights are uint8 "
+                "and need inverse scales, and other weights have none"
             )
         if self.inverse_scales is not None:
             self._check_scales(self.inverse_scales)
 
     def _check_scales(self, scales: Sequence[torch.Tensor]) -> None:
         if len(scales) != len(self.data):
-            raise ValueError(f"{len(scales)} inverse scales for {len(self.data)} experts; needs as many")
+            raise ValueError(f"{len(scales)} inverse scales for {len(self.data)} experts; give one for each expert")
         rows, columns = (-(-size // BLOCK) for size in self.data[0].shape)
         for index, scale in enumerate(scales):
             fits = scale.numel() == 1 or (scale.dim() == 2 and scale.shape[0] >= rows and scale.shape[1] >= columns)
             if scale.dtype != torch.float32 or not fits or not scale.is_contiguous():
                 raise ValueError(
-                    f"inverse scales of expert {index} are {tuple(scale.shape)} {scale.dtype}; needs float32, one "
-                    f"number or [{rows}, {columns}] for blocks of {BLOCK}"
+                    f"inverse scales of expert {index} are {tuple(scale.shape)} {scale.dtype}; they must be contiguous "
+                    f"float32, one number or at least [{rows}, {columns}] for blocks of {BLOCK}"
                 )
 
     @property
@@ -86,7 +87,7 @@ class Weights:
 
     @property
     def scale_stride(self) -> int:
-        """Number of scales in a row of blocks; 0 for other formats."""
+        """Number of scales in a row of the table of block scales; 0 for other formats."""
         return int(self.inverse_scales[0].shape[1]) if self.format is Format.FP8_PER_BLOCK else 0  # type: ignore[index]
 
     def dense(self, expert: int) -> torch.Tensor:

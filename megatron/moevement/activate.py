@@ -1,9 +1,9 @@
 """List of the functions of Megatron's trainer that this project replaces, each with its reason.
 
-Where Megatron has extension points (specs, arguments of ``pretrain`` and the schedules), the project uses those. The
-functions here have none. ``tests/unit/test_activate.py`` pins the signature of each, so that test, and no other, names
-a function that a new Megatron moves. Replacements for FP8 (``fp8/install.py``) and for machines without a GPU
-(``platform/megatron_cpu.py``) are not in this list.
+The project uses Megatron's extension points where they exist: specs, and arguments of ``pretrain`` and of the
+schedules. The functions here have no extension point. ``tests/unit/test_activate.py`` pins the signature of each
+function, and names the function if a new Megatron changes it. Replacements for FP8 (``fp8/install.py``) and for
+machines without a GPU (``platform/megatron_cpu.py``) are not in this list.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class Point:
     """Function of Megatron, with the wrapper that replaces it."""
 
     modules: tuple[str, ...]
-    """Modules, or classes, whose name for the function is rebound; the first one defines it."""
+    """Modules or classes that have the function under the name below; the first one defines the function."""
     name: str
     wrapper: Wrapper
     reason: str
 
 
 _process = Process()
-"""Object that the replaced functions of a process share, because Megatron passes none to them."""
+"""Object that all replaced functions of this process share, because Megatron passes no object of this project."""
 
 
 def process() -> Process:
-    """Return the object that the replaced functions of this process share."""
+    """Return the object that all replaced functions of this process share."""
     return _process
 
 
 def activate() -> None:
-    """Make this process fault tolerant, before a training script imports Megatron; idempotent."""
+    """Replace the functions of :func:`points` before a training script imports Megatron; repeated calls do nothing."""
     platform.install()
     check_names()
     for point in points():
@@ -59,7 +59,7 @@ def activate() -> None:
 
 
 def points() -> tuple[Point, ...]:
-    """Return all replaced functions, in the order of replacement; the function imports Megatron's trainer."""
+    """Return all functions to replace, in the order of replacement; the call imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight, rank_order
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
@@ -71,22 +71,30 @@ def points() -> tuple[Point, ...]:
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (
-        Point((arguments_,), "parse_args", arguments.parse_args_with_ours, "our flags, and one-line errors"),
+        Point(
+            (arguments_,),
+            "parse_args",
+            arguments.parse_args_with_ours,
+            "adds this project's flags, and reports errors in one line",
+        ),
         Point(
             ("megatron.training.argument_utils:ArgumentGroupFactory",),
             "_get_field_docstrings",
             arguments.remember_field_docstrings,
-            "parses the sources of all configuration classes whenever a parser is built",
+            "Megatron parses the sources of all configuration classes whenever it builds a parser",
         ),
         Point(
-            (arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"
+            (arguments_,),
+            "validate_args",
+            preflight.validate_args_after_preflight,
+            "one rank reports errors in one line",
         ),
         *(
             Point(
                 ("megatron.training.argument_utils",),
                 name,
                 preflight.one_line_errors,
-                "what configuration objects refuse, every rank prints as a traceback",
+                "if a configuration object refuses a flag, every rank prints a traceback",
             )
             for name in ("gpt_config_from_args", "pretrain_cfg_container_from_args")
         ),
@@ -94,32 +102,32 @@ def points() -> tuple[Point, ...]:
             ("megatron.core.transformer.torch_norm:WrappedTorchNorm",),
             "__new__",
             norm.norm_with_sequence_parallel,
-            "refuses sequence parallelism, and the local spec has no other norm",
+            "this norm refuses sequence parallelism, and the local spec has no other norm",
         ),
         Point(
             ("megatron.core.transformer.dot_product_attention:DotProductAttention",),
             "__init__",
             attention.attention_with_channels,
-            "does not take the head widths that multi-latent attention names",
+            "local attention does not accept the head widths that multi-latent attention passes",
         ),
         Point(
             ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.router"),
             "router_gating_linear",
             frozen.gating_without_weight_gradient,
-            "computes the weight gradient of a frozen router",
+            "Megatron computes the weight gradient even of a frozen router",
         ),
         Point(
             ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.router"),
             "apply_router_token_dropping",
             capacity.dropping_with_room,
-            "has one capacity for all experts",
+            "Megatron has one capacity for all experts",
         ),
         *(
             Point(
                 (provider,),
                 "grouped_mlp_modules",
                 experts.experts_with_kernels,
-                "specs name their experts by class, and the class does not know of frozen ones",
+                "specs name a class of experts, and that class does not support frozen experts",
             )
             for provider in (
                 "megatron.core.models.backends:LocalSpecProvider",
@@ -130,7 +138,7 @@ def points() -> tuple[Point, ...]:
             ("megatron.core.datasets.utils",),
             "compile_helpers",
             _compile_unless_compiled,
-            "the wheel has the compiled helpers and no makefile",
+            "Megatron runs a makefile; the wheel has none, but has the compiled helpers",
         ),
         Point(
             (training, "megatron.training"),
@@ -138,19 +146,19 @@ def points() -> tuple[Point, ...]:
             lambda pretrain: in_process.restart_in_process(_process)(
                 recorder.record_pretrain(_process)(launcher_store.meet_in_launcher_store(pretrain))
             ),
-            "the launcher's store, a run's summary, and to be entered again after a failure",
+            "uses the launcher's store, writes the run's summary, and is entered again after a failure",
         ),
         Point(
             ("megatron.training.inprocess_restart",),
             "maybe_force_nccl_backend_init",
             launcher_store.force_nccl_init,
-            "communicators that an abort can end have to be there before subgroups are",
+            "an abort leaves kernels of subgroups running if the parent group has no communicator yet",
         ),
         Point(
             (training,),
             "setup_model_and_optimizer",
             entry.enter_setup(_process),
-            "model and optimizer are handed to nobody, and after a failure they are there",
+            "Megatron passes model and optimizer to no callback, and survivors reuse theirs after a failure",
         ),
         Point(
             (training,),
@@ -158,19 +166,19 @@ def points() -> tuple[Point, ...]:
             lambda original: recorder.record_train_step(_process)(
                 train_step.snapshot_every_iteration(_process)(original)
             ),
-            "duration of a step; a snapshot every iteration",
+            "records the duration of each step, and takes a snapshot every iteration",
         ),
         Point(
             (training,),
             "train",
             entry.enter_loop(_process),
-            "lost state is replayed here; what it is replayed with is handed to nobody",
+            "lost state is replayed here, with arguments that Megatron passes to no callback",
         ),
         Point(
             ("megatron.core.pipeline_parallel.p2p_communication", "megatron.core.pipeline_parallel.schedules"),
             "P2PCommunicator",
             communicator.logging_communicator(_process),
-            "schedules make their own; what crosses a stage boundary is logged, and fed to a stage that replays alone",
+            "logs what crosses a stage boundary, and feeds logged tensors to a stage that replays alone",
         ),
         Point(
             (training,),
@@ -178,50 +186,52 @@ def points() -> tuple[Point, ...]:
             lambda original: keep_token_count(_process)(
                 fault_points.around(Phase.REDUCE)(replicas.reducing_replicas(original))
             ),
-            "gradients of experts in slots are reduced over their replicas; the token count of the batch is recorded",
+            "reduces gradients of experts in slots over their replicas, and records the batch's token count",
         ),
         Point(
             ("megatron.core.models.gpt.moe_module_specs",),
             "MoELayer",
             elastic_moe.layer_with_slots,
-            "the helper that makes specs names the layer itself, and its experts are not elastic",
+            "Megatron's specs name this layer, whose experts cannot be in slots",
         ),
         Point(
             ("torch.distributed",),
             "all_reduce",
             rank_order.summing_in_rank_order,
-            "NCCL's order of a sum follows the places of ranks (--moevement-sums-in-rank-order)",
+            "NCCL adds in an order that depends on the ranks' nodes (--moevement-sums-in-rank-order)",
         ),
-        Point((training,), "training_log", recorder.record_iteration(_process), "a metrics line for each iteration"),
+        Point(
+            (training,), "training_log", recorder.record_iteration(_process), "writes a metrics line for each iteration"
+        ),
         Point(
             (training,),
             "evaluate_and_print_results",
             lambda evaluate: evaluation.leaving_generators(recorder.record_evaluation(_process)(evaluate)),
-            "which set is evaluated; what an evaluation draws must not move what training draws",
+            "notes which data set is evaluated, and restores the random states afterwards",
         ),
         Point(
             (training,),
             "evaluate",
             lambda original: recorder.record_evaluated(_process)(evaluation.ending_when_asked(_process)(original)),
-            "held-out losses are printed and dropped; a job that is asked to end would evaluate to the end",
+            "records held-out losses, and ends an evaluation early if the job is asked to end",
         ),
         Point(
             (training,),
             "build_train_valid_test_datasets",
             loaders.retain_datasets(_process),
-            "batches can be asked for again",
+            "keeps the data sets, so that a replay can read batches again",
         ),
         Point(
             (training,),
             "build_train_valid_test_data_loaders",
             loaders.from_known_samples(_process),
-            "guesses a number of consumed samples that is zero",
+            "Megatron replaces zero consumed samples by a guess, but zero may be right",
         ),
         Point(
             (training,),
             "build_pretraining_data_loader",
             loaders.with_own_generator(_process),
-            "opening an iterator must not move the generator that training draws from",
+            "opening an iterator must not advance the generator that training draws from",
         ),
         *_optimizer_points(),
         *_result_points(),
@@ -242,7 +252,7 @@ def points() -> tuple[Point, ...]:
 
 
 def _result_points() -> tuple[Point, ...]:
-    """Return the functions that handle results that are not finite, in a job that continues after failures."""
+    """Return the functions that handle losses and gradients that are not finite; see ``runtime/results.py``."""
     from megatron.moevement.runtime import results
 
     machine = ("megatron.core.rerun_state_machine:RerunStateMachine",)
@@ -251,25 +261,25 @@ def _result_points() -> tuple[Point, ...]:
             machine,
             "should_run_forward_backward",
             results.locate_on_recomputation(_process),
-            "what a first pass computed is gone once the second one runs",
+            "the second pass overwrites the values that the first pass computed",
         ),
         Point(
             machine,
             "should_checkpoint_and_exit",
             results.interrupt_instead_of_exit(_process),
-            "ends every rank where a result is not finite, and a spare could take the place of one",
+            "Megatron ends every rank after a result that is not finite; a spare can replace the rank at fault",
         ),
         Point(
             machine,
             "validate_result",
             results.refuse_without_second_pass(_process),
-            "without a second pass a rank raises alone, and nobody knows that it does so again",
+            "without a second pass only one rank raises, and no rank notices that it fails repeatedly",
         ),
     )
 
 
 def _save_points() -> tuple[Point, ...]:
-    """Return the functions that save dense checkpoints while ranks may fail."""
+    """Return the functions that save dense checkpoints, wrapped so that a failed or interrupted save does no harm."""
     from megatron.moevement.restart import saves
     from megatron.moevement.runtime import dense_save, results_queue
 
@@ -286,14 +296,14 @@ def _save_points() -> tuple[Point, ...]:
             ("megatron.training.initialize",),
             "init_persistent_async_worker",
             dense_save.uninterrupted,
-            "who is interrupted within it leaves a process that nobody ends",
+            "an interruption during the start would leave a process that nothing ends",
         ),
         *(
             Point(
                 (writer,),
                 "get_write_results_queue",
                 results_queue.with_small_server,
-                "its server imports the training script, and is left behind where its start is interrupted",
+                "the queue's server imports the training script, and stays if its start is interrupted",
             )
             for writer in saves.WRITERS
         ),
@@ -301,9 +311,9 @@ def _save_points() -> tuple[Point, ...]:
 
 
 def _optimizer_points() -> tuple[Point, ...]:
-    """Return the functions for dense checkpoints with torch's Adam.
+    """Return the functions that save and load the optimizers' state in dense checkpoints.
 
-    Megatron uses it only without Apex and Transformer Engine.
+    Most wrappers are for torch's Adam, which Megatron uses only without Apex and Transformer Engine.
     """
     from megatron.moevement.elastic import masters
     from megatron.moevement.optimizer import chained, torch_adam
@@ -318,32 +328,32 @@ def _optimizer_points() -> tuple[Point, ...]:
             distributed,
             "state_dict",
             torch_adam.with_step_of_empty_shard,
-            "asserts a step count that torch's Adam has only after its first step, and no empty shard has",
+            "Megatron asserts a step count, which torch's Adam lacks before its first step and in an empty shard",
         ),
         Point(
             distributed,
             "_set_main_param_and_optimizer_states",
             torch_adam.without_step,
-            "asks for a step count that the fully reshardable format keeps elsewhere",
+            "Megatron asks for a step count of each tensor; the fully reshardable format keeps one for all",
         ),
         Point(
             distributed,
             "load_state_dict",
             torch_adam.with_own_steps,
-            "gives all parameters one step counter, which torch's Adam then counts up once for each",
+            "Megatron gives all parameters one step counter; torch's Adam then advances it once for each parameter",
         ),
         Point(
             ("megatron.core.optimizer.optimizer:ChainedOptimizer",),
             "load_state_dict",
             chained.across_expert_parallelism,
-            "cannot load between runs with and without expert parallelism",
+            "Megatron cannot load a checkpoint of a run with expert parallelism without it, or the reverse",
         ),
         *(
             Point(
                 owner,
                 "sharded_state_dict",
                 lambda original: masters.masters_by_number(torch_adam.with_adam_state(original)),
-                "torch's Adam has no moments before its first step; second replicas of experts are left out of lists",
+                "torch's Adam has no moments before its first step; a rank saves one of its replicas of an expert",
             )
             for owner in others
         ),
@@ -352,7 +362,7 @@ def _optimizer_points() -> tuple[Point, ...]:
                 owner,
                 "load_state_dict",
                 lambda original: masters.masters_in_lists(torch_adam.with_step_zero(original)),
-                "a step count of zero is left out of checkpoints; masters are by number where experts have slots",
+                "checkpoints leave out a step count of zero; masters are stored by number if experts have slots",
             )
             for owner in others
         ),

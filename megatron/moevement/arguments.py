@@ -1,4 +1,4 @@
-"""Flags of this project among Megatron's, defaults for a machine without a GPU, and one-line errors for invalid flags.
+"""Flags that this project adds to Megatron's, defaults for a machine without a GPU, and one-line errors.
 
 ``activate`` replaces ``megatron.training.arguments.parse_args`` by the result of :func:`parse_args_with_ours`.
 """
@@ -44,8 +44,8 @@ class RunConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
-        """Return the values of :func:`add_arguments`' flags from the parsed namespace."""
-        use_file_mode(args.moevement_file_mode)  # The file mode applies without sparse checkpointing too.
+        """Return a run's configuration from parsed flags, and set the mode of files that this process makes."""
+        use_file_mode(args.moevement_file_mode)  # The file mode also applies without sparse checkpointing.
         return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
 
 
@@ -66,22 +66,23 @@ def add_arguments(parser: Parser) -> Parser:
     group.add_argument(
         "--run-dir",
         metavar="DIR",
-        help="keep configuration, metrics, events, TensorBoard and a summary of the run in this folder",
+        help="folder for the run's configuration, metrics, events, TensorBoard files and summary (default: none)",
     )
     group.add_argument(
         "--moevement-frozen-kernels",
         choices=[str(choice) for choice in FrozenKernels],
         default=str(FrozenKernels.OFF),
-        help="kernels that run the experts, with a backward pass for frozen and mixed ones that has the bits of that "
-        "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
-        "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
+        help="kernels that run the experts. In a replay they skip the weight gradients of frozen experts; all other "
+        "results keep their bits. auto: triton on a GPU if it supports the experts, else off; triton: Triton kernels; "
+        "cuda: Triton kernels with the input gradient in CUDA C++ (compute capability 9.0); off: Megatron's kernels "
+        "(default: off, until the others have trained on a GPU)",
     )
     group.add_argument(
         "--moevement-sums-in-rank-order",
         action="store_true",
-        help="add small sums over ranks (the gradient norm, gradients of norms and routers, losses) in the order of "
-        "ranks, so that a replacement on another node does not change their last bits on GPUs; each rank receives N "
-        "values for them (docs/guarantees.md)",
+        help="compute small sums over ranks (the gradient norm, gradients of norms and routers, losses) in rank order. "
+        "A replacement on another node then does not change the last bits of these sums on GPUs. In exchange, each "
+        "rank receives the values of all N ranks instead of one sum (docs/guarantees.md)",
     )
     add_session_flags(group, has_switch=True)
     add_flags(group, ElasticConfig)
@@ -93,7 +94,7 @@ def add_arguments(parser: Parser) -> Parser:
 def _allow_fp8_masters(parser: Parser) -> None:
     """Allow FP8 master weights, row 5 of MoEvement's table 7.
 
-    The Adam that stands in for Transformer Engine's supports them, but Transformer Engine's does not.
+    Transformer Engine's Adam does not support them, but this project's stand-in for that Adam does.
     """
     for action in parser._actions:
         if "--main-params-dtype" in action.option_strings:
@@ -102,7 +103,7 @@ def _allow_fp8_masters(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class CpuDefault:
-    """Replacement for one of Megatron's defaults that assume a GPU."""
+    """Default for a machine without a GPU, which replaces a default of Megatron that needs one."""
 
     flags: str
     dest: str
@@ -131,13 +132,13 @@ RESTART_DEFAULTS = {
     "inprocess_monitor_thread_interval": 0.5,
     "inprocess_soft_timeout": None,  # set to six lease times after parsing
 }
-"""Settings of Megatron's in-process restart that this project uses, with its defaults for them."""
+"""Flags of Megatron's in-process restart that this project also uses, with this project's defaults."""
 
 
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
     """Return a ``parse_args`` that knows this project's flags and raises :class:`ConfigError` for invalid ones.
 
-    Argparse would print its usage and exit.
+    Argparse itself would print its usage and exit.
     """
     from megatron.training import global_vars
 
@@ -176,11 +177,11 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
 
 
 def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
-    """Return how lost state is restored on GPUs if no flag says so: by redo if possible, because it is exact.
+    """Return the default of ``--moevement-recovery`` on GPUs: ``auto`` if a redo is possible, else ``replay``.
 
-    Updates of a redo are elementwise, and so exact on any device; the sums of a replay are not
-    (:mod:`moevement_core.run.guarantees`). A redo cannot repeat Muon's updates, which need the gradients of whole
-    matrices that no rank has.
+    A redo repeats elementwise updates, which are exact on any device. A replay repeats sums, which are not
+    (:mod:`moevement_core.run.guarantees`). A redo cannot repeat Muon's updates, because they need gradients of whole
+    matrices, and no rank has those.
     """
     can_redo = args.moevement_strategy == MoEvement.name and args.optimizer == "adam"
     return Recovery.AUTO if can_redo else Recovery.REPLAY
@@ -189,9 +190,9 @@ def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
 def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
     """Return a ``_get_field_docstrings`` that parses each configuration class once in a process and its forks.
 
-    Megatron takes the help text of a flag from the source of the class that declares it, and parses that source
-    whenever a parser is built. That takes 0.4 s of processor time in each rank. Ranks and spares that are forked after
-    :func:`read_field_docstrings` save it.
+    Megatron takes the help text of a flag from the source of the class that declares the flag, and parses that source
+    whenever it builds a parser. Parsing takes 0.4 s of processor time in each rank. Ranks and spares that are forked
+    after :func:`read_field_docstrings` do not parse.
     """
     known: dict[type, dict[str, str]] = {}
 
@@ -231,12 +232,14 @@ def _raise_config_error(parser: Parser, message: str) -> NoReturn:
     words = unknown.group(1).split()
     flag = next((word for word in words if word.startswith("-")), words[0])
     if not flag.startswith("-"):
-        raise ConfigError(f"{flag!r} is not a flag and no flag before it takes it; put it after the flag it belongs to")
+        raise ConfigError(
+            f"{flag!r} is neither a flag nor a value of the flag before it; put it after the flag that it belongs to"
+        )
     raise ConfigError(f"unknown flag {flag}{nearest_flag(parser, flag)}")
 
 
 def nearest_flag(parser: Parser, flag: str) -> str:
-    """Return a hint at the known flags that are most similar to ``flag``; without any, a hint at --help."""
+    """Return a hint at the known flags that are most similar to ``flag``; a hint at --help if none is similar."""
     known = [option for action in parser._actions for option in action.option_strings]
     near = difflib.get_close_matches(flag.split("=")[0], known, n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
@@ -254,13 +257,13 @@ def _fill_data(args: argparse.Namespace) -> None:
 
     if args.tokenizer_type not in (None, "NullTokenizer"):
         raise ConfigError(
-            f"--tokenizer-type {args.tokenizer_type} without --data-path: the embedded corpus is bytes; "
-            "give --data-path (moevement data build makes one) or leave the tokenizer out"
+            f"--tokenizer-type {args.tokenizer_type} without --data-path: the embedded corpus needs no tokenizer; "
+            "give --data-path (moevement data build makes such files), or leave --tokenizer-type out"
         )
     if args.vocab_size not in (None, embedded.VOCAB_SIZE):
         raise ConfigError(
-            f"--vocab-size {args.vocab_size} without --data-path: the embedded corpus has {embedded.VOCAB_SIZE}; "
-            "leave the flag out or give --data-path"
+            f"--vocab-size {args.vocab_size} without --data-path: the embedded corpus has {embedded.VOCAB_SIZE} tokens "
+            "in its vocabulary; leave the flag out or give --data-path"
         )
     corpus = embedded.corpus_prefix()
     args.data_path = [str(corpus)]
@@ -270,7 +273,7 @@ def _fill_data(args: argparse.Namespace) -> None:
 
 
 def describe_filled_in(args: argparse.Namespace) -> list[str]:
-    """Return one line for each default that this module has set, for rank 0 to print."""
+    """Return lines for rank 0's log: defaults set here, guarantees on GPUs, and a missing checkpoint."""
     from megatron.moevement.data import embedded
 
     lines = []

@@ -59,17 +59,17 @@ class MegatronBinding(Binding):
         self.on_step: Callable[[], Any] = lambda: None
         """Function that executes an optimizer step in training; ``restart/built.py`` sets it to the session's step."""
         self.on_build: Callable[[Any], bool] = lambda shared: False
-        """Function with which a replacement builds model and optimizer; its argument is :attr:`parameter_keys`."""
+        """Function that builds model and optimizer on a replacement, from a survivor's :attr:`parameter_keys`."""
         self.on_resume: Callable[[int], None] = lambda until: None
         """Function that is called with the resume iteration, before data is opened."""
         self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
-        """Function that is called inside the training loop, once the state is that of the resume iteration."""
+        """Function that is called inside the training loop, once the state of the resume iteration is live."""
         self.parameter_keys: list[Any] = []
         """Keys of parameters that ranks exchanged when the optimizer was built."""
         self.groups: list[Groups] = []
-        """Process groups to which live objects refer, one entry; several generations only during their replacement."""
+        """Process groups that live objects refer to: one entry, or several generations while references move."""
         self.groups_now: Groups | None = None
-        """Process groups of this generation, from before anything was built on them."""
+        """Process groups of this generation, recorded before model and optimizer are built."""
         self.job_name = ""
         self._plan: int | None = None
         self._commit: CommittedOptimizer | None = None
@@ -97,7 +97,7 @@ class MegatronBinding(Binding):
 
     @cached_property
     def views(self) -> OperatorViews:
-        """Live state of every operator; first accessed when the optimizer has the tensors that training will use."""
+        """Live state of every operator; not to be accessed before the optimizer has the tensors that it trains."""
         check_supported(self.live.optimizer)
         return operator_views(self._chunks(), self.live.optimizer)
 
@@ -199,9 +199,9 @@ class MegatronBinding(Binding):
 
     @override
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Let Megatron exit as if ``--exit-interval`` were reached, or cancel it.
+        """Make Megatron exit after the next iteration, by setting ``--exit-interval``; or cancel this plan.
 
-        Megatron then saves, if ``--save`` names a folder, and exits with code 0.
+        At the exit, Megatron saves if ``--save`` names a folder, and ends with code 0.
         """
         from megatron.training import get_args
 
@@ -226,8 +226,8 @@ class MegatronBinding(Binding):
 
     @override
     def regroup(self) -> None:
-        # A further failure may have interrupted a replacement of references, so objects may refer to several
-        # generations.
+        # A further failure may have interrupted a replacement of references, so objects may refer to groups of
+        # several generations.
         assert self.groups_now is not None
         self.groups.append(self.groups_now)
         for old in self.groups[:-1]:
@@ -265,7 +265,7 @@ class MegatronBinding(Binding):
         from megatron.training import get_args
 
         args = get_args()
-        # Replicas have different random states, or FP8 scales that each computed alone.
+        # Under these flags, replicas have different random states, or FP8 scales that each replica computed alone.
         if args.data_parallel_random_init or args.fp8:
             return ()
         return live_replicas(self._chunks(), self.live.optimizer)
@@ -338,10 +338,10 @@ class MegatronBinding(Binding):
 
 
 def _embedding_ranks() -> tuple[int, ...]:
-    """Return the ranks between which Megatron copies embeddings when it finalizes gradients.
+    """Return the ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy.
 
-    It copies them if output layers are tied to them, and if the model predicts tokens ahead. The result is empty for a
-    single rank.
+    Megatron sums them when it finalizes gradients. Copies exist if output layers are tied to the embedding, or if the
+    model predicts several tokens ahead.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

@@ -28,33 +28,37 @@ def use(checkout: Path) -> None:
     """
     core = checkout / "megatron" / "core"
     if not (core / "__init__.py").is_file():
-        raise ConfigError(f"--megatron {checkout}: has no {core.relative_to(checkout)}; give a checkout of Megatron-LM")
+        raise ConfigError(
+            f"--megatron {checkout}: no {core.relative_to(checkout)} in it; give a checkout of Megatron-LM"
+        )
     if (checkout / "megatron" / "__init__.py").exists():
         raise ConfigError(
-            f"--megatron {checkout}: its megatron/ has an __init__.py, as before Megatron-Core 0.6, and hides "
+            f"--megatron {checkout}: the file megatron/__init__.py (as before Megatron-Core 0.6) hides "
             "megatron.moevement; give a newer checkout"
         )
     if _CORE in sys.modules:
-        raise ConfigError(f"--megatron {checkout}: {_CORE} is imported already, from {folder()}; put it on PYTHONPATH")
+        raise ConfigError(
+            f"--megatron {checkout}: {_CORE} is already imported from {folder()}; put the checkout on PYTHONPATH"
+        )
     path = str(checkout.resolve())
     sys.path.insert(0, path)
     os.environ["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def folder() -> Path | None:
-    """Return the folder whose ``megatron/`` has the ``megatron.core`` that this process uses; None if there is none."""
+    """Return the folder that has the ``megatron/core`` of this process; None if ``megatron.core`` is not installed."""
     spec = importlib.util.find_spec(_CORE)
     return Path(spec.origin).resolve().parents[2] if spec is not None and spec.origin is not None else None
 
 
 def passed_over(script: str) -> str | None:
-    """Return a note on a script that has a Megatron beside it and trains with another one; None if it has none."""
+    """Return a note if a script lies beside a Megatron checkout but trains with another Megatron; None otherwise."""
     beside = Path(script).resolve().parent
     if not (beside / "megatron" / "core" / "__init__.py").is_file() or folder() == beside:
         return None
     return (
-        f"{script} trains with megatron.core from {_named()}, not with the one beside it; "
-        f"add --megatron {os.path.dirname(script) or '.'} for that"
+        f"{script} trains with megatron.core from {_named()}, not with the checkout beside the script; "
+        f"add --megatron {os.path.dirname(script) or '.'} to use that checkout"
     )
 
 

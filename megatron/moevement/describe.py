@@ -27,7 +27,7 @@ from moevement_core.launching import config_file
 from moevement_core.planning.job import JobShape, OperatorShape, Part, StageShape
 from moevement_core.precision import Regime, Scaling, TensorShape
 
-# Flags that would need Transformer Engine, CUDA or DeepEP, and make no difference to shapes.
+# Values for flags that may need Transformer Engine, CUDA or DeepEP but do not affect shapes.
 _NEUTRAL = {
     "transformer_impl": "local",
     "fp8": None,
@@ -108,19 +108,19 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
             setattr(args, flag, value)
     one_line_errors(validate)(args, {"tokenizer_type": "NullTokenizer"})
     if args.vocab_size is None and args.padded_vocab_size is None:
-        raise ConfigError("no --vocab-size, and a plan reads no tokenizer; give the size")
+        raise ConfigError("--vocab-size is missing; a plan reads no tokenizer, so give the size")
     return args, regime
 
 
 def _regime(args: Namespace) -> Regime:
-    """Return the formats of weights and state that the flags ask for."""
+    """Return the number formats of weights, gradients and optimizer state that the flags ask for."""
     scaling = _SCALINGS.get(args.fp8_recipe, Scaling.TENSOR)
     step_bytes = 4 if steps_are_tensors() and not args.use_precision_aware_optimizer else 0
     if not (args.bf16 or args.fp16):
         return Regime("fp32", "fp32", "fp32", "fp32", step_bytes=step_bytes)
     half = "bf16" if args.bf16 else "fp16"
     compute = "fp8" if args.fp8_param_gather else half
-    # Megatron's validation of arguments, which runs later, decides it in the same way.
+    # Megatron's validation of arguments, which runs later, chooses the gradients' format in the same way.
     reduces_in_half = args.grad_reduce_in_bf16 if args.bf16 else not args.accumulate_allreduce_grads_in_fp32
     gradient = half if reduces_in_half or args.main_grads_dtype == "bf16" else "fp32"
     if not args.use_precision_aware_optimizer:
@@ -160,7 +160,7 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
             owned = {keeps: owned_by_ranks(args, chunks, stage, in_fp8 if keeps else set()) for keeps in (False, True)}
         operators = tuple(OperatorShape(o.name, o.kind, tuple(sizes), shards[o]) for o, sizes in tensors.items())
         if not operators:
-            raise ConfigError(f"pipeline stage {stage} has no parameters; lay the layers out over fewer stages")
+            raise ConfigError(f"pipeline stage {stage} has no parameters; distribute the layers over fewer stages")
         index = {operator: number for number, operator in enumerate(tensors)}
         ranks = {
             keeps: tuple(
@@ -200,7 +200,9 @@ def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if torch.distributed.is_initialized():
-        raise ConfigError("a job cannot be described in a process that is a rank of one; do it in another process")
+        raise ConfigError(
+            "this process is a rank of a job, and cannot describe a job; call describe() in another process"
+        )
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor)
     world = pipeline * math.lcm(tensor, expert)
@@ -234,7 +236,7 @@ def _meta_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Restore arguments, environment, random states and Megatron's parallel state afterwards."""
+    """Restore arguments, environment, random states and Megatron's parallel state at the end of the block."""
     from megatron.core import parallel_state
 
     argv, environment, hook = sys.argv, dict(os.environ), sys.excepthook
@@ -244,7 +246,7 @@ def _untouched() -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
-        sys.excepthook = hook  # Torch sets a hook for each process group, which names a rank.
+        sys.excepthook = hook  # Torch sets a hook whose error messages name a rank.
         os.environ.clear()
         os.environ.update(environment)
         random.setstate(states[0])
@@ -254,7 +256,7 @@ def _untouched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Megatron's output and warnings, which concern a run."""
+    """Suppress Megatron's output and warnings, because they concern a run and not a description."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,9 +1,9 @@
 """Assignment of the parameters of a Megatron model to operators.
 
-The non-expert operator of a layer with experts has the rest of the layer: attention, norms and shared experts. A dense
-layer of a model with experts is one non-expert operator. In a model without experts a layer is one operator. A layer of
-multi-token prediction counts as one more layer after the last. An output layer that is tied to the embedding belongs to
-the embedding's operator, on every stage that has a copy.
+In a model with experts, a layer with experts has one operator for each expert, one for the gate, and a non-expert
+operator for attention, norms and shared experts. A layer without experts is one non-expert operator. In a model without
+experts, each layer is one operator. A layer of multi-token prediction counts as one more layer after the last. An
+output layer that is tied to the embedding belongs to the embedding's operator, on every stage that has a copy.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _expert_number(rest: str, layer: int, config: Any, expert_rank: int) -> int:
     local = _SEQUENTIAL.match(rest) or _GROUPED.match(rest)
     if local is None:
         raise OperatorError(
-            f"experts.{rest} holds several experts in one tensor; needs SequentialMLP or Transformer Engine's grouped "
-            "MLP, whose experts have tensors of their own"
+            f"experts.{rest} holds several experts in one tensor, but each expert needs its own tensors; use "
+            "SequentialMLP or Transformer Engine's grouped MLP"
         )
     if (expert_slots := slots()) is not None:
         return expert_slots.expert(layer, expert_rank, int(local["local"]))

@@ -1,4 +1,4 @@
-"""Prediction of which elements of its stage's parameters each rank owns, from Megatron's layout of buffers."""
+"""Prediction of the parameter elements that each rank of a pipeline stage owns, from Megatron's layout of buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from megatron.moevement.optimizer.views import range_of
 
 _ATTRIBUTES = ("allreduce", "shared_embedding", "is_managed_by_layer_wise_optimizer")
-"""Attributes of a parameter that Megatron's layout needs beside its size and dtype."""
+"""Attributes of a parameter that determine Megatron's layout, in addition to size and dtype."""
 
 Owned = dict[torch.nn.Parameter, int]
-"""Number of elements that a rank owns of each parameter; parameters without any are left out."""
+"""Number of elements of each parameter that one rank owns; parameters with zero elements are left out."""
 
 
 def weights_in_fp8(chunk: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the weights that Megatron builds in FP8 if asked to: those of linear layers in transformer layers.
+    """Yield the weights that ``--fp8-param-gather`` keeps in FP8: those of linear layers in transformer layers.
 
     Args:
         chunk: an unwrapped virtual stage.
@@ -42,7 +42,7 @@ def _layers(chunk: Any) -> Sequence[Any]:
 
 
 def steps_are_tensors() -> bool:
-    """Return True if Megatron's Adam for FP32 state is torch's, which counts the steps of each tensor."""
+    """Return True if Megatron uses torch's Adam for FP32 state, which has a step count for each tensor."""
     from megatron.core import optimizer
 
     return bool(optimizer.USING_PYTORCH_OPTIMIZER)
@@ -51,13 +51,14 @@ def steps_are_tensors() -> bool:
 def owned_by_ranks(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter]
 ) -> list[Owned]:
-    """Return what each rank of a pipeline stage owns, in rank order.
+    """Return the elements that each rank of a pipeline stage owns, in rank order.
 
-    Ranks with other experts own as much of theirs as the first expert-parallel rank, to which ``chunks`` belong.
+    The experts in ``chunks`` are those of the first expert-parallel rank. Other ranks own equally many elements of
+    their own experts.
 
     Args:
         args: Megatron's validated arguments.
-        chunks: unwrapped virtual stages of the stage; they need no memory.
+        chunks: unwrapped virtual stages of the pipeline stage; they need no memory.
         stage: number of the pipeline stage.
         in_fp8: parameters that are kept in FP8.
     """
@@ -80,7 +81,7 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 def _ranges(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Return an equal range of every parameter for each replica."""
+    """Return equal ranges of every parameter for the replicas, as runs without the distributed optimizer save them."""
     owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         kind = _is_expert(parameter)
@@ -126,7 +127,7 @@ def _shards(
 
 
 def _as_stored(parameter: torch.nn.Parameter, is_in_fp8: bool) -> torch.nn.Parameter:
-    """Return a stand-in of another dtype if the parameter is kept in FP8, because a buffer has one dtype."""
+    """Return an FP8 stand-in for a parameter that is kept in FP8, because all parameters of a buffer have one dtype."""
     if not is_in_fp8:
         return parameter
     stored = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float8_e4m3fn))

@@ -1,9 +1,13 @@
 """Registry of all names that this package replaces in Megatron, in torch, or on instances of their classes.
 
-Each replacement has a reason. It lasts for the life of the process (:func:`replace`, :func:`wrap`; most of these are
-listed in :mod:`megatron.moevement.activate`), affects one object (:func:`replace_on`), or is temporary
-(:func:`replace_for_a_while`). The last two kinds are declared in :data:`DECLARED`. ``tests/unit/test_activate.py`` pins
-the signature of every replaced function, so it names the one that a new Megatron changes. A missing name fails at once.
+Each replacement has a reason. There are three kinds:
+
+- for the life of the process (:func:`replace`, :func:`wrap`); :mod:`megatron.moevement.activate` lists most of them;
+- on one object (:func:`replace_on`); :data:`DECLARED` lists the names;
+- temporary (:func:`replace_for_a_while`); :data:`DECLARED` lists the names.
+
+``tests/unit/test_activate.py`` pins the signature of every replaced function, and names the function if a new Megatron
+changes it. A declared name that no longer exists raises :class:`PatchError`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from moevement_core.util.undo import UndoStack
 
 
 class PatchError(ConfigError):
-    """Error for a name that is to be replaced and is not declared, or does not exist in the installed version."""
+    """Error for a replaced name that is not declared, or a name that the installed version does not have."""
 
 
 @dataclass(frozen=True)
@@ -46,39 +50,49 @@ class Declared:
 _CHAINED = "megatron.core.optimizer.optimizer:ChainedOptimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _MIXED = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
-_RANKS_ALONE = "a rank that is new in a running job builds itself alone: others do not build theirs"
+_RANKS_ALONE = "a replacement builds its model alone, because the other ranks keep theirs"
 DECLARED = (
-    Declared(_CHAINED, "step", "the copy of a snapshot must be over, and a failure leave the step whole or undone"),
-    Declared(_CHAINED, "prepare_grads", "the first reduction of a step; recorded, replayed, or followed"),
-    Declared(_CHAINED, "get_grad_norm", "the last reduction of a step; recorded, replayed, or followed"),
-    Declared(_CHAINED, "_compute_grad_norms_by_group", "likewise, where gradients are clipped by group"),
-    Declared(_CHAINED, "count_zeros", "a reduction that Megatron makes between clipping and the update"),
-    Declared(_CHAINED, "step_with_ready_grads", "an update that is made again is made from logged gradients"),
+    Declared(
+        _CHAINED, "step",
+        "must wait for a snapshot's copy, and a failure must leave the update complete or not begun",
+    ),
+    Declared(_CHAINED, "prepare_grads", "first reduction of a step; its result is recorded, or taken from a record"),
+    Declared(
+        _CHAINED, "get_grad_norm",
+        "last reduction of a step without clipping; its result is recorded, or taken from a record",
+    ),
+    Declared(
+        _CHAINED, "_compute_grad_norms_by_group",
+        "last reduction of a step with clipping; its result is recorded, or taken from a record",
+    ),
+    Declared(_CHAINED, "count_zeros", "a reduction after clipping, where no rank may wait for another"),
+    Declared(_CHAINED, "step_with_ready_grads", "a redo repeats the update from logged gradients"),
     *(
-        Declared(_DISTRIBUTED, name, "weights in FP8 need all replicas, for whom an update does not wait")
+        Declared(_DISTRIBUTED, name, "FP8 weights need a reduction over replicas, and an update must not wait for it")
         for name in ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
     ),
-    Declared(_CHAINED, "_should_defer_mxfp8_param_sync", "gathers MXFP8 weights within the update"),
+    Declared(_CHAINED, "_should_defer_mxfp8_param_sync", "Megatron would gather MXFP8 weights within the update"),
     Declared(
-        _MIXED, "_unscale_main_grads_and_check_for_nan", "in a replay the recorded verdict counts, seen elsewhere maybe"
+        _MIXED, "_unscale_main_grads_and_check_for_nan",
+        "a replay uses the recorded overflow, which may have occurred on another rank",
     ),
     Declared(
         "megatron.core.transformer.moe.router:TopKRouter",
         "routing",
-        "tokens are counted, and let in, where they are routed",
+        "counts tokens as they are routed, and admits tokens to extra capacity",
     ),
     Declared("torch.distributed", "all_reduce", _RANKS_ALONE),
     Declared("torch.distributed", "broadcast", _RANKS_ALONE),
     Declared("torch.distributed", "barrier", _RANKS_ALONE),
-    Declared("torch.distributed", "get_rank", "indices of data are built on rank 0, which keeps its own"),
-    Declared("torch.distributed", "all_gather_object", "ranks tell each other the keys of parameters once"),
-    Declared("megatron.training.training", "get_megatron_optimizer", "that is when they do"),
+    Declared("torch.distributed", "get_rank", "Megatron builds data indices only on rank 0, which may be a survivor"),
+    Declared("torch.distributed", "all_gather_object", "ranks exchange the keys of parameters only once in a job"),
+    Declared("megatron.training.training", "get_megatron_optimizer", "ranks exchange the keys of parameters inside it"),
     Declared(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "register_grad_ready",
-        "a drill interrupts a rank that counts its gradients",
+        "a drill interrupts a rank while it counts ready gradients",
     ),
     *(
-        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank with its copy of gradients")
+        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank after it copied its gradients")
         for owner in (
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
@@ -86,7 +100,7 @@ DECLARED = (
     ),
     Declared(
         "megatron.core.tensor_parallel.random", "_set_cuda_rng_state",
-        "a drill interrupts a rank on its way out of another random state",
+        "a drill interrupts a rank during the exit of a forked random state",
     ),
 )  # fmt: skip
 
@@ -113,8 +127,10 @@ LOOKED_UP = {
     "megatron.core.tensor_parallel.random": ("_current_state_name", "_unset_checkpointing"),
     "megatron.core.transformer.module": ("modules_with_is_first_microbatch",),
 }  # fmt: skip
-"""Names that this package reads or sets on Megatron's objects if they have them, by the module that defines them. Not
-all objects have them (an optimizer of FP32 weights has no loss scaler), so a renamed one would go unnoticed.
+"""Names that this package reads or sets on Megatron's objects, by the module that defines the names.
+
+Some objects lack some names (an optimizer of FP32 weights has no loss scaler). So this package tolerates missing names,
+and only :func:`check_names` notices a renamed one.
 """
 
 _replaced: dict[tuple[str, str], Replaced] = {}
@@ -130,13 +146,13 @@ def replace(owner: Any, name: str, new: Any, reason: str) -> None:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], reason: str) -> None:
-    """Replace a name by a wrapper of its original value, which must exist; see :func:`replace`."""
+    """Replace a name by the result of ``wrapper`` for its present value, which must exist; see :func:`replace`."""
     if (_path(owner), name) not in _replaced:
         replace(owner, name, wrapper(getattr(owner, name)), reason)
 
 
 def replace_on(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of one object, or a name of a module, by the result of ``wrapper``, for the life of its owner.
+    """Replace a method of an object, or a name of a module, by the result of ``wrapper``, for the life of the object.
 
     Raises:
         PatchError: the name is not declared, or the object does not have it.
@@ -166,13 +182,15 @@ def check_names() -> None:
         if missing := [name for name in names if name not in words]:
             raise PatchError(
                 f"{path} has no {', '.join(missing)}, which megatron/moevement looks up; this version of Megatron has "
-                "renamed it. Use megatron-core 0.19.x"
+                "renamed it; use megatron-core 0.19.x"
             )
 
 
 def _check(owner: Any, name: str, among: Sequence[Declared]) -> None:
     if all(declared.name != name for declared in among):
-        raise PatchError(f"{name} of {_describe(owner)} is replaced and not declared in megatron/moevement/patches.py")
+        raise PatchError(
+            f"{name} of {_describe(owner)} is replaced but not declared; declare it in megatron/moevement/patches.py"
+        )
     if not hasattr(owner, name):
         raise PatchError(
             f"{_describe(owner)} has no {name}, which megatron/moevement/patches.py declares; this version of Megatron "
@@ -181,7 +199,7 @@ def _check(owner: Any, name: str, among: Sequence[Declared]) -> None:
 
 
 def replaced() -> list[Replaced]:
-    """Return all names replaced for the life of the process so far, in order."""
+    """Return all names that are replaced for the life of the process, in the order of replacement."""
     return list(_replaced.values())
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 def quiet_imports() -> Iterator[None]:
     """Suppress warnings of imports in a ``with`` block.
 
-    Each module of Megatron warns that Apex and Transformer Engine are missing. On a CPU they always are, and token
-    files need neither. The block also silences torch's warning about a CUDA toolkit without a GPU, from then on.
+    Each module of Megatron warns that Apex and Transformer Engine are missing. Machines without a GPU never have the
+    two packages, and token files do not need them. Torch's warning about a CUDA toolkit without a GPU stays suppressed
+    after the block.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Sums over ranks in rank order, and the widest sum of a job without it.
+"""Sums over ranks in rank order, and the largest number of ranks in a sum that NCCL adds in its own order.
 
 NCCL adds along rings and trees that it builds over nodes and devices. So a replacement on another node changes the last
 bits of every sum of more than two ranks. With ``--moevement-sums-in-rank-order``, every rank gathers the terms of small
@@ -55,14 +55,14 @@ def _is_asked_for() -> bool:
 
 
 def arithmetic_of(args: Namespace) -> Arithmetic:
-    """Return the properties of a job on which its bits depend."""
+    """Return the properties of a job that determine whether its sums have the same bits after a failure."""
     if platform.is_cpu():
         return Arithmetic(uses_gpus=False)
     return Arithmetic(uses_gpus=True, is_deterministic=bool(args.deterministic_mode), widest_sum=widest_sum(args))
 
 
 def widest_sum(args: Namespace) -> int:
-    """Return the number of ranks of the widest sum in NCCL's order; :data:`SAFE_SUM` if no sum is wider."""
+    """Return the largest number of ranks in a sum that NCCL adds in its own order; at least :data:`SAFE_SUM`."""
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     stages, expert_tensor = args.pipeline_model_parallel_size, args.expert_tensor_parallel_size or tensor
     widths = [tensor, context, expert_tensor]

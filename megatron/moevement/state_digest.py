@@ -1,4 +1,4 @@
-"""Training state of this rank, part by part, as values for digests.
+"""Training state of this rank in parts, and the digests of these parts.
 
 The parts are those that a recovery has to restore: compute weights, master weights, optimizer state, router buffers,
 loss scalers, scheduler, random states, consumed samples.
@@ -47,7 +47,7 @@ def rank_digests(live: Live) -> dict[str, str]:
 
 
 def job_digest(live: Live) -> dict[str, Any]:
-    """Return the digest of the whole job: one string, one for each part, and one for each part and rank.
+    """Return digests of the whole job: of all state, of each part, and of each part on each rank.
 
     Collective; all ranks get the same result.
     """
@@ -81,9 +81,9 @@ def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[
 
 
 def _other_buffers(live: Live) -> list[dict[str, Any]]:
-    """Return the buffers of each virtual stage that are not the router's, with scales of FP8.
+    """Return all buffers except those of routers, and the FP8 scales, for each virtual stage.
 
-    Transformer Engine's layers do not register their scales as buffers.
+    Scales are added because Transformer Engine's layers do not register them as buffers.
     """
     buffers = named_tensors(live, "named_buffers", lambda name: not _is_router(name))
     return [{**named, **scales} for named, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]
@@ -100,7 +100,7 @@ def _groups(member: Any) -> list[dict[str, Any]]:
 
 
 def _master_weights(member: Any) -> list[list[Any]]:
-    """Return what the inner optimizer updates: FP32 copies, their shards, or the weights themselves in an FP32 run."""
+    """Return the tensors that the optimizer updates: FP32 copies, their shards, or the weights of an FP32 run."""
     return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 
@@ -126,7 +126,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def loss_scaler(member: Any) -> Any:
-    """Return the state of a member's loss scaler, or None; chained members have one each, and they may differ."""
+    """Return the state of the loss scaler of one member of a chained optimizer; None if it has no loss scaler."""
     scaler = getattr(member, "grad_scaler", None)
     return scaler.state_dict() if scaler is not None else None
 

@@ -1,8 +1,8 @@
 """Process that runs a training script of Megatron with fault tolerance: a rank, or a process that a rank spawns.
 
 The script runs in a main module whose origin is this module. A spawned process (a checkpoint writer, a data worker)
-imports its parent's main module again under the name ``__mp_main__``. So it enters this module first, which installs
-the platform before anything else, and then executes the script's definitions.
+imports its parent's main module again under the name ``__mp_main__``, and so enters this module first. The module
+installs the platform before anything else, and then executes the script's definitions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def preload() -> None:
 
     activate()
     read_field_docstrings()
-    # Torch's optimizers import the first at their first step, and Megatron the others for a tokenizer and a model.
+    # Torch's optimizers import ``torch._dynamo`` at their first step; Megatron imports the others later.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "MimoModelConfig is experimental")  # No script here asks for this model.
         for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries", "megatron.core.models.mimo"):

@@ -1,4 +1,4 @@
-"""Encoding of messages between ranks: msgpack, checked against the expected type, never pickle."""
+"""Encoding of messages between ranks with msgpack, never with pickle; decoding checks the expected type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """Return the value of bytes that :func:`encode` made in another process.
+    """Return the value that another process encoded with :func:`encode`.
 
     Args:
         data: received bytes.
@@ -47,7 +47,7 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
     except (msgspec.MsgspecError, SnapshotError, TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
         name = getattr(kind, "__name__", None) or str(kind)
-        raise ExchangeError(f"received data is no {name}: {error}; all ranks need the same version") from None
+        raise ExchangeError(f"received data is not of type {name}: {error}; all ranks need the same version") from None
 
 
 def _encode(value: Any) -> Any:
@@ -96,14 +96,14 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
 def _numbers(name: str) -> np.dtype[Any]:
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.kind not in "biufc":
-        raise ValueError(f"an array of {name}")
+        raise ValueError(f"found an array of invalid dtype {name}")
     return dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor of {name[:20]!r}")
+        raise ValueError(f"found a tensor of unknown dtype {name[:20]!r}")
     return dtype
 
 
@@ -113,15 +113,15 @@ def pack_schedule(schedule: Schedule) -> tuple[str, bytes]:
 
 
 def unpack_schedule(packed: tuple[str, bytes]) -> Schedule:
-    """Return the schedule of a name and fields that :func:`pack_schedule` made.
+    """Return the schedule from a class name and encoded fields, as :func:`pack_schedule` returned them.
 
     Raises:
-        ExchangeError: this process knows no schedule class of that name.
+        ExchangeError: this process knows no schedule class of that name, or the fields are invalid.
     """
     name, data = packed
     known = {kind.__name__: kind for kind in _all_kinds(Schedule)}
     if name not in known:
-        raise ExchangeError(f"a schedule of kind {name[:40]!r}; needs one of {', '.join(sorted(known))}")
+        raise ExchangeError(f"received a schedule of kind {name[:40]!r}; needs one of {', '.join(sorted(known))}")
     schedule: Schedule = decode(data, known[name])
     return schedule
 

@@ -1,12 +1,11 @@
-"""TCP connections between ranks beside training, each made when it is first used.
+"""TCP connections between ranks for data outside training; a connection is made at its first use.
 
-They are no process groups. A gloo group connects every rank with every other. In torch 2.13, a receive that has got a
-part of its bytes never ends when its connection does. So a rank that dies while it sends would take the receiving rank
-with it.
+Process groups have two disadvantages here. A gloo group connects every rank with every other rank. And in torch 2.13, a
+gloo receive that has got a part of its bytes never ends if the connection breaks. So if a rank died while sending, the
+receiving rank would hang.
 
-Both sides of a connection show each other that they belong to this job and generation. They send a MAC over nonces of
-both, and over the purpose of the connection. Until a caller has shown it, limits hold for the number of such callers,
-their bytes and their time.
+Both sides of a connection prove that they belong to this job and generation. Each side sends a MAC over the nonces of
+both sides and over the purpose of the connection. Callers without such a proof are limited in number, bytes and time.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from moevement_core.comms.transport import Refusable, Transport, changed, lock
 CONNECT_S = 30.0
 """Seconds within which a connection must be made."""
 GREETING_S = 30.0
-"""Seconds within which a caller must show which rank it is."""
+"""Seconds within which a caller must prove which rank it is."""
 
 RETRY_S = 1.0
-"""Seconds until the next attempt to accept, for example if the host has no descriptors left."""
+"""Seconds between two attempts to accept connections, after an error such as a lack of descriptors."""
 
 _SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-"""Linux's option for the rate of a socket, which Python does not name; see socket(7)."""
+"""Linux's socket option for a sending rate; see socket(7). Python has no name for it."""
 _UNLIMITED = 0xFFFFFFFF
-"""Rate that the kernel takes for no limit, in bytes per second; it is 34 Gbit/s for one connection."""
+"""Rate in bytes per second that the kernel treats as no limit. Rates above it, 34 Gbit/s, cannot be set."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
-"""Most unsent bytes inside a connection; they leave even if sends pause."""
+"""Most unsent bytes in the buffer of a connection. The kernel sends these bytes even while sends pause."""
 UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
-"""Most unsent bytes of a connection with a rate: what it sends in :data:`UNSENT_PACED_S` seconds, but no fewer than
-this. A message of training may wait for them."""
+"""Smallest buffer for unsent bytes of a connection with a rate limit. Otherwise the buffer holds the bytes of
+:data:`UNSENT_PACED_S` seconds. The buffer is small, because a message of training may have to wait for these bytes."""
 
 LOWER_EFFORT = 1
 """DSCP of traffic that may wait for all other traffic (RFC 8622)."""
@@ -55,15 +54,15 @@ BULK = 2
 """Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
 
 MOST_UNKNOWN = 256
-"""Most connections whose caller has not yet shown which rank it is; beyond that, the oldest is closed."""
+"""Most connections whose caller has not proved its rank yet. When there are more, the oldest is closed."""
 
 _HELLO = struct.Struct("!16s16sqqq")
-"""The caller's nonce, name of the channel, caller, tag, number among the connections of this direction."""
+"""First message of the caller: nonce, name of the channel, rank of the caller, tag, and number of the stream."""
 _ANSWER = struct.Struct("!16s32s")
-"""The nonce of the rank that is called, and its MAC; the caller sends its own after it."""
+"""Answer of the called rank: nonce and MAC. The caller then sends a MAC in its turn."""
 
 _Key = tuple[str, int, int, int]
-"""Channel, the other rank, tag, number of the connection."""
+"""Name of the channel, other rank, tag, and number of the stream."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,14 @@ class Address:
 
 
 class Connections(Refusable):
-    """Connections of one rank in one generation. Each serves one channel, sender, receiver and tag, in one direction.
+    """Connections of one rank in one generation. A connection belongs to one channel, sender, receiver and tag.
 
     Args:
-        host: address of this host that other ranks reach.
-        streams: number of connections over which bytes of one direction are spread; the same on every rank.
-        is_source: True if connections to others begin at ``host``, too; otherwise the host's routes choose the address.
+        host: address of this host at which other ranks reach this rank.
+        streams: number of parallel connections (streams) for each channel, sender, receiver and tag; the same on every
+            rank.
+        is_source: True if ``host`` is also the source address of connections to other ranks; False if the routes of the
+            host determine the source address.
     """
 
     def __init__(self, host: str, streams: int = 1, *, is_source: bool = False) -> None:
@@ -93,17 +94,17 @@ class Connections(Refusable):
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
         self._unknown: dict[socket.socket, None] = {}
-        """Connections whose caller has not yet shown which rank it is, the oldest first."""
+        """Connections whose caller has not proved its rank yet, the oldest first."""
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
         self._background = set[str]()
-        """Channels whose messages may wait."""
+        """Channels whose messages may wait for those of training."""
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     @cached_property
     def addresses(self) -> Sequence[Address]:
         """Addresses of all ranks, this one included."""
-        raise RuntimeError("open() comes first")
+        raise RuntimeError("addresses of the ranks are not known yet; call open() first")
 
     def open(self, rank: int, addresses: Sequence[Address]) -> None:
         """Begin to accept connections of other ranks.
@@ -120,7 +121,8 @@ class Connections(Refusable):
 
         Args:
             name: name of the channel, at most 16 bytes.
-            is_background: True if its messages may wait for those of training, in a network with classes of traffic.
+            is_background: True if messages of the channel may wait for messages of training, in a network with classes
+                of traffic.
         """
         if is_background:
             self._background.add(name)
@@ -143,7 +145,10 @@ class Connections(Refusable):
             changed.notify_all()
 
     def to(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
-        """Return the connection for bytes to ``peer``, and make it if needed; for one thread at a time."""
+        """Return the connection for bytes to ``peer``, and make it if needed.
+
+        Only one thread at a time may call this for a connection.
+        """
         if (connection := self._to.get((channel, peer, tag, stream))) is not None:
             return connection
         address = self.addresses[peer]
@@ -153,8 +158,8 @@ class Connections(Refusable):
         if self._source is not None:
             connection.bind(self._source)
         connection.connect((address.host, address.port))
-        self.refuse_if_aborted()  # an abort could not shut the socket down before it was connected
-        connection.settimeout(None)  # a stopped rank answers once it continues
+        self.refuse_if_aborted()  # an earlier abort could not shut down a socket that was not connected
+        connection.settimeout(None)  # no limit, because a stopped rank answers once it continues
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # systems other than Linux keep more unsent bytes
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -167,7 +172,7 @@ class Connections(Refusable):
         nonce, mac = _ANSWER.unpack(answer)
         token = _token_of(address)
         if not token.verifies(mac, "called", hello, nonce):
-            raise ConnectionError("another process answers there")
+            raise ConnectionError("another process answers at the address of this rank")
         connection.sendall(token.mac("caller", hello, nonce))
         self._to[channel, peer, tag, stream] = connection
         return connection
@@ -194,7 +199,7 @@ class Connections(Refusable):
             except OSError as error:
                 if self.is_refused:
                     return
-                log.warning(f"a connection of another rank cannot be accepted, and is tried again: {error}")
+                log.warning(f"cannot accept a connection of another rank now; trying again: {error}")
                 time.sleep(RETRY_S)
                 continue
             self._make_room(caller)
@@ -207,12 +212,10 @@ class Connections(Refusable):
                 oldest = next(iter(self._unknown))
                 del self._unknown[oldest]
                 with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # the thread that greets this caller closes the socket
 
     def _welcome(self, caller: socket.socket) -> None:
-        """Register the connection of a caller, or close it if the caller does not show in time that it is a rank of
-        this generation.
-        """
+        """Register a caller's connection, or close it if the caller does not prove in time that it is a valid rank."""
         try:
             self._keep(caller)
             key = self._greet(caller)
@@ -228,7 +231,7 @@ class Connections(Refusable):
             changed.notify_all()
 
     def _greet(self, caller: socket.socket) -> _Key:
-        """Return the key of a caller's connection, once the caller has shown that it belongs to the generation."""
+        """Return the key of a caller's connection, after the caller has proved that it belongs to the generation."""
         caller.settimeout(GREETING_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello, mac = bytearray(_HELLO.size), bytearray(MAC_BYTES)
@@ -237,31 +240,31 @@ class Connections(Refusable):
         caller.sendall(_ANSWER.pack(nonce, token.mac("called", bytes(hello), nonce)))
         _receive_all(caller, memoryview(mac))
         if not token.verifies(bytes(mac), "caller", bytes(hello), nonce):
-            raise ConnectionError("of another job, or generation")
+            raise ConnectionError("the caller belongs to another job or generation")
         caller.settimeout(None)
         _, channel, rank, tag, stream = _HELLO.unpack(hello)
         return channel.rstrip(b"\0").decode(), rank, tag, stream
 
 
 def _token_of(address: Address) -> Token:
-    """Return the token of the ranks of this generation, made with the job's token if there is one."""
+    """Return the token for connections to ``address``: the secret of that rank, and the job's token if there is one."""
     job = given_token()
     return Token(address.secret.hex() + (job.text if job is not None else ""))
 
 
 def _lower_class(connection: socket.socket) -> None:
-    """Put sent bytes into the class of traffic that may wait, in the queues of this host and of the network."""
+    """Mark the bytes of a connection as traffic that may wait, for the queues of this host and of the network."""
     if connection.family == socket.AF_INET6:
         option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
     else:
         option = (socket.IPPROTO_IP, socket.IP_TOS)
-    with suppress(OSError):  # a sandbox may refuse it
+    with suppress(OSError):  # a sandbox may refuse the options
         connection.setsockopt(*option, LOWER_EFFORT << 2)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # the option above changes it, too
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # comes last: the first option sets it too
 
 
 def _pace(connection: socket.socket, bytes_per_s: float) -> None:
-    """Let the kernel spread sent bytes over time, if it can."""
+    """Limit the sending rate of a connection, if the kernel can do that."""
     is_limited = bytes_per_s < _UNLIMITED
     rate = max(1, int(bytes_per_s)) if is_limited else _UNLIMITED
     with suppress(OSError):  # systems other than Linux send as fast as the link allows

@@ -14,15 +14,15 @@ from moevement_core.errors import ExchangeError
 
 
 def all_gather_objects(local: Any, kind: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, by rank. Every rank of ``group`` calls it at the same point.
+    """Return the values of all ranks, by rank. Collective: every rank of ``group`` calls it at the same point.
 
     Args:
         local: value of this rank.
-        kind: type of the values, the same on all ranks; received values are checked against it.
+        kind: type of the values, the same on all ranks; received values must have this type.
         group: process group; None for all ranks.
 
     Raises:
-        ExchangeError: a received value has another type. On every rank alike.
+        ExchangeError: a received value has another type. Every rank raises it.
     """
     device, world = torch.device(_get_object_coll_device(group)), dist.get_world_size(group)
     data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8)
@@ -38,7 +38,7 @@ def all_gather_objects(local: Any, kind: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
-    """Return the value of the rank ``source``. Every rank calls it at the same point.
+    """Return the value of the rank ``source``. Collective: every rank calls it at the same point.
 
     Args:
         local: value to send; ignored on all ranks but ``source``.
@@ -46,7 +46,7 @@ def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
         source: rank that sends its value.
 
     Raises:
-        ExchangeError: the received value has another type. On every rank alike.
+        ExchangeError: the received value has another type. Every rank raises it.
     """
     device = torch.device(_get_object_coll_device(None))
     data = torch.frombuffer(bytearray(encode(local)), dtype=torch.uint8) if dist.get_rank() == source else None
@@ -58,16 +58,17 @@ def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
 
 
 def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
-    """Call ``answer`` on rank 0, and return its result on every rank. Every rank calls this at the same point.
+    """Call ``answer`` on rank 0, and return the result on every rank.
 
-    Use it for facts that ranks may see differently, such as a file or the time, so that all ranks decide alike.
+    Collective: every rank calls the function at the same point. Ranks may see some facts differently, such as a file or
+    the time. With this function all ranks use the facts of rank 0, and so decide alike.
 
     Args:
-        answer: function that only rank 0 calls. If it raises, the other ranks keep waiting.
+        answer: function that only rank 0 calls. If it raises an error, the other ranks keep waiting.
         kind: type of the result; see :func:`all_gather_objects`.
 
     Raises:
-        ExchangeError: the received result has another type. On every rank alike.
+        ExchangeError: the received result has another type. Every rank raises it.
     """
     return broadcast_object(answer() if dist.get_rank() == 0 else None, kind)
 

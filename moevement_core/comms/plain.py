@@ -13,7 +13,7 @@ _TENSOR, _ARRAY, _TUPLE, _BYTES, _MAPPING = "@tensor", "@array", "@tuple", "@byt
 
 
 def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return ``value`` in a form that JSON can hold, and its tensors in the order of their marks.
+    """Return ``value`` in a form that JSON can hold, and a list of its tensors; the form refers to them by index.
 
     Raises:
         SnapshotError: a part of ``value`` is neither plain data nor a tensor.
@@ -48,7 +48,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that :func:`flatten` took apart; ``tensors`` may be flat bytes.
+    """Return the value that :func:`flatten` converted; ``tensors`` may be flat bytes.
 
     Raises:
         SnapshotError: ``plain`` was not made by :func:`flatten`, or does not match ``tensors``.
@@ -56,7 +56,7 @@ def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
     try:
         return _restore(plain, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise SnapshotError(f"a record that cannot be read ({error}); another version wrote it") from None
+        raise SnapshotError(f"the record cannot be read ({error}); another version wrote it") from None
 
 
 def _restore(plain: Any, tensors: list[torch.Tensor]) -> Any:

@@ -1,8 +1,9 @@
 """Connection that carries signed lines of JSON between two processes with the same job token.
 
-The called side first sends a nonce. The caller answers with its own nonce and a MAC over both. Each further line has a
-MAC over its direction, number and text, under a key derived from both nonces. So a stranger cannot replay, drop or
-reflect a line, or take one from another connection. The caller authenticates the called side by its first line.
+The called side first sends a nonce. The caller answers with another nonce and a MAC over both nonces. Each further line
+has a MAC over the direction, number and text of the line. The key of that MAC is derived from both nonces. So an
+attacker cannot replay, drop or reflect a line, or use a line of another connection. The MAC of the first line from the
+called side authenticates the called side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from moevement_core.comms.token import Token
 
 MAX_LINE_BYTES = 1 << 20
-"""Limit in bytes on a received line, and on the unsent lines of this side."""
+"""Most bytes of a received line, and most bytes of lines that wait to be sent."""
 MAX_UNKNOWN_BYTES = 512
 """Bytes that a peer may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64
@@ -34,7 +35,7 @@ class Side(Enum):
 
 
 class SignedLines:
-    """Connection with signed lines of JSON, which never blocks.
+    """Connection with signed lines of JSON; no method blocks.
 
     Args:
         connection: TCP connection.
@@ -54,19 +55,19 @@ class SignedLines:
         self._sent_lines = self._received_lines = 0
         if side is Side.CALLED:
             self._unsent = self._nonce.encode() + b"\n"
-            with suppress(ConnectionError):  # The next receive raises it.
+            with suppress(ConnectionError):  # The next call of receive() raises the error.
                 self._flush()
 
     @property
     def is_open(self) -> bool:
-        """True if messages can be sent; on the called side, True if the caller has proved that it has the token."""
+        """True once messages can be sent. On the called side, the caller has then proved that it has the token."""
         return self._key is not None
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived since the last call.
 
         Raises:
-            ConnectionError: the other side is gone, or has no or another token.
+            ConnectionError: the other side is gone, has no token or a different one, or sent something else than lines.
         """
         while True:
             try:
@@ -79,14 +80,14 @@ class SignedLines:
                 raise ConnectionError("closed by the other side")
             self._received += data
             if len(self._received) > MAX_LINE_BYTES:
-                raise ConnectionError("not a line")
+                raise ConnectionError("received data is not a line")
             if self._key is None and self._side is Side.CALLED and len(self._received) > MAX_UNKNOWN_BYTES:
-                break  # A caller that has the token proves it in its first line, which is shorter.
+                break  # The first line of a caller with the token is shorter than the limit.
         *lines, self._received = self._received.split(b"\n")
         if self._key is None and lines:
             self._greet(lines.pop(0))
         if self._key is None and len(self._received) > MAX_UNKNOWN_BYTES:
-            raise ConnectionError("not a greeting")
+            raise ConnectionError("received data is not a greeting")
         return [self._message(line) for line in lines]
 
     def _greet(self, line: bytes) -> None:
@@ -98,21 +99,21 @@ class SignedLines:
             nonce, mac = line[:-_MAC_CHARACTERS], line[-_MAC_CHARACTERS:]
             both = self._nonce.encode() + b" " + nonce
             if not hmac.compare_digest(mac, self._token.mac("lease greeting", both).hex().encode()):
-                raise ConnectionError("of another job")
+                raise ConnectionError("the caller has the token of another job")
         self._key = Token(self._token.mac("lease session", both).hex())
 
     def _message(self, line: bytes) -> dict[str, Any]:
         assert self._key is not None
         mac, text = line[:_MAC_CHARACTERS], line[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(self._other, self._received_lines, text)):
-            raise ConnectionError("not a line of this connection")
+            raise ConnectionError("received line does not belong to this connection")
         self._received_lines += 1
         try:
             message = json.loads(text)
         except ValueError:
-            raise ConnectionError("not a line of JSON") from None
+            raise ConnectionError("received line is not JSON") from None
         if not isinstance(message, dict):
-            raise ConnectionError("not a message")
+            raise ConnectionError("received line is not a JSON object")
         return message
 
     def _mac(self, side: Side, number: int, text: bytes) -> bytes:

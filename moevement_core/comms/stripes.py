@@ -1,7 +1,8 @@
-"""Stripes of one direction's bytes over several connections: each stripe takes the next connection.
+"""Distribution of bytes over several connections to the same rank: each stripe of bytes takes the next connection.
 
-One TCP stream that one thread fills carries some 10 to 20 Gbit/s. The connection of a byte follows from its position
-among all bytes of its sender, receiver and tag. So both sides know it, whatever pieces they send and receive.
+A single TCP connection that one thread fills carries about 10 to 20 Gbit/s. All bytes with the same sender, receiver
+and tag are numbered. The number of a byte determines its connection, so both sides know the connection, even if they
+send and receive pieces of different sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ STRIPE_BYTES = 1 << 20
 
 
 class Stripes:
-    """Positions in all directions of one channel, on one rank.
+    """Splitter of the bytes that one rank sends, or receives, in one channel.
 
     Args:
-        streams: number of connections of each direction, 1 or more.
+        streams: number of connections for each other rank and tag, 1 or more.
     """
 
     def __init__(self, streams: int) -> None:
@@ -30,12 +31,13 @@ class Stripes:
         """Send or receive ``data`` over several connections at once; return when all of it has been moved.
 
         Args:
-            direction: sender or receiver, and tag. Only one thread at a time may call this for each direction.
+            direction: other rank and tag. Only one thread at a time may call this method for each direction.
             data: flat host bytes, uint8.
-            move: function that sends from, or receives into, a view over the connection with a number.
+            move: function of the number of a connection and a view. It sends the view, or receives into the view, over
+                that connection.
 
         Raises:
-            Exception: first error of ``move``, once no connection of this call moves bytes any more.
+            Exception: first error of ``move``, after all calls of ``move`` have ended.
         """
         view = memoryview(data.numpy())
         parts: dict[int, list[memoryview]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Job token: the secret that all processes of a job share, and with which they authenticate each other.
+"""Job token: the secret with which the processes of a job authenticate each other.
 
 A process gets the token in its environment or in a file that only its owner can read. It is never on a command line,
 which every user of a host can see. Each signature includes its purpose, so that it is not valid for another purpose.
@@ -18,7 +18,7 @@ from moevement_core.errors import ConfigError
 TOKEN_ENV = "MOEVEMENT_JOB_TOKEN"
 TOKEN_FILE_ENV = "MOEVEMENT_JOB_TOKEN_FILE"
 SHORTEST = 32
-"""Number of characters of the shortest token that is accepted; ``openssl rand -hex 32`` gives 64."""
+"""Number of characters of the shortest valid token; ``openssl rand -hex 32`` gives 64."""
 MAC_BYTES = hashlib.sha256().digest_size
 HOW = f"give every process of the job the same {TOKEN_ENV} (openssl rand -hex 32), or {TOKEN_FILE_ENV}"
 
@@ -36,7 +36,7 @@ class Token:
     def __init__(self, text: str) -> None:
         if len(text) < SHORTEST:
             raise ConfigError(
-                f"a job token of {len(text)} characters; needs {SHORTEST} or more, as from openssl rand -hex 32"
+                f"job token has {len(text)} characters; needs {SHORTEST} or more, as openssl rand -hex 32 prints"
             )
         self.text = text
         self._key = text.encode()
@@ -73,7 +73,7 @@ _own: Token | None = None
 
 
 def given_token() -> Token | None:
-    """Return the token from this process's environment or from the file named there; None without one.
+    """Return the token from this process's environment, or from the file that a variable names; None without a token.
 
     The function removes the variable with the token from the environment, because some tools record environments.
 
@@ -89,7 +89,7 @@ def given_token() -> Token | None:
 
 
 def own_token() -> Token:
-    """Return the token from this process's environment or from the file named there.
+    """Return the token from this process's environment, or from the file that a variable names.
 
     Raises:
         ConfigError: there is no valid token.
@@ -104,14 +104,14 @@ def _read(path: Path) -> str:
         with path.open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: no regular file; needs one of mode 0600")
+                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: not a regular file; needs a file of mode 0600")
             if status.st_uid != os.getuid():
-                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: of user {status.st_uid}; needs one of user {os.getuid()}")
+                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: is of user {status.st_uid}; must be of user {os.getuid()}")
             if stat.S_IMODE(status.st_mode) & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: has mode {mode}, so others read it; chmod 600 {path}")
+                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: mode {mode} lets others read it; run chmod 600 {path}")
             return file.read(4096).strip()
     except OSError as error:
         raise ConfigError(f"{TOKEN_FILE_ENV} {path}: {error.strerror}; {HOW}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{TOKEN_FILE_ENV} {path}: is no text; {HOW}") from None
+        raise ConfigError(f"{TOKEN_FILE_ENV} {path}: is not a text file; {HOW}") from None

@@ -1,4 +1,4 @@
-"""Transport of bytes to another rank beside training: blocking sends and receives, mostly in the background."""
+"""Transport of bytes between ranks outside training. Sends and receives block; most run on background threads."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ import torch
 
 
 class Transport(ABC):
-    """Messages between ranks, in order for each sender, receiver and tag. Background threads call the methods."""
+    """Transport of messages between ranks; messages with the same sender, receiver and tag stay in order.
+
+    Background threads call the methods.
+    """
 
     @abstractmethod
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """Send host bytes, uint8; return when the buffer may be reused.
+        """Send the host bytes ``data``, uint8; return when ``data`` may be overwritten.
 
         Raises:
             RuntimeError: the peer is lost.
         """
 
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:  # noqa: B027, not every transport can
-        """Spread later sends to ``peer`` over time at ``bytes_per_s``; an infinite rate is no limit."""
+        """Limit the rate of later sends to ``peer`` to ``bytes_per_s``; an infinite rate means no limit."""
 
     @property
     def parallel_bytes(self) -> int:
-        """Bytes that one :meth:`send` needs in order to use all connections to a peer."""
+        """Fewest bytes for which one :meth:`send` uses all connections to a peer; 0 if there is only one connection."""
         return 0
 
     @abstractmethod
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """Receive exactly as many bytes as ``data``, uint8, has.
+        """Receive bytes into ``data``, uint8, until it is full.
 
         Raises:
             RuntimeError: the peer is lost.
@@ -40,7 +43,7 @@ class Transport(ABC):
 
 
 class Refusable(ABC):
-    """Operations in which threads wait for other ranks, and which an abort ends."""
+    """Object with operations in which threads wait for other ranks; an abort ends these waits."""
 
     def __init__(self) -> None:
         self.is_refused = False
@@ -50,7 +53,7 @@ class Refusable(ABC):
 
     @abstractmethod
     def shut_down(self) -> None:
-        """End every wait with an error at once; called with :data:`lock` held."""
+        """End every wait with an error at once; the caller holds :data:`lock`."""
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -76,14 +79,15 @@ class Refusable(ABC):
 
 
 lock = threading.RLock()
-"""Lock that is always entered directly and never through the condition: see :mod:`moevement_core.util.gate`."""
+"""Lock of all transports. Code always enters the lock directly, and never through the condition below;
+:mod:`moevement_core.util.gate` has the reason."""
 changed = threading.Condition(lock)
 """Condition that is notified of every change that a thread of a transport may wait for."""
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """End every wait in all present transports, and let no new operation begin in them."""
+    """End every wait in all existing transports; later operations on them raise RuntimeError."""
     with lock:
         for operation in _refusable:
             operation.is_refused = True
@@ -92,6 +96,6 @@ def refuse() -> None:
 
 
 def drained(timeout_s: float) -> bool:
-    """Wait until no operation is under way; return True if that took no longer than ``timeout_s`` seconds."""
+    """Wait until no operation is under way, for at most ``timeout_s`` seconds; return True if none is."""
     with lock:
         return changed.wait_for(lambda: not any(operation._under_way for operation in _refusable), timeout_s)

@@ -1,4 +1,4 @@
-"""Allocation of replicas to experts by their share of tokens, never fewer than a floor (Lazarus, equation 1)."""
+"""Allocation of replicas to experts by their shares of the tokens, with a least number (Lazarus, equation 1)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ Replicas = npt.NDArray[np.int64]
 def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor: int) -> Replicas:
     """Return the number of replicas of each expert, int64 ``[E]``; their sum is ``slots``.
 
-    In ascending order of load, each expert gets its share, rounded down, of the remaining slots, and at least the
-    floor. So an expert with more load never has fewer replicas, and slots left by rounding go to the experts with the
-    most tokens. If ``floor`` replicas of each expert are on different nodes, any ``floor - 1`` nodes may fail.
+    The function takes the experts in ascending order of load. Each expert gets its share of the remaining slots,
+    rounded down, and at least ``floor`` slots. So an expert with more load never has fewer replicas than one with less
+    load. The slots that rounding leaves over go to the experts with the most tokens. If ``floor`` replicas of each
+    expert are on different nodes, the loss of any ``floor - 1`` nodes leaves a replica of every expert.
 
     Args:
-        tokens: tokens routed to each expert of a layer, ``[E]``. Among equal loads the lower number comes first.
+        tokens: tokens routed to each expert of a layer, ``[E]``. Experts with equal loads are taken in the order of
+            their numbers.
         slots: slots of all nodes together, N * c.
-        floor: least number of replicas of each expert, f. With too few slots it is as large as they allow.
+        floor: least number of replicas of each expert, f. If there are too few slots for it, the function uses the
+            largest floor for which the slots suffice.
 
     Raises:
         ConfigError: there are fewer slots than experts, or an argument is out of range.
@@ -32,8 +35,8 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
         raise ConfigError(f"tokens {loads.tolist()}; needs a number of tokens, 0 or more, for each expert")
     if slots < loads.size or floor < 1:
         raise ConfigError(
-            f"{slots} slots and a floor of {floor} for {loads.size} experts; needs a slot for each expert, and a floor "
-            "of 1 or more"
+            f"{slots} slots and a floor of {floor} for {loads.size} experts; needs at least one slot for each expert, "
+            "and a floor of 1 or more"
         )
     floor = min(floor, slots // loads.size)
     replicas = np.zeros(loads.size, dtype=np.int64)

@@ -15,7 +15,7 @@ SWITCH = "--moevement-elastic"
 
 def _seconds(name: str, value: float) -> float:
     if not 0.0 <= value < float("inf"):
-        raise ConfigError(f"{name} {value:g}; needs seconds, 0 or more")
+        raise ConfigError(f"{name} {value:g}; needs a number of seconds, 0 or more")
     return value
 
 
@@ -25,33 +25,33 @@ class ElasticConfig:
 
     is_elastic: bool = flag(
         SWITCH, action="store_true", default=False,
-        help="go on with fewer data-parallel replicas where ranks are lost and no spare is left, and with more again "
-        "when processes have joined; the global batch stays the same",
+        help="continue with fewer data-parallel replicas when ranks fail and no spare is left, and grow to more "
+        "replicas when processes join; the global batch stays the same",
     )  # fmt: skip
     join_wait_s: float = flag(
         "--moevement-join-wait", type=float, default=JOIN_WAIT_S, metavar="S", check=_seconds,
-        help="an elastic job grows when no further process has joined for so many seconds, so that several are taken "
-        f"in together (default: {JOIN_WAIT_S:g})",
+        help="an elastic job grows when no further process has joined for S seconds, so that it admits several "
+        f"processes together (default: {JOIN_WAIT_S:g})",
     )  # fmt: skip
     expert_slots: int | None = flag(
         "--moevement-expert-slots", type=int, metavar="C", check=at_least(1),
-        help="experts that a rank of an elastic job holds of each layer: popular ones have more replicas, and each "
-        "layer spreads over all data-parallel ranks, whatever their number (default: experts as "
-        "--expert-model-parallel-size spreads them)",
+        help="number of expert slots that each rank of an elastic job has in each layer; popular experts get more "
+        "replicas, and the experts of a layer spread over all data-parallel ranks (default: no slots; "
+        "--expert-model-parallel-size spreads the experts)",
     )  # fmt: skip
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
-        help="replicas that each expert has at least where there are slots for them, with --moevement-expert-slots: "
-        f"F - 1 ranks may be lost at once (default: {MIN_REPLICAS})",
+        help="with --moevement-expert-slots: least number of replicas of each expert, if the slots suffice; then "
+        f"F - 1 ranks may fail at once (default: {MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(
         "--moevement-rebalance-interval", type=int, default=REBALANCE_INTERVAL, metavar="N", check=at_least(1),
-        help="iterations from one look at the loads of experts to the next, with --moevement-expert-slots: they are "
-        "placed anew if the slowest replica would have a tenth less to do (default: "
+        help="with --moevement-expert-slots: iterations between two checks of the experts' loads; the job places the "
+        "experts anew if the slowest replica would then get at least a tenth fewer tokens (default: "
         f"{REBALANCE_INTERVAL})",
     )  # fmt: skip
     placement: str | None = flag(
         "--moevement-expert-placement", metavar="FILE",
-        help="the experts in the slots of each rank at the start, by layer, as an elastic job writes them to "
-        "placements/ of its run directory (default: placed as if all had equal loads)",
+        help="file with the experts in each rank's slots at the start, by layer; elastic jobs write such files to "
+        "placements/ of their run directories (default: a placement for equal loads)",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Digest of state that does not depend on the distribution over ranks, so it is equal before and after a migration.
+"""Digest of state. A migration does not change it, because it does not depend on which ranks hold the state.
 
-Each element is mixed with a number derived from the name of its tensor and its index, and the digest is the sum modulo
-2^64. So digests of disjoint ranges add up to the digest of the whole. The digest detects lost, doubled, moved and
-changed elements. It gives no protection against an attacker.
+The digest mixes each element with a number derived from the tensor's name and the element's index. It is the sum of all
+mixed elements, modulo 2^64. So the digests of disjoint ranges add up to the digest of the whole tensor. The digest
+detects lost, duplicated, moved and changed elements. It gives no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ def of_range(name: str, begin: int, elements: npt.NDArray[np.generic]) -> int:
     Args:
         name: name of the tensor, the same in any layout.
         begin: index of the first element in the flat tensor.
-        elements: flat and contiguous, 1, 2, 4 or 8 bytes each. Their bits are digested, so -0.0 and 0.0 differ.
+        elements: elements of the range, flat and contiguous, 1, 2, 4 or 8 bytes each. The function digests their bits,
+            so -0.0 and 0.0 differ.
     """
     bits = elements.reshape(-1).view(f"u{elements.dtype.itemsize}")
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     total = 0
-    for start in range(0, bits.size, _CHUNK):  # the derived numbers take eight bytes for each element
+    # Digest in chunks, because the derived numbers take eight bytes for each element.
+    for start in range(0, bits.size, _CHUNK):
         part = bits[start : start + _CHUNK].astype(np.uint64)
         drawn = _drawn(seed, np.arange(begin + start, begin + start + part.size, dtype=np.uint64))
-        # The index is mixed in, so a zero element changes the digest, too.
+        # The index is part of the mix, so even an element that is zero changes the digest.
         total += int((_mixed(part ^ drawn)).sum(dtype=np.uint64))
     return total & _MASK
 
 
 def together(digests: Iterable[int]) -> int:
-    """Return the digest of disjoint ranges together, from the digest of each."""
+    """Return the digest of the union of disjoint ranges, from the digests of the ranges."""
     return sum(digests) & _MASK
 
 
@@ -47,7 +49,7 @@ def _drawn(seed: int, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix 64-bit values by SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA '14)."""
+    """Mix 64-bit values with SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA '14)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

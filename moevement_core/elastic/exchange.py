@@ -1,7 +1,8 @@
 """Exchange of state among ranks after a resize, with digests that prove that the state is unchanged.
 
 Every rank reports the ranges of tensors that it holds and those that it needs. All ranks compute the same moves from
-the reports (:func:`~moevement_core.elastic.ranges.reshard`). A rank sends another one message a round.
+the reports (:func:`~moevement_core.elastic.ranges.reshard`). In each round, a rank sends at most one message to each
+other rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moevement_core.elastic.ranges import Move, Range, reshard
 from moevement_core.errors import RecoveryError
 
 ROUND_BYTES = 512 << 20
-"""Bytes that a rank packs into buffers and sends to all others in a round; it receives as many."""
+"""Most bytes that a rank sends in a round, to all other ranks together, and most bytes that it receives in a round."""
 TAG = 0
 
 
@@ -45,7 +46,7 @@ class Piece:
 
 
 def once(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces without overlaps: an element of several pieces stays in the first of them only."""
+    """Return the pieces without overlaps: an element that is in several pieces stays only in the first one."""
     by_name: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
         rest = [(piece.begin, piece.range.end)]
@@ -67,7 +68,7 @@ def _outside(begin: int, end: int, other_begin: int, other_end: int) -> Iterator
 
 
 class StateMissing(RecoveryError):
-    """Error that no rank has a part of the state; every rank raises it."""
+    """Error that some part of the needed state is on no rank; every rank raises it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Exchanged:
     moved_bytes: int
     """Bytes sent between ranks, the sum over all ranks."""
     digests: Mapping[str, int]
-    """Digest of each operator's whole state, equal before and after; empty without verification."""
+    """Digest of each operator's whole state, the same before and after the exchange; empty without verification."""
 
 
 def exchange(
@@ -89,11 +90,12 @@ def exchange(
         held: pieces on this rank, which are not changed. Ranks that hold the same range hold the same bits.
         wanted: pieces that this rank needs; the state is written into their tensors.
         transport: connection between ranks.
-        is_verified: True to compare digests of each operator before and after, and of all replicas.
+        is_verified: True to compare the digests of all replicas, and the digests of each operator before and after the
+            exchange.
 
     Raises:
-        StateMissing: no rank holds a part of the wanted state; nothing has been written.
-        RecoveryError: replicas differ, or the state differs afterwards; every rank raises it.
+        StateMissing: some part of the wanted state is on no rank; nothing has been written.
+        RecoveryError: replicas differ, or the exchange changed the state; every rank raises the error.
     """
     reports: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
         (
@@ -110,7 +112,7 @@ def exchange(
     if plan.missing:
         lost = sorted({operators[missing.name] for ranges in plan.missing.values() for missing in ranges})
         names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-        raise StateMissing(f"nobody is left who has the state of {names}")
+        raise StateMissing(f"no live rank has the state of {names}")
     was = _digests(held, before, operators) if is_verified else {}
     moved = _move(plan.moves, held, wanted, transport)
     if is_verified:
@@ -119,9 +121,9 @@ def exchange(
 
 
 def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport) -> int:
-    """Carry out the moves; return the bytes that all ranks sent.
+    """Execute the moves, and return the number of bytes that all ranks together sent.
 
-    The transport is not gloo, because a gloo receive that is partly done never ends if its sender dies (torch 2.13).
+    The transport is not gloo, because a partly finished gloo receive never ends if the sender dies (torch 2.13).
     """
     rank, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -134,14 +136,15 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
         elif move.target == rank:
             incoming[move.source] += _find(targets, move.range)
     world = dist.get_world_size()
-    room = max(ROUND_BYTES // world, 1 << 16)  # for each pair of ranks, the same on both
+    room = max(ROUND_BYTES // world, 1 << 16)  # Bytes for each pair of ranks; both ranks compute the same number.
     most = max((_bytes(parts) for parts in (*outgoing.values(), *incoming.values())), default=0)
     rounds = -(-max(all_gather_objects(most, int)) // room)
     moved = 0
     for sends, receives in _rounds(outgoing, incoming, rounds, room):
         moved += sum(map(_bytes, sends.values()))
         with ThreadPoolExecutor(1, "moevement-state") as beside:
-            # In step k a rank sends to the k-th rank after it and receives from the k-th before it: no deadlock.
+            # In step k, a rank sends to the k-th rank after it and receives from the k-th rank before it. So the ranks
+            # cannot deadlock.
             sent = beside.submit(_send, sends, rank, world, transport)
             for step in range(1, world):
                 source = (rank - step) % world
@@ -166,7 +169,10 @@ Parts = dict[int, list[torch.Tensor]]
 def _rounds(
     outgoing: Mapping[int, list[torch.Tensor]], incoming: Mapping[int, list[torch.Tensor]], rounds: int, room: int
 ) -> Iterator[tuple[Parts, Parts]]:
-    """Yield what to send and to receive in each round; both ranks of a pair cut the same bytes at the same offsets."""
+    """Yield the tensors to send and the tensors to receive in each round.
+
+    Both ranks of a pair cut their bytes at the same offsets.
+    """
     sends = {rank: list(_cut(parts, room)) for rank, parts in outgoing.items()}
     receives = {rank: list(_cut(parts, room)) for rank, parts in incoming.items()}
     for number in range(rounds):
@@ -206,7 +212,7 @@ def _unpack(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     begin = 0
     for part in parts:
         end = begin + part.numel() * part.element_size()
-        # The clone is aligned, as a view of a larger element size requires.
+        # The clone is aligned, which a view with larger elements requires.
         part.copy_(buffer[begin:end].clone().view(part.dtype))
         begin = end
 
@@ -232,7 +238,7 @@ def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torc
 def _digests(
     held: Sequence[Piece], ranges: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
 ) -> dict[str, int]:
-    """Return the digest of each operator with each element counted once; every rank calls this function.
+    """Return the digest of each operator, in which each element counts once; every rank calls this function.
 
     Args:
         held: pieces on this rank.
@@ -274,7 +280,7 @@ def _digest(whole: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
 
 
 def _first_holders(held: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:
-    """Return ranges by rank that together contain each element once, on a rank that holds it."""
+    """Assign each element to one rank that holds it, and return the ranges that each rank was assigned."""
     ends: dict[str, tuple[int, int]] = {}
     for ranges in held.values():
         for held_range in ranges:
@@ -296,15 +302,15 @@ def _compare_replicas(digests_by_rank: Sequence[Mapping[Range, int]], operators:
             if value != expected:
                 raise RecoveryError(
                     f"ranks {first} and {rank} differ in elements {part.begin} to {part.end} of {part.name} of "
-                    f"{operators[part.name]}; they are replicas, and the job cannot go on from either"
+                    f"{operators[part.name]}; these replicas must be equal, so the job cannot continue from either"
                 )
 
 
 def _compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
     if wrong := sorted(name for name in after if after[name] != before.get(name)):
         raise RecoveryError(
-            f"the state of {', '.join(wrong[:5])} is another after it was brought to the ranks of now; nothing goes on "
-            "from it"
+            f"the state of {', '.join(wrong[:5])} changed while ranks exchanged it; the digests before and after must "
+            "be equal, so the job cannot continue from this state"
         )
 
 

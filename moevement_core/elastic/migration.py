@@ -1,4 +1,4 @@
-"""Migration to a new placement: the node that takes each place, and the source of each expert (Lazarus, 4.3)."""
+"""Migration to a new placement: which experts each node gets, and which node sends them (Lazarus, section 4.3)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Migration:
     """Migration of a cluster to a new placement.
 
     Attributes:
-        experts: experts in the slots of each node afterwards.
+        experts: experts in the slots of each node after the migration.
         transfers: transfers between live nodes.
-        missing: experts that no live node holds, and the nodes that need them; their state comes from copies.
+        missing: experts that no live node holds, each with the nodes that need it. The state of these experts comes
+            from copies.
     """
 
     experts: Mapping[int, tuple[int, ...]]
@@ -34,21 +35,21 @@ class Migration:
 
 
 def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
-    """Return the migration that assigns the places of ``wanted`` to nodes greedily.
+    """Return a migration that gives each node one place of ``wanted`` and needs few transfers.
 
-    The source of a missing expert is the holder that sends the fewest experts. The migration never has more transfers
-    than one that assigns places in the order of node numbers.
+    The function assigns places to nodes greedily. If places in the order of node numbers need fewer transfers, it
+    assigns the places in that order. An expert comes from the holder that has sent the fewest experts so far.
 
     Args:
         held: experts on each node that takes part; empty for a new node.
-        wanted: one place for each of these nodes.
+        wanted: experts of each place; there are as many places as nodes.
 
     Raises:
         ValueError: the numbers of nodes and of places differ.
     """
     nodes = sorted(held)
     if len(nodes) != len(wanted):
-        raise ValueError(f"{len(nodes)} nodes for {len(wanted)} places; needs a place for each node")
+        raise ValueError(f"{len(nodes)} nodes, but {len(wanted)} places; both numbers must be equal")
     in_order = dict(zip(nodes, wanted, strict=True))
     greedy = _greedy(held, wanted)
     experts = min(greedy, in_order, key=lambda mapping: _fetched(held, mapping))
@@ -72,7 +73,7 @@ def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
 
 
 def _greedy(held: Mapping[int, Sequence[int]], wanted: Placement) -> dict[int, tuple[int, ...]]:
-    """Return the experts of each node: the pair of node and place with the fewest missing experts is assigned first."""
+    """Return the experts of each node. The pair of node and place with the fewest missing experts is assigned first."""
     pairs = sorted(
         (len(set(place) - set(held[node])), node, number) for node in held for number, place in enumerate(wanted)
     )

@@ -1,12 +1,14 @@
 """Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
 
-Experts are sorted by replicas and cut into groups with as many experts as a node has slots. Each group gets nodes of
-its own, as many as its scarcest expert has replicas, and each of these nodes has all experts of the group. So a group
-is lost only if all of its nodes fail. The remaining replicas fill the vacant slots.
+Experts are sorted by their number of replicas and cut into groups. The size of a group is the number of slots of a
+node. A group gets one node for each replica of the group's scarcest expert. Each of these nodes holds all experts of
+the group, and no other group gets the node. So a group is lost only if all its nodes fail. The remaining replicas fill
+the vacant slots.
 
-The theorem says that no placement survives more failures. It holds if the last group gets as many nodes as its scarcest
-expert has replicas. If fewer nodes remain, replicas of that expert share nodes, and another placement may survive more:
-this one may not even survive the loss of fewer nodes than the floor. Tests have small cases, and :func:`place` checks.
+The theorem says that no placement survives more failures. It holds if the last group gets a node for each replica of
+its scarcest expert. If fewer nodes remain, several replicas of that expert share a node, and another placement may
+survive more failures. The placement may then even lose an expert when fewer nodes fail than the floor. Tests have small
+cases of this, and :func:`place` checks for it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from moevement_core.elastic.allocation import Replicas
 from moevement_core.errors import ConfigError
 
 Placement = tuple[tuple[int, ...], ...]
-"""Experts in the slots of each node, ascending; an expert may be in several slots of a node."""
+"""Experts in the slots of each node, in ascending order; an expert may be in several slots of a node."""
 
 
 def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placement:
@@ -50,7 +52,9 @@ def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placemen
 
 
 def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
-    """Return Lazarus's placement if it survives the loss of any ``floor - 1`` nodes, else round robin, which does.
+    """Return Lazarus's placement if it survives the loss of any ``floor - 1`` nodes, else the placement by round robin.
+
+    Round robin (:func:`spread`) always survives this loss.
 
     Args:
         replicas: replicas of each expert, int64 ``[E]``, at least ``floor`` if slots allow; their sum is
@@ -68,7 +72,7 @@ def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
 
 
 def spread(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Return the placement by round robin: replicas of an expert on consecutive nodes, as many as possible."""
+    """Return the placement by round robin, which puts the replicas of an expert on consecutive nodes."""
     _check(replicas, nodes, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
     return tuple(tuple(every[node::nodes].tolist()) for node in range(nodes))
@@ -84,12 +88,13 @@ def compact(replicas: Replicas, nodes: int, slots: int) -> Placement:
 def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
     """Return the probability that every expert keeps a replica if ``lost`` random nodes fail.
 
-    It is for :func:`maximum_rank_overlap`: the share of the sets of ``lost`` nodes that leave a node of each group.
+    The experts are placed by :func:`maximum_rank_overlap`. So the function counts the sets of ``lost`` nodes that leave
+    at least one node of each group, and divides this number by the number of all sets of ``lost`` nodes.
     """
     if not 0 <= lost <= nodes:
         return Fraction(0)
     sizes = [count for _, count in _groups(replicas, nodes, slots)]
-    # ``alive[k]`` counts sets of k surviving nodes that leave a node of each group so far.
+    # ``alive[k]`` is the number of sets of k surviving nodes that contain a node of each group so far.
     alive = [comb(nodes - sum(sizes), kept) for kept in range(nodes - sum(sizes) + 1)]
     for size in sizes:
         group = [0, *(comb(size, kept) for kept in range(1, size + 1))]
@@ -98,7 +103,10 @@ def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
 
 
 def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[int]]) -> float:
-    """Return the tokens of the most loaded node, relative to the mean; replicas share an expert's tokens evenly."""
+    """Return the tokens of the most loaded node, relative to the mean over all nodes.
+
+    The replicas of an expert share the tokens of that expert evenly.
+    """
     replicas = np.bincount([expert for node in placement for expert in node], minlength=tokens.size)
     each = tokens / np.maximum(replicas, 1)
     total = float(tokens.sum())
@@ -124,9 +132,9 @@ def _groups(replicas: Replicas, nodes: int, slots: int) -> Iterator[tuple[list[i
 
 
 def _fill(placed: list[list[int]], left: Replicas, slots: int) -> None:
-    """Fill the vacant slots in ``placed`` with the replicas in ``left``, both changed in place.
+    """Fill the vacant slots in ``placed`` with the replicas in ``left``; both change in place.
 
-    Each node in turn gets the expert with the most replicas left, preferably one that it does not have yet.
+    Each node in turn gets the expert with the most replicas left, preferably an expert that the node does not have yet.
     """
     while left.any():
         for node in placed:
@@ -141,6 +149,6 @@ def _fill(placed: list[list[int]], left: Replicas, slots: int) -> None:
 def _check(replicas: Replicas, nodes: int, slots: int) -> None:
     if nodes < 1 or slots < 1 or int(replicas.sum()) != nodes * slots or replicas.min() < 1:
         raise ConfigError(
-            f"{replicas.tolist()} replicas on {nodes} nodes of {slots} slots; needs one of each expert at least, and "
-            f"{nodes * slots} together"
+            f"{replicas.tolist()} replicas on {nodes} nodes of {slots} slots; needs at least one replica of each "
+            f"expert, and {nodes * slots} replicas in total"
         )

@@ -1,7 +1,8 @@
 """Plan of the ranges of state that ranks send to each other when the number of ranks of a job changes.
 
-A tensor of state is a flat row of elements with a name that does not depend on the layout. Ranks own ranges of it
-before and after the change: shards of a distributed optimizer, with other bounds on fewer ranks, or whole replicas.
+A state tensor is a flat row of elements, and its name does not depend on the layout. Each rank owns ranges of such
+tensors before and after the change. A range is a shard of a distributed optimizer, whose bounds depend on the number of
+ranks, or a whole replica.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Range(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Move of a range from the rank that holds it to a rank that needs it, possibly the same."""
+    """Move of a range from the rank that holds it to a rank that needs it, possibly the same rank."""
 
     source: int
     target: int
@@ -38,7 +39,8 @@ class Resharding(NamedTuple):
     """Plan that brings state from one distribution over ranks to another.
 
     Attributes:
-        moves: moves in the order of targets, then of their wanted ranges; each wanted element arrives once.
+        moves: moves in the order of targets; those to one target in the order of its wanted ranges. Each wanted element
+            arrives once.
         missing: ranges that no rank holds, by the target that needs them.
     """
 
@@ -49,13 +51,13 @@ class Resharding(NamedTuple):
 def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[Range]]) -> Resharding:
     """Return the moves that bring every wanted range to its target.
 
-    The source of a range is the target itself if it holds it, else the holder that sends the fewest elements so far.
-    The result is the same on every rank that passes the same arguments.
+    A target that already holds a range is the source of that range. Otherwise, the source is the holder that has the
+    fewest elements to send so far. The result is the same on every rank that passes the same arguments.
 
     Args:
-        held: ranges of each rank before. Ranges of one tensor on one rank do not overlap; several ranks may hold the
-            same range.
-        wanted: ranges of each rank afterwards.
+        held: ranges of each rank before the change. Ranges of one tensor on one rank do not overlap; several ranks may
+            hold the same range.
+        wanted: ranges of each rank after the change.
 
     Raises:
         ValueError: a range is empty or backward, or a rank holds an element twice.
@@ -69,7 +71,7 @@ def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[R
         for needed in wanted[target]:
             _check(needed)
             here = holders.get(needed.name, {})
-            if _holds(here.get(target, []), needed):  # the usual case, which needs no other holder
+            if _holds(here.get(target, []), needed):  # This is the usual case, which needs no other holder.
                 moves.append(Move(target, target, needed))
                 continue
             for piece in _cut(needed, here):
@@ -107,7 +109,7 @@ def _by_tensor(held: Mapping[int, Sequence[Range]]) -> dict[str, dict[int, Cuts]
 
 def _check(checked: Range) -> None:
     if not 0 <= checked.begin < checked.end:
-        raise ValueError(f"{checked} is no range; needs 0 or more, and an end after its beginning")
+        raise ValueError(f"{checked}; needs a begin of 0 or more, and an end above it")
 
 
 def _cut(whole: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:

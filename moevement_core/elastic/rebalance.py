@@ -1,4 +1,4 @@
-"""Decision to allocate replicas anew, from recent loads and only if it is worth a migration (Lazarus, section 4.1)."""
+"""Decision whether a new allocation of replicas, from recent loads, is worth a migration (Lazarus, section 4.1)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Hysteresis:
     Attributes:
         interval: iterations between two decisions.
         gain: share of the slowest replica's tokens that a new allocation must save, from 0 to below 1.
-        memory: weight of earlier loads in the moving average of each iteration, from 0 to below 1.
+        memory: weight of earlier iterations in the moving average of the loads, from 0 to below 1.
     """
 
     interval: int = 200
@@ -33,7 +33,7 @@ class Hysteresis:
 
 
 class LoadMonitor:
-    """Moving average of the loads of a layer's experts, which proposes new allocations.
+    """Monitor of the loads of a layer's experts. It averages the loads and proposes new allocations.
 
     Args:
         experts: number of experts, E.
@@ -47,19 +47,19 @@ class LoadMonitor:
         """Moving average of the tokens of each expert in an iteration, float64 ``[E]``."""
 
     def count(self, tokens: npt.NDArray[np.integer]) -> None:
-        """Add the loads of one more iteration: tokens of each expert on all ranks together, ``[E]``."""
+        """Add the loads of one more iteration: tokens of each expert, summed over all ranks, ``[E]``."""
         memory = self._hysteresis.memory if self._seen else 0.0
         self.loads = memory * self.loads + (1.0 - memory) * tokens
         self._seen += 1
 
     def proposed(self, replicas: Replicas, floor: int) -> Replicas | None:
-        """Return a better allocation of as many replicas, int64 ``[E]``, or None.
+        """Return a better allocation with the same total number of replicas, int64 ``[E]``, or None.
 
         None means that the interval has not elapsed, or that the gain is too small.
 
         Args:
-            replicas: present replicas of each expert, int64 ``[E]``.
-            floor: replicas that each expert has at least.
+            replicas: present number of replicas of each expert, int64 ``[E]``.
+            floor: least number of replicas of each expert.
         """
         if not self._seen or self._seen % self._hysteresis.interval:
             return None

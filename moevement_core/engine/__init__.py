@@ -1,1 +1,1 @@
-"""Sparse checkpoints of one rank: capture, lifetime and memory of snapshots, and their copies on peers; no policy."""
+"""Sparse checkpoints of one rank: capture, lifetime and memory of snapshots, and their copies on peers."""

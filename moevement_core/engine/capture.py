@@ -1,4 +1,4 @@
-"""Captures of live state into host memory while training runs: the buffer of each snapshot, and what copies cost."""
+"""Captures of live state into host memory while training runs. The module also measures the copies."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Capturer:
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        own: receives the snapshots.
+        own: snapshots of this rank, to which each capture adds one.
         device: device of the live tensors.
         memory: bytes that snapshots of this rank need.
-        done: called on the capture thread with each captured snapshot.
-        pause: while it is on, the capture thread computes no digests.
+        done: function that is called on the capture thread with each captured snapshot.
+        pause: pause during which the capture thread computes no digests.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Capturer:
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
-        """Copies of the snapshot of the current iteration; None if it takes none."""
+        """Copies of the current iteration's snapshot; None if this iteration takes no snapshot."""
         self.last_logged: Capture | None = None
-        """Copies of the gradients in that snapshot; None if it holds none."""
+        """Copies of the gradients in the current iteration's snapshot; None if the snapshot holds no gradients."""
         self.arena = own.arena
         self.memory = memory
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
@@ -92,7 +92,8 @@ class Capturer:
         Args:
             iteration: iteration of the update.
             schedule: schedule of the snapshot.
-            ready: event after which the live tensors hold the gradients; None: the present end of the current stream.
+            ready: event after which the live tensors hold the gradients; None: the end of the work that is issued on
+                the current stream so far.
 
         Returns:
             True if a buffer was free.
@@ -128,7 +129,7 @@ class Capturer:
         return copies.order_after_copies() if copies is not None else 0.0
 
     def buffers(self) -> list[Buffer]:
-        """Return the buffers with gradients of a snapshot that is still to be taken."""
+        """Return the buffer with logged gradients, as a list; empty if no gradients wait for their snapshot."""
         return [self._logged.buffer] if self._logged is not None else []
 
     def drop_logged(self) -> None:
@@ -148,9 +149,9 @@ class Capturer:
         return self.arena.acquire(layout.nbytes + self.memory.record_bytes)
 
     def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: Collection[str]) -> bool:
-        """Begin ``SS_iteration``; return True if a buffer was free. See :meth:`Checkpointer.capture`.
+        """Begin to capture ``SS_iteration``; return True if a buffer was free. See :meth:`Checkpointer.capture`.
 
-        The snapshot holds gradients only if :meth:`log` copied those of its iteration.
+        The snapshot holds gradients only if :meth:`log` has copied the gradients of this iteration.
 
         Raises:
             SnapshotError: the record is larger than the memory set aside for it, or an earlier copy failed.
@@ -161,12 +162,12 @@ class Capturer:
         boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(tensors)]
         if (nbytes := aligned_bytes(boundary)) > self.memory.record_bytes:
             raise SnapshotError(
-                f"a boundary record of {nbytes} bytes; {self.memory.record_bytes} were set aside for it"
+                f"the boundary record has {nbytes} bytes, but only {self.memory.record_bytes} were set aside for it"
             )
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
         logged = self._logged if self.has_logged(iteration, schedule) else None
-        # Acquired right before it is registered: an interruption in between leaves a buffer without an owner.
+        # The buffer is acquired right before its registration, because an interruption in between leaves it unowned.
         buffer = logged.buffer if logged is not None else self._buffer(layout)
         if buffer is None:
             return False
@@ -233,7 +234,7 @@ class Capturer:
         return [copies for copies in (self.last_logged, self.last) if copies is not None]
 
     def copy_rate(self) -> float:
-        """Return the bytes per second that copies have reached so far; infinite before the first."""
+        """Return the mean rate of all copies so far in bytes per second; infinite before the first copy."""
         return self._copied_bytes / self._copy_s if self._copy_s else float("inf")
 
     def settle(self) -> None:

@@ -38,7 +38,7 @@ Report = Callable[[str], None]
 PATIENCE_S = 30.0
 """Seconds that a snapshot waits for peers to free a buffer, at the start of a job or in a recovery."""
 STEP_S = 0.005
-"""Seconds between two looks at the free memory during that wait."""
+"""Seconds between two checks of the free memory during that wait."""
 
 
 class Checkpointer:
@@ -49,7 +49,7 @@ class Checkpointer:
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        strategy: finds the runs that the job can be restored from.
+        strategy: strategy that finds the runs from which the job can be restored.
         history: schedules of the job; the newest one decides the size of buffers.
         device: device of the live tensors.
         senders: one sender for each peer.
@@ -57,12 +57,12 @@ class Checkpointer:
         agreement: reduction by which all ranks agree on persisted runs.
         memory: bytes that snapshots of this rank need.
         allowance: host memory that this rank may use.
-        report: called with a text for the operator of the job.
-        has: snapshots of this rank that peers hold already, captured by an earlier process: the id of the schedule, by
-            peer and iteration. A snapshot of another schedule holds other operators, and is sent again.
+        report: function that is called with each warning for the users of the job.
+        has: schedule ids, by peer and iteration, of snapshots that peers hold from an earlier process of this rank. A
+            snapshot of another schedule holds other operators, so it is sent again.
         needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
             copies of it until a newer run is persisted.
-        pause: while it is on, the capture thread computes no digests.
+        pause: pause during which the capture thread computes no digests.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Checkpointer:
         self.may_give_up_own = False
         """True if own snapshots that all peers hold may be dropped when host memory is used up."""
         self.give_up_log: Callable[[int], object] = lambda nbytes: None
-        """Function that makes the boundary log free so many bytes; without a log it does nothing."""
+        """Function that frees the given number of bytes of the boundary log; without a log it does nothing."""
         self._writer: WindowWriter | None = None
         self._written_from = NONE
         self.asked_bytes = 0
-        """Bytes of host memory that each peer was asked to set aside."""
+        """Bytes of host memory that this rank has last requested from each peer."""
         self._fitted: Schedule | None = history.newest
-        """Schedule of the windows that memory was set aside for; None if windows of another size needed memory, too."""
+        """Schedule of the windows that memory is set aside for; None if windows of another size also have memory."""
         self._fitting: Schedule | None = None
         """Schedule of the windows that memory is being reduced to; None if it is not being reduced."""
         self._paused = False
@@ -117,8 +117,8 @@ class Checkpointer:
     def _is_whole(self, run: RecoverableRun) -> bool:
         """Return True if ``run`` is as long as runs of other stages with the same first snapshot.
 
-        Ranks agree on runs by their first snapshot. A stage with fewer operators than slots has shorter runs than the
-        others, which restore an earlier iteration than the job needs.
+        Ranks agree on runs by their first snapshot. A stage with fewer operators than slots has shorter runs than other
+        stages. Its runs restore an earlier iteration than the job needs.
         """
         if not run.is_redone or run.first < self.history.oldest.start:
             return True
@@ -136,16 +136,19 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = False,
     ) -> None:
-        """Begin ``SS_iteration`` while ``state@iteration`` is live, if one is due, and free what no plan needs.
+        """Free snapshots that no restore point needs, and begin to capture ``SS_iteration`` if it is due.
+
+        Called while ``state@iteration`` is live.
 
         Args:
             iteration: the last committed iteration.
-            record: boundary state and iteration record, plain data with tensors. They are copied before this call
-                returns or, on a GPU, in the order of the current stream.
+            record: boundary state and iteration record, plain data with tensors. The tensors are copied before this
+                call returns or, on a GPU, in the order of the current stream.
             state: iteration whose state is live, if it is not ``iteration``; see :class:`Header`.
-            whole: operators whose whole state gets a digest, too.
+            whole: operators whose whole state gets a digest.
             is_updated: True if an update led to ``state@iteration``; False at the start of a run and after an iteration
-                that was left out. After an update a snapshot is abandoned if gradients that it holds are overwritten.
+                that was left out. After an update the snapshot is abandoned if it has to hold gradients that are
+                already overwritten.
             may_wait: True to wait for memory that is freed when peers acknowledge earlier snapshots.
 
         Raises:
@@ -165,7 +168,7 @@ class Checkpointer:
     # Gradients of the newest update
 
     def mark_gradients(self) -> None:
-        """Note that the gradients of the coming update are final. This call waits for nothing.
+        """Record that the gradients of the next update are final; return without waiting.
 
         On a GPU the copies of gradients then run beside the update instead of after it.
         """
@@ -174,7 +177,8 @@ class Checkpointer:
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
         """Begin to copy the gradients of ``iteration``'s update, if the schedule logs them.
 
-        Call it after the update and before :meth:`wait_for_gradient_copies`, after which the trainer overwrites them.
+        Call it after the update and before :meth:`wait_for_gradient_copies`. After that method the trainer overwrites
+        the gradients.
 
         Args:
             iteration: iteration whose gradients are in the live tensors.
@@ -193,7 +197,7 @@ class Checkpointer:
     def wait_for_gradient_copies(self, iteration: int) -> float:
         """Block until the current stream may overwrite the gradients of ``iteration``; return the seconds of stall.
 
-        The trainer overwrites them next. On a GPU the stream waits for copies under way, and the host does not.
+        The trainer overwrites the gradients next. On a GPU only the stream waits for copies under way, not the host.
         """
         self.end_gradients()
         stall_s, self._waited_s = self._waited_s, 0.0
@@ -204,9 +208,9 @@ class Checkpointer:
     def end_gradients(self) -> None:
         """Block until the current stream may overwrite the logged gradients.
 
-        A trainer that overwrites them before :meth:`wait_for_gradient_copies` calls it. That method returns the stall
-        of both.
-        Gradients that are not logged by now cannot be logged any more.
+        Only a trainer that overwrites gradients before :meth:`wait_for_gradient_copies` calls this method.
+        :meth:`wait_for_gradient_copies` then returns the stall of both calls. Gradients that are not logged before this
+        call are lost.
         """
         self._final = None
         self._waited_s += self.capturer.order_after_gradient_copies()
@@ -238,7 +242,7 @@ class Checkpointer:
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
     def _persisted_bytes(self) -> int:
-        """Return the bytes of the persisted run, as peers keep it."""
+        """Return the bytes that the persisted run takes on a peer."""
         first, last = self.needed
         if first < self.history.oldest.start:
             return 0
@@ -262,12 +266,12 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = True,
     ) -> bool:
-        """Begin ``SS_iteration``, which the schedule takes, and exchange nothing with other ranks.
+        """Begin to capture ``SS_iteration``, which is due, without communication between ranks.
 
         Arguments and errors are those of :meth:`capture`.
 
         Returns:
-            True if a buffer was free and, where the snapshot holds gradients, they were still live or logged.
+            True if a buffer was free and all gradients that the snapshot holds were still live or logged.
         """
         schedule = self.history.at(iteration)
         state = iteration if state is None else state
@@ -287,14 +291,14 @@ class Checkpointer:
     def _wait_for_room(self, iteration: int, schedule: Schedule) -> None:
         """Wait until memory for a snapshot is free, for at most :data:`PATIENCE_S`.
 
-        Where this rank keeps no own copies, its buffers are freed as peers acknowledge earlier snapshots.
+        If this rank keeps no own copies, its buffers are freed when peers acknowledge earlier snapshots.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not self.capturer.has_room(iteration, schedule) and time.monotonic() < deadline_s:
             time.sleep(STEP_S)
 
     def pause(self, iteration: int) -> None:
-        """Leave ``SS_iteration`` out, to measure what snapshots cost; all ranks call it in place of :meth:`capture`."""
+        """Leave out ``SS_iteration``, to measure the cost of saving; all ranks call it instead of :meth:`capture`."""
         self._learn(iteration)
         self._measure()
         self.capturer.drop_logged()
@@ -323,12 +327,12 @@ class Checkpointer:
         return self.lifetime.persisted if self.lifetime.persisted != NONE else min(self.own, default=NONE)
 
     def persisted(self) -> dict[int, Any]:
-        """Return the contents of snapshots that all peers have, by iteration; with no peers, of captured ones."""
+        """Return the contents of snapshots that all peers have, by iteration; without peers, of all captured ones."""
         return self.own.acked_by(self.replicator.peers)
 
     @property
     def is_saving(self) -> bool:
-        """True if a snapshot is being captured, sent or written to disk, or was when the iteration began."""
+        """True if a snapshot is being captured, sent or written to disk, or was captured when the iteration began."""
         return (
             self.capturer.last is not None
             or bool(self.own.deliverable().keys() - self.persisted().keys())
@@ -343,7 +347,7 @@ class Checkpointer:
     def make_room(self, *schedules: Schedule) -> None:
         """Set host memory aside, here and at peers, for ``schedules`` that follow each other.
 
-        Memory that this rank has set aside before and given back since is allocated when a snapshot needs it.
+        If this rank has set the memory aside earlier and given it back, it is allocated when a snapshot needs it.
         """
         at_peer = self.memory.at_peer(schedules)
         if self.memory.here(schedules) > self._allowance.of(OWN):
@@ -354,7 +358,7 @@ class Checkpointer:
     def make_room_for_kept(self) -> None:
         """Set host memory aside for every schedule whose snapshots may still be kept or recaptured.
 
-        Windows that were over before a failure do not count: memory given back after them would be allocated again.
+        Windows that ended before a failure are left out. Otherwise memory that was given back would be allocated again.
         """
         kept = self.history.since(self.lifetime.persisted)
         if any(is_other_window(schedule, self.history.newest) for schedule in kept):
@@ -367,7 +371,7 @@ class Checkpointer:
         If this rank has too little, own copies are dropped first, then the oldest iterations of the boundary log.
 
         Args:
-            here: returns the bytes needed on this rank; it is called again after each of these steps.
+            here: function that returns the bytes needed on this rank; it is called again after each of these steps.
             at_peer: bytes needed at each peer.
         """
         if not self._set_aside(here()):
@@ -383,10 +387,10 @@ class Checkpointer:
             self.replicator.open(nbytes)
 
     def _fit(self) -> None:
-        """Give back some of the memory that only earlier windows, of another size, needed; called every iteration.
+        """Give back a part of the memory that only earlier windows of another size needed; called every iteration.
 
-        Peers do the same. Memory for lag is given back, too, where no lag occurred, and stays within the allowance.
-        A reorder alone gives nothing back, because the next reorder would have to page-lock that memory again.
+        Peers do the same. If no lag occurred, memory for lag is given back as well; the allowance still reserves it.
+        A reorder alone gives nothing back, because the next reorder would have to page-lock the same memory again.
         """
         kept = self.history.since(self.lifetime.persisted)
         newest = self.history.newest
@@ -394,7 +398,7 @@ class Checkpointer:
             return
         if any(is_other_window(newest, schedule) for schedule in kept):
             return
-        # Each schedule alone, as it was requested; memory for a gap between two is set aside when a gap occurs.
+        # Each schedule alone, as it was requested; memory for a gap between two schedules is set aside when it occurs.
         here = max(self.memory.here([schedule]) for schedule in kept)
         at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
         arena = self.own.arena
@@ -412,7 +416,7 @@ class Checkpointer:
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows to disk that begin with ``SS_first`` or later, once they are persisted on every rank.
 
-        Every rank calls it at the same point. With None as the writer nothing is written from now on.
+        Every rank calls this method at the same point. If ``writer`` is None, nothing is written from now on.
         """
         self._writer, self._written_from = writer, first
 
@@ -453,7 +457,10 @@ class Checkpointer:
         return self.capturer.adopt(snapshot)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop snapshots after ``iteration``, here and at peers, because the job re-executes with another outcome."""
+        """Drop snapshots after ``iteration``, here and at peers, because the job re-executes later iterations.
+
+        The re-executed iterations may have other results.
+        """
         if self.lifetime.last_needed > iteration:  # the job went back to a window from disk
             self.lifetime.nothing_is_persisted()
             self.progress.persisted = self.lifetime.persisted
@@ -479,10 +486,10 @@ class Checkpointer:
 
         Args:
             senders: one sender for each peer; each sends the snapshots that its peer does not have.
-            receivers: one receiver for each rank whose snapshots this rank keeps; their stores may hold some already.
+            receivers: one receiver for each rank whose snapshots this rank keeps; stores may already hold some of them.
             agreement: reduction by which ranks agree from now on.
-            has: snapshots of this rank that each peer holds: the id of the schedule, by peer and iteration.
-            former: stores of ranks that have other peers now; they are freed when the next window is persisted.
+            has: schedule ids, by peer and iteration, of this rank's snapshots that peers hold.
+            former: stores of ranks that now have other peers; these stores are freed when the next window is persisted.
         """
         self.capturer.reset()
         self._keep_where_said([sender.peer for sender in senders])
@@ -507,7 +514,7 @@ class Checkpointer:
             arena.grow(nbytes)
         except RuntimeError as error:
             self._allowance.keep(OWN, arena.nbytes)
-            self._report(f"no host memory for snapshots: {str(error).splitlines()[0]}")
+            self._report(f"host memory for snapshots cannot be allocated: {str(error).splitlines()[0]}")
             return False
         return True
 
@@ -520,8 +527,8 @@ class Checkpointer:
         self._keep_where_said(self.replicator.peers)
         count = self.own.drop_kept_elsewhere(self.replicator.peers)
         self._report(
-            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB): own snapshots that all peers have "
-            f"are not kept any more, {count} of them from now on"
+            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB), so this rank no longer keeps own "
+            f"snapshots that all peers have; it dropped {count} of them now"
         )
 
     def _keep_where_said(self, peers: Collection[int]) -> None:
@@ -542,29 +549,29 @@ class Checkpointer:
         self.own.end_use(held)
 
     def agree_at_end(self, iteration: int) -> None:
-        """Agree once more on persisted runs, and write the newest to disk; every rank calls it after :meth:`close`.
+        """Agree once more on persisted runs, and write the newest one to disk; every rank calls it after :meth:`close`.
 
-        In training, ranks agree on acknowledgements an iteration later. No iteration follows the last one.
+        During training, ranks agree on acknowledgements in the next iteration. After the last one, this call does it.
         """
         self._learn(iteration)
         self._take_in()
 
     def _learn(self, iteration: int) -> None:
-        """Apply the agreement of the last iteration, then propose the statuses of this rank's runs."""
+        """Apply the agreement of the previous iteration, then propose the statuses of this rank's runs."""
         self._take_in()
         statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _take_in(self) -> None:
-        """Apply what all ranks agreed on last: free what no run needs, and write the newest window to disk."""
+        """Apply the last agreement: free snapshots that no run needs, and write the newest window to disk."""
         if agreed := self._agreement.agreed():
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
             self.own.free({*unneeded.old, *unneeded.lost})
-            if self.own.keepers is not None:  # snapshots that a recovery was reading when peers acknowledged them
+            if self.own.keepers is not None:  # for snapshots that a recovery read while peers acknowledged them
                 self.own.drop_kept_elsewhere(self.own.keepers)
-            if self.lifetime.persisted != NONE:  # repeated, because a failure may have interrupted the last call
+            if self.lifetime.persisted != NONE:  # in every call, because a failure may have interrupted the last one
                 last = self._ends_at()
                 if self.replicator.free(self.lifetime.persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
@@ -580,7 +587,7 @@ class Checkpointer:
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
 
     def _ends_at(self) -> int | None:
-        """Return the last snapshot of the persisted run, the same on every rank; None if parts are not freed early."""
+        """Return the last snapshot of the persisted run, equal on all ranks; None if no parts are freed early."""
         first = self.lifetime.persisted
         if not self.memory.gives_back:
             return None
@@ -609,9 +616,9 @@ class Checkpointer:
         why = "its gradients were not logged" if is_room_left else "no host memory is free"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
-            f"iteration {iteration}: {why}, so the window under way ({lost}) is abandoned; the "
-            f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: "
-            f"{self.replicator.backlog()}. Snapshots continue when a whole window has room"
+            f"iteration {iteration}: {why}, so the unfinished window ({lost}) is abandoned; the persisted window "
+            f"stays. Windows abandoned so far: {self.progress.abandoned}. Peers that lag: "
+            f"{self.replicator.backlog()}. Snapshots continue when host memory for a whole window is free"
         )
 
     def _measure(self) -> None:

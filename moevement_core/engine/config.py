@@ -9,7 +9,7 @@ from moevement_core.util.flags import AUTO, bandwidth, flag, gigabytes
 
 
 class Verify(StrEnum):
-    """Interval between digests of the whole state, with which a recovery compares the state that it rebuilt."""
+    """Interval between digests of the whole state. A recovery compares the rebuilt state with these digests."""
 
     NOTHING = "nothing"
     WINDOW = "window"
@@ -17,18 +17,18 @@ class Verify(StrEnum):
 
 
 class KeepOwn(StrEnum):
-    """Choice that says if a rank keeps its own snapshots after all its peers have received them."""
+    """Choice whether a rank keeps its own snapshots after all of its peers have them."""
 
     ALWAYS = "always"
     NEVER = "never"
     AUTO = "auto"
-    """Own snapshots stay until host memory is used up."""
+    """Choice to keep own snapshots until host memory is used up."""
 
 
 FEWEST_COPIES = 2
-"""Copies on peers that a snapshot needs before its own rank may drop it.
+"""Copies on peers that a snapshot needs before the rank that captured it may drop it.
 
-With a single copy, the failure of that peer would leave the rank no state to roll back to.
+With a single copy, the failure of that one peer would leave the rank without a state to roll back to.
 """
 
 
@@ -39,37 +39,40 @@ class BudgetConfig:
     host_memory_bytes: float | None = flag(
         "--moevement-host-memory-gb", type=float, metavar="GB",
         check=lambda name, value: None if value is None else gigabytes(name, value),
-        help="host memory that a rank may use for its snapshots, those it keeps for peers, and its boundary log "
-        "(default: half of what its node has, or its control group leaves, divided among the ranks there)",
+        help="host memory that a rank may use for its own snapshots, for copies of other ranks' snapshots, and for its "
+        "boundary log (default: half of the node's memory, or of the control group's limit if that is less, divided "
+        "among the ranks of the node)",
     )  # fmt: skip
     keep_own: KeepOwn = flag(
         "--moevement-keep-own", choices=[str(kind) for kind in KeepOwn], default=str(KeepOwn.AUTO),
         check=lambda name, value: KeepOwn(value),
-        help="whether a rank keeps a snapshot of its own when all its peers have it: always, never, or where host "
-        "memory allows it (default: auto); without, a stage that rolls back gets them from peers",
+        help="whether a rank keeps its own snapshot after all peers have it. always; never; auto: as long as host "
+        "memory suffices (default: auto). A stage that rolls back fetches missing snapshots from peers",
     )  # fmt: skip
     d2h_bytes_per_s: float | None = flag(
         "--moevement-bandwidth", default=AUTO, metavar="auto|GB/S", check=bandwidth,
-        help="copies from one device to its host (default: auto, measured)",
+        help="bandwidth of copies from one device to its host (default: auto, measured)",
     )  # fmt: skip
     network_bytes_per_s: float | None = flag(
         "--moevement-network-bandwidth", default=AUTO, metavar="auto|GB/S", check=bandwidth,
-        help="what a rank can send to its peers beside training (default: auto, measured)",
+        help="bandwidth with which a rank can send copies to all its peers beside training (default: auto, measured)",
     )  # fmt: skip
     log_memory_bytes: float = flag(
         "--moevement-log-memory-gb", type=float, metavar="GB", check=gigabytes,
-        help="host memory that a rank may use to log what it sends to other pipeline stages, from which a single stage "
-        "replays (default: what a replay may need, and no more than --moevement-host-memory-gb leaves)",
+        help="host memory that a rank may use for its boundary log: copies of the tensors that it sends to other "
+        "pipeline stages, from which a single stage can replay (default: the most that a replay may need, but no more "
+        "than --moevement-host-memory-gb leaves)",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Choice of the digests that a recovery is compared with."""
+    """Choice of the digests with which a recovery compares the rebuilt state."""
 
     verify: Verify = flag(
         "--moevement-verify", choices=[str(verify) for verify in Verify], default=str(Verify.WINDOW),
         check=lambda name, value: Verify(value),
-        help="when a digest of the whole state is made, which a recovery compares the replayed state with: never, in "
-        "the last iteration of a window, or in every iteration (default: window)",
+        help="iterations in which ranks compute a digest of the whole state, with which a recovery compares the "
+        "replayed state. nothing: no iteration; window: the last iteration of each window; iteration: every iteration "
+        "(default: window)",
     )  # fmt: skip

@@ -31,9 +31,9 @@ class SlotLayout:
 
     contents: Contents
     placed: list[tuple[StateTensor, int, Any]]
-    """Tensor, offset in bytes, and a view of the tensor's bytes."""
+    """Tensors except gradients, each with its offset in bytes and a view of its bytes."""
     gradients: list[tuple[StateTensor, int, Any]]
-    """Gradients in the same form; they are copied earlier, when the optimizer step runs."""
+    """Gradients in the same form. They are copied earlier, when the optimizer step runs."""
     nbytes: int
 
 
@@ -84,7 +84,7 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 
 
 def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> Kept:
-    """Return the host memory of each snapshot of a window, as superseded parts of it are freed.
+    """Return the host memory of each snapshot of a window while superseded parts of the snapshot are freed.
 
     Args:
         schedule: the schedule of the window.
@@ -92,8 +92,8 @@ def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_b
         record_bytes: bytes of a boundary record.
 
     Returns:
-        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k counts what
-        is left when the parts that the next k slots supersede are freed.
+        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
+        bytes that are left after the parts that the next k slots supersede were freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

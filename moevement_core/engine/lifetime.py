@@ -1,8 +1,9 @@
-"""Lifetime of snapshots: the pure decision which of its snapshots a rank keeps, from what all ranks have reported.
+"""Lifetime of snapshots: pure decisions about the snapshots that a rank keeps, made from the reports of all ranks.
 
 A snapshot is *persisted* when every peer has acknowledged it. The job falls back to the newest run of snapshots that is
-persisted on every rank, and frees an older run only then. A snapshot is freed at once if no run that may still be
-persisted can use it. The unfinished window is abandoned before the persisted one.
+persisted on every rank. An older run is freed only when there is such a newer run. A snapshot is freed at once if no
+run that may still be persisted can use it. If memory is short, the unfinished window is abandoned, and the persisted
+one is kept.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ class Unneeded:
     old: list[int]
     """Iterations of snapshots older than the run that the job falls back to."""
     lost: list[int]
-    """Iterations of snapshots that no recovery can use, because a rank will never have its own; peers drop them too."""
+    """Iterations of snapshots that no recovery can use, because no run with them can still be persisted on all ranks.
+
+    Peers drop these snapshots as well.
+    """
     is_newer: bool
     """True if the job has a newer run to fall back to."""
 
 
 class Lifetime:
-    """Decision which snapshots of one rank are kept.
+    """Decisions about the snapshots that one rank keeps.
 
     Args:
-        strategy: finds the runs that snapshots form.
+        strategy: strategy that finds the runs in a set of snapshots.
         needed: first and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none.
-        is_whole: returns True if a run is as long as the runs of other stages with the same first snapshot.
+        is_whole: function that returns True if a run is as long as the runs of other stages with the same first
+            snapshot.
     """
 
     def __init__(
@@ -47,10 +52,13 @@ class Lifetime:
         self.persisted, self.last_needed = needed
         """First and last snapshot of the newest run that is persisted on every rank."""
         self._runs: dict[int, int] = {}
-        """Runs that this rank last reported as persisted: last snapshot by first. The job may choose one of them."""
+        """Runs that this rank last reported as persisted: the last snapshot of each, by first snapshot.
+
+        The job may choose one of these runs.
+        """
 
     def learn(self, agreed: Agreed, held: Iterable[int]) -> Unneeded:
-        """Note the runs that all ranks agreed on an iteration ago, and return the snapshots to free.
+        """Apply what all ranks agreed on in the previous iteration, and return the snapshots to free.
 
         Args:
             agreed: statuses of the job's runs.
@@ -91,12 +99,12 @@ class Lifetime:
     def under_way(self, deliverable: Mapping[int, Contents], *, peers_are_full: bool = False) -> list[int]:
         """Return the snapshots to abandon when no memory is free, in order.
 
-        They are the snapshots after every run that peers have or will receive without further memory.
+        These snapshots are newer than every run that peers have, or will receive without more memory.
 
         Args:
             deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
-            peers_are_full: True if a peer has no memory for the next snapshot. A longer run than usual, such as one
-                that reaches over a reorder, can then never be delivered, so it is abandoned too.
+            peers_are_full: True if a peer has no memory for the next snapshot. A run that is longer than usual, such as
+                one across a reorder, can then never be delivered. It is abandoned together with newer snapshots.
         """
         newest = next(self._strategy.restore_points(deliverable), None)
         if peers_are_full and not any(first > self.persisted for first in self._runs):

@@ -1,4 +1,4 @@
-"""Host memory that one rank's snapshots need: the same figures before a job allocates it and while training runs."""
+"""Host memory that one rank's snapshots need, computed the same way before a job starts and while training runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ IN_FLIGHT = 3
 class SnapshotMemory:
     """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
-    Memory for lag is set aside on the rank alone. A peer that lags holds fewer snapshots, and a quick peer lets the
-    next snapshot wait.
+    Only the rank sets memory aside for lag. A peer that lags holds fewer snapshots, and a peer that does not lag lets
+    the next snapshot wait.
 
     Args:
         states: live tensors of the operators that the rank holds.
         record_bytes: most bytes that the tensors of a boundary record take.
-        to_disk: True if one window more is kept, which is written to disk while newer ones arrive.
+        to_disk: True if an additional window is kept, which is written to disk while newer snapshots arrive.
         keeps_own_copies: True if the rank keeps snapshots that all its peers hold.
         is_summed: True if peers keep parity: a sum covers whole snapshots, so no part may be freed early.
     """
@@ -34,7 +34,7 @@ class SnapshotMemory:
     ) -> None:  # fmt: skip
         self.record_bytes, self.keeps_own_copies = record_bytes, keeps_own_copies
         self.gives_back = not (to_disk or is_summed)
-        """True if parts of a snapshot are freed early; not with windows on disk, which share files, nor with parity."""
+        """True if parts of a snapshot are freed early. This is not possible with windows on disk or with parity."""
         self._states, self._to_disk, self._is_summed = states, to_disk, is_summed
         self._weighed: dict[str, Kept] = {}
         """Bytes of each snapshot of a window, by the id of the schedule."""
@@ -61,11 +61,11 @@ class SnapshotMemory:
         return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes on this rank when a snapshot was left out and a new run begins beside the persisted one."""
+        """Return the bytes on this rank after a left-out snapshot, when a new run begins beside the persisted run."""
         return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule])
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes on each peer when a snapshot was left out and a new run begins beside the persisted one."""
+        """Return the bytes on each peer after a left-out snapshot, when a new run begins beside the persisted run."""
         return self._after_gap(schedule, LATE_AT_PEERS)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
@@ -77,10 +77,10 @@ class SnapshotMemory:
         return sum(int(self._kept(schedule)[slot, 0]) for schedule, slot in snapshots)
 
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
-        """Return the bytes of a run that is kept, of a whole window beside it, and of one snapshot more.
+        """Return the bytes of a kept run, a whole window beside it, and one more snapshot.
 
-        A run that reaches over a reorder is longer than a window. With less memory no window could be delivered whole,
-        and every window would be abandoned.
+        A run across a reorder is longer than a window. With less memory no window could be delivered whole, and every
+        window would be abandoned.
 
         Args:
             run_bytes: bytes of the run.

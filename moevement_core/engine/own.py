@@ -1,4 +1,4 @@
-"""Snapshots that this rank captured, each with a buffer from the start of its copy until nothing needs or reads it."""
+"""Snapshots that this rank captured. Each keeps its buffer until it is freed and no thread reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
-"""Snapshots of this rank that each peer holds: the id of the schedule, by peer and iteration."""
+"""Schedule ids of this rank's snapshots that peers hold, by peer and iteration."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class HeldBuffer:
     buffer: Buffer
     contents: Contents
     users: int = 1
-    """Number of threads that read or write the buffer now; the capture counts as the first."""
+    """Number of users that read or write the buffer now; the capture is the first user."""
     freed: bool = False
     snapshot: Snapshot | None = None
     """Captured snapshot; None while it is being copied."""
@@ -56,7 +56,10 @@ class OwnSnapshots:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.keepers: frozenset[int] | None = None
-        """Peers that keep the only copies: this rank drops what all of them hold. None: it keeps its own copies."""
+        """Peers that must all hold a snapshot before this rank drops its own copy.
+
+        None: this rank keeps its own copies.
+        """
         self._lock = threading.Lock()
         self._held: dict[int, HeldBuffer] = {}
         self._read: set[HeldBuffer] = set()
@@ -91,7 +94,7 @@ class OwnSnapshots:
         self.end_use(held)
 
     def begin_use(self, held: HeldBuffer) -> Snapshot | None:
-        """Register a reader of the buffer; return its snapshot, or None if it was freed or dropped meanwhile."""
+        """Register a reader of the buffer; return the snapshot, or None if it was freed or dropped before this call."""
         with self._lock:
             if held.freed or not held.is_here:
                 return None
@@ -108,7 +111,7 @@ class OwnSnapshots:
             self._drop_if_kept_elsewhere(held)
 
     def free(self, iterations: Iterable[int]) -> None:
-        """Free snapshots that nothing needs; a buffer with readers is released when the last one ends."""
+        """Free snapshots that nothing needs; a buffer with readers is released when the last reader ends."""
         with self._lock:
             for iteration in list(iterations):
                 held = self._held.pop(iteration)
@@ -211,7 +214,10 @@ class OwnSnapshots:
             return {iteration: held.contents for iteration, held in self._held.items() if not held.undeliverable}
 
     def acked_by(self, peers: Collection[int]) -> dict[int, Contents]:
-        """Return the contents of snapshots that all ``peers`` hold, by iteration; with no peers, of captured ones."""
+        """Return the contents of snapshots that all ``peers`` hold, by iteration.
+
+        If there are no peers, these are all captured snapshots.
+        """
         wanted = set(peers)
         with self._lock:
             return {
@@ -250,6 +256,6 @@ class OwnSnapshots:
 def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:
     """Return the peers that hold ``snapshot``.
 
-    A peer's snapshot of another schedule holds other operators, so it does not count.
+    Snapshots of another schedule hold other operators, so they are ignored.
     """
     return [peer for peer, schedules in has.items() if schedules.get(snapshot.iteration) == snapshot.header.schedule]

@@ -1,4 +1,4 @@
-"""Counters that describe how far the checkpointing of one rank is."""
+"""Counters of the cost and the progress of checkpointing on one rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Progress:
     copied_bytes: int = 0
     stall_s: float = 0.0
     gradient_stall_s: float = 0.0
-    """Seconds that training waited for copies of gradients before it cleared them; not part of ``stall_s``."""
+    """Seconds that training waited for copies of gradients before it cleared the gradients; not part of ``stall_s``."""
     copy_s: float = 0.0
     copy_cpu_s: float = 0.0
-    """Processor seconds of the capture thread for copies of this iteration."""
+    """Processor seconds of the capture thread for copies of this iteration, digests of the whole state included."""
     digest_cpu_s: float = 0.0
     """Processor seconds of the capture thread for digests of the last iteration."""
     replicated_bytes: int = 0
     """Payload bytes that all peers together acknowledged in the last iteration."""
     lag: int = 0
-    """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
+    """Iterations from the newest snapshot that all peers have to the newest captured snapshot."""
     whole_cpu_s: float = 0.0
     """Processor seconds for digests of the whole state."""
     persisted: int = NONE

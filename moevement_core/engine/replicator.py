@@ -31,7 +31,7 @@ class Replicator:
         """True if snapshots are sent to peers; a benchmark turns it off for a while to measure what sending costs."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """Copies kept for other ranks: ranks that have this one as a peer, and some that had it before."""
+        """Stores of copies for other ranks: ranks whose peer is this rank, and some ranks whose peer it was before."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
         """Stores of ranks that have other peers now."""
@@ -39,7 +39,7 @@ class Replicator:
 
     @property
     def peers(self) -> set[int]:
-        """Ranks that keep copies of this one's snapshots."""
+        """Ranks that keep copies of this rank's snapshots."""
         return {sender.peer for sender in self._senders}
 
     @property
@@ -72,17 +72,17 @@ class Replicator:
             sender.drop(first, last)
 
     def free(self, first: int, last: int | None) -> bool:
-        """Free what no restore point needs of the copies for other ranks.
+        """Free those parts of copies for other ranks that no restore point needs.
 
-        The store of a rank that has other peers now is removed as soon as it is empty: the new peers hold the rest.
+        If a rank has other peers now, its store is removed as soon as it is empty: the new peers hold newer snapshots.
 
         Args:
             first: the first snapshot of the persisted run. No restore point begins earlier.
-            last: the last snapshot of that run. Parts that a later full state up to it supersedes are freed too.
-                None: only whole snapshots are freed.
+            last: the last snapshot of that run. Parts of snapshots are freed if a later full state, up to ``last``,
+                supersedes them. None: only whole snapshots are freed.
 
         Returns:
-            True if the store of such a rank was removed.
+            True if a store was removed.
         """
         for store in self.stores:
             store.free_before(first)

@@ -3,8 +3,8 @@
 Torch's elastic multiprocessing does not serve here, for three reasons:
 
 - Its context ends all processes when one fails.
-- It blocks until a process that has returned is gone.
-- It waits forever on its own event when a process is killed at the wrong moment.
+- It blocks until a process that has finished its function has exited.
+- It waits forever on an event when a process is killed at the wrong moment.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Child:
                 self.pid = int(forked.pid or 0)
             else:
                 out, err = streams or (None, None)
-                # The new process inherits the block. It sets the signals to be ignored before it unblocks them.
+                # The new process inherits blocked signals. It ignores these signals before it unblocks them.
                 with _signals_held():
                     fresh = subprocess.Popen(program.command, env={**os.environ, **environment}, stdout=out, stderr=err)
                 self._poll, self.pid = fresh.poll, fresh.pid
@@ -151,7 +151,7 @@ def _log_file(path: Path) -> TextIO:
         path.with_name(f"{path.name}.1").unlink(missing_ok=True)
         return open(path, "a", opener=opener)
     except OSError as error:
-        log.warning(f"{path}: {error.strerror}; what this process prints is not kept")
+        log.warning(f"{path}: {error.strerror}; the output of this process is not kept")
         return open(os.devnull, "w")
 
 
@@ -179,7 +179,7 @@ def ignore_asking() -> None:
 def end_workers() -> None:
     """Kill the daemonic children of this process, right before this process ends.
 
-    They inherit that SIGTERM is ignored. ``multiprocessing`` sends them SIGTERM and then waits without a limit.
+    Like this process, the children ignore SIGTERM. ``multiprocessing`` would send SIGTERM and wait without a limit.
     """
     for worker in multiprocessing.active_children():
         if worker.daemon:
@@ -235,9 +235,9 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 @contextmanager
 def no_orphans_left() -> Iterator[None]:
-    """Kill, after a ``with`` block, every process that descends from those started in the block.
+    """Kill every descendant of a process started in a ``with`` block, when the block ends.
 
-    This process makes itself a subreaper. So it adopts the checkpoint writers and data workers of a killed rank.
+    This process makes itself a subreaper, so it adopts the checkpoint writers and data workers of a killed rank.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     launcher = psutil.Process()

@@ -1,7 +1,7 @@
 """Coordinator process of a job over several hosts (``moevement coordinate``): holds the store and assigns ranks.
 
-The process runs on the host of the job script, and outlives every rank. Given a command (``-- srun ...``), it also
-starts the tasks of each node, and ends after them.
+The process runs on the host of the job script, and outlives every rank. If the user gives a command (``-- srun ...``),
+the coordinator also starts the tasks of each node, and ends after these tasks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GRACE_S = 60.0
 MOST_REASONS = 3
 """Number of reasons, as reported by surviving ranks, that the coordinator prints for one failure."""
 TASKS_GRACE_S = 20.0
-"""Seconds that the commands of the nodes have to end, after every task that the coordinator can hear has ended."""
+"""Seconds that the commands of the nodes have to end, after every task that the coordinator can reach has ended."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def coordinate(what: Coordination) -> int:
     """Coordinate a job to its end, and return the exit code of this process.
 
     Raises:
-        ConfigError: an option is invalid, the run directory cannot be made, or the address cannot be listened at.
+        ConfigError: an option is invalid, the run directory cannot be made, or the address and port cannot be used.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if what.ranks < 1:
@@ -82,11 +82,11 @@ def coordinate(what: Coordination) -> int:
     allow_open_files(0, what.ranks)  # The number of spares is not known yet.
     file_mode()  # Raises ConfigError if the file mode in the environment is invalid.
     if not what.spare_timeout_s >= 0:
-        raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
+        raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs 0 seconds or more, or inf")
     if what.run_dir is not None:
         _make(what.run_dir)
     record = RunRecord(what.run_dir) if what.run_dir is not None else None
-    # The run directory may belong to another job, which only the ranks notice. So the entry is written once they train.
+    # The run directory may belong to another job, which only the ranks notice. So the entry is written when they train.
     entry = JobFile(record, JobEntry.of_this_process(what.command, what.ranks, None), begins=False)
     with Signals() as signals:
         signals.may_wind_down = True
@@ -155,7 +155,7 @@ class _Coordination:
             self._report_changes()
             signals.check()
             if signals.asked_by is not None and self._generation < 0:
-                raise Stopped(signals.asked_by)  # No rank trains yet, so none would reach a boundary.
+                raise Stopped(signals.asked_by)  # No rank trains yet, so no rank would reach a boundary.
             if signals.asked_by is not None:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None
@@ -169,7 +169,7 @@ class _Coordination:
         return Outcome(0)
 
     def _look_after_tasks(self) -> None:
-        """Restart the tasks of nodes where they have ended, or stop the job if that cannot help."""
+        """Restart tasks that have ended, or stop the job if a restart cannot help."""
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)
@@ -217,7 +217,8 @@ class _Coordination:
             self._wind_down = True
             self._coordinator.wind_down()
             _report(
-                f"{why}: the job ends at the next boundary between iterations, and saves; once more ends it at once"
+                f"{why}: the job saves and ends at the next boundary between iterations; "
+                "a second signal ends it at once"
             )
 
     def _report_changes(self) -> None:
@@ -249,7 +250,7 @@ class _Coordination:
             RunRecord(run_dir).write_rejected_values(self._rejected)
 
     def _end(self) -> None:
-        """Answer the tasks until all have learned of the end of the job and ended, or the grace time is over."""
+        """Answer the tasks until all of them know of the job's end and have exited, or until the grace time is over."""
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
@@ -271,12 +272,12 @@ def _token_for(options: Coordination) -> Token:
     """Return the job token from the environment, or a new one if this process starts all tasks itself.
 
     Raises:
-        ConfigError: the environment has no token, and another program starts the tasks, which could not know a new one.
+        ConfigError: the environment has no token, but another program starts the tasks, and could not know a new token.
     """
     if (token := given_token()) is not None:
         return token
     if options.tasks is None:
-        raise ConfigError(f"no job token, and another program starts the tasks; {HOW}")
+        raise ConfigError(f"no job token is set, but another program starts the tasks; {HOW}")
     return Token.new()
 
 
@@ -284,7 +285,7 @@ def _make(run_dir: Path) -> None:
     try:
         make_folder(run_dir)
     except OSError as error:
-        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that this process can make") from None
 
 
 def _listen(options: Coordination, port: int) -> socket.socket:
@@ -292,7 +293,7 @@ def _listen(options: Coordination, port: int) -> socket.socket:
         return socket.create_server((options.host, port), backlog=max(128, 2 * options.ranks))
     except OSError as error:
         raise ConfigError(
-            f"--host {options.host} --port {port}: {error.strerror}; give an address of this host, and a free port"
+            f"--host {options.host} --port {port}: {error.strerror}; give an address of this host and a free port"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Writer of ``job.json``, the entry in a run directory that says how a job began and how it ended."""
+"""Writer of ``job.json``, the entry in a run directory about the start and the end of a job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
 class JobFile:
     """Writer of one job's entry: a context manager around the job, whose body sets :attr:`outcome` at the end.
 
-    If the job was refused before it trained, the entry of the job before it is written back.
+    If the job is refused before it trains, the writer restores the entry of the previous job.
 
     Args:
         record: record of the run; None: nothing is written.
@@ -54,12 +54,12 @@ class JobFile:
         self.outcome: Outcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
         self._earlier: JobEntry | None = None
-        """Entry of the job before this one; None if there was none, or it cannot be read."""
+        """Entry of the previous job; None if there was no job before, or its entry cannot be read."""
         self._lines_before = 0
-        """Bytes of the run's metrics before this job."""
+        """Size of the run's metrics file before this job, in bytes."""
 
     def begin(self) -> None:
-        """Write that the job has begun; do nothing in a second call, or if the folder cannot be made."""
+        """Write the entry of a job that has begun; do nothing in a second call, or if the folder cannot be made."""
         if self._record is None or self._has_begun:
             return
         with suppress(OSError):  # The code that needs the folder reports that it cannot be made.
@@ -94,7 +94,7 @@ class JobFile:
             )
 
     def _was_refused(self, outcome: Outcome) -> bool:
-        """Return True if the job ended before it trained, so that the run directory still shows the job before it."""
+        """Return True if the job ended before it trained, so that the entry of the previous job stays."""
         return outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
 
     def _size_of_metrics(self) -> int:

@@ -1,7 +1,7 @@
 """Launcher of a training script on one host: starts its ranks and spares, and runs the job to its end.
 
-Without a GPU, ranks are forked from a process that has imported everything once. On two cores that saves most of the
-time of a start. With a GPU, or on request, each rank is a fresh interpreter. The classes of
+Without a GPU, ranks are forked from a process that has imported everything once. On two cores this saves most of the
+start time. With a GPU, or on request, each rank is a fresh interpreter. The classes of
 :mod:`moevement_core.launching.watch` decide what happens when a process ends.
 """
 
@@ -58,15 +58,15 @@ class Launch:
     show_logs: bool
     """True if ranks print to this process's output; False: each rank prints to its own files in the run directory."""
     fresh_interpreters: bool
-    """True if each rank is a new Python process; False: it may be a fork of a process that has imported everything."""
+    """True if each rank is a new Python process; False: ranks may be forks of a process with all imports done."""
     spares: int | None = None
     """Processes beyond ``nproc`` that wait to take the place of a rank; None: the first failure ends the job."""
     ranks_per_node: int | None = None
-    """Number of consecutive processes that count as one simulated node; None: all processes are on this host."""
+    """Number of consecutive processes that count as one simulated node; None: no nodes are simulated."""
     spare_timeout_s: float = 600.0
     """Seconds that a job waits for a spare when none is left."""
     respawn_after_s: float = 0.0
-    """Seconds from the end of a process to the start of another one in its place; infinite: no start."""
+    """Seconds from the end of a process to the start of its replacement; infinite: no replacement is started."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for every process, from configuration files."""
     command: str = ""
@@ -79,7 +79,8 @@ def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     Processes that start later do not read the files again, because a user may have edited them for another experiment.
 
     Returns:
-        The script's path and its arguments with the files' flags in their place, and the variables that the files set.
+        The script's path with its arguments, in which the files' flags replace ``--config``; and the variables that the
+        files set.
     """
     return [argv[0], *config_file.expand(argv[1:])], config_file.environment_of(argv[1:])
 
@@ -103,7 +104,7 @@ def value_of(argv: list[str], flag: str) -> str | None:
 
 
 def train_iters_of(argv: list[str]) -> int | None:
-    """Return the value of ``--train-iters``, for a progress bar; None if the flag is missing or no number."""
+    """Return the value of ``--train-iters``, for a progress bar; None if the flag is missing or is not a number."""
     value = value_of(argv, "--train-iters")
     return int(value) if value and value.isdigit() else None
 
@@ -121,8 +122,8 @@ def lease_of(argv: list[str]) -> float:
 def launch_on_this_host(launch: Launch) -> int:
     """Run the ranks of a job on this host to their end.
 
-    With spares, a spare replaces a failed rank, and the survivors go on. Without, the launcher ends all ranks when one
-    fails. Ctrl-C ends all processes.
+    With spares, a spare replaces a failed rank, and the survivors continue. Without spares, the launcher ends all ranks
+    when one fails. Ctrl-C ends all processes.
 
     Returns:
         The exit code: 0 for success, 2 for an error that the user can correct, 128 plus the signal that stopped the
@@ -184,7 +185,7 @@ def _run(launch: Launch) -> int:
                 while watch.is_running():
                     signals.check()
                     if server.has_ended:
-                        raise ProcessGroupError("the process that served the job's store has ended: ranks cannot meet")
+                        raise ProcessGroupError("the process of the job's store has ended, so ranks cannot meet")
                     if folder is not None:
                         folder.look({child.label for child in children if child.code is None})
                     if signals.asked_by is not None:
@@ -209,7 +210,7 @@ def _wind_down(watch: Watch, signals: Signals, progress: Progress) -> None:
         raise Stopped(number)
     name = signal.Signals(number).name
     progress.print_line(
-        f"{name}: the job ends at the next boundary between iterations, and saves; once more ends it at once"
+        f"{name}: the job saves and ends at the next boundary between iterations; a second signal ends it at once"
     )
 
 
@@ -232,14 +233,14 @@ def _check(launch: Launch) -> None:
     check_process_limits(launch.nproc + (launch.spares or 0))
     allow_open_files(launch.nproc, launch.nproc + (launch.spares or 0))
     if not launch.respawn_after_s >= 0:
-        raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs seconds, 0 or more, or inf")
+        raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs 0 seconds or more, or inf")
     if not launch.spare_timeout_s >= 0:
-        raise ConfigError(f"--spare-timeout {launch.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
+        raise ConfigError(f"--spare-timeout {launch.spare_timeout_s:g}: needs 0 seconds or more, or inf")
     switch = launch.trainer.switch
     if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(
-            f"--spares without {switch}: the state of a failed rank could not be restored; add the flag to the "
-            "script's, or leave --spares out; for a script that binds a trainer of its own give --trainer torch"
+            f"--spares without {switch}: a spare could not restore the state of a failed rank; add that flag to the "
+            "script's flags, or leave --spares out; for a script that binds its own trainer, give --trainer torch"
         )
     launch.trainer.refuse(launch.argv, launch.nproc)
 
@@ -269,8 +270,8 @@ class _Starter:
             environment[MEMBER_ENV] = str(number)
         if launch.ranks_per_node is not None:
             environment[NODE_ENV] = self._node_of(number, (variables or {}).get(REPLACES_ENV), launch.ranks_per_node)
-        # Multiprocessing puts Unix sockets into TMPDIR. Their paths have at most 107 bytes, and their names take some
-        # thirty of them.
+        # Multiprocessing puts Unix sockets into TMPDIR. A path of a socket has at most 107 bytes, and its name takes
+        # about thirty of these.
         if len(str(self._scratch)) < 72:
             with suppress(OSError):
                 self._scratch.mkdir(mode=0o700, exist_ok=True)  # A cleaner of temporary folders may have removed it.
@@ -278,7 +279,7 @@ class _Starter:
         return Child(label, self._program, environment, self._logs)
 
     def _node_of(self, number: int, replaced: str | None, ranks_per_node: int) -> str:
-        """Return the simulated node of a process: the node of the process that it replaces, if any."""
+        """Return the simulated node of a process; a replacement has the node of the process that it replaces."""
         own = str(number // ranks_per_node)
         self._nodes[number] = own if replaced is None else self._nodes[int(replaced)]
         return self._nodes[number]
@@ -299,7 +300,7 @@ def temporary_files_in(folder: str) -> Iterator[None]:
 
 
 def _environment(launch: Launch, store_port: int) -> dict[str, str]:
-    """Return the environment variables that all ranks and spares have in common."""
+    """Return the environment variables that are the same for all ranks and spares."""
     return {
         "WORLD_SIZE": str(launch.nproc),
         "LOCAL_WORLD_SIZE": str(launch.nproc),
@@ -318,8 +319,8 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
 def threads(ranks: int) -> str:
     """Return OMP_NUM_THREADS for each of ``ranks`` processes that share this process's cores.
 
-    Sums depend on the number of threads, so it must not depend on how a rank is started. The share of a Slurm task is
-    SLURM_CPUS_PER_TASK, even where Slurm does not bind the task to cores.
+    Sums depend on the number of threads, so this number must not depend on how a rank is started. The share of a Slurm
+    task is SLURM_CPUS_PER_TASK, even where Slurm does not bind the task to cores.
     """
     cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_PER_TASK", sys.maxsize)))
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
@@ -341,26 +342,27 @@ def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
 
 
 _ON_GPUS = {
-    # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1. That setting would also put all copies into one queue, and the
-    # copies that training waits for would queue behind those of snapshots.
+    # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1. That setting would also put all copies into one queue, and copies
+    # that training waits for would queue behind copies of snapshots.
     "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8",
 }
 _WITH_ABORTS = {
-    # An abort on the monitoring thread must not raise the CUDA error of a kernel that has failed before.
+    # An abort on the monitoring thread must not raise the CUDA error of an earlier kernel.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # NCCL does not release the NVLink SHARP resources of an aborted communicator.
     "NCCL_NVLS_ENABLE": "0",
-    # NCCL's diagnosis (RAS) thread reopens its connections each time that an abort shuts them down.
+    # NCCL's diagnosis (RAS) thread reopens connections each time that an abort shuts them down.
     "NCCL_RAS_ENABLE": "0",
-    # After an error of a connection, torch's watchdog of the group sleeps for four times this long, 60 s by default, so
-    # that all ranks can write what they recorded. The abort waits for it, and the neighbours of a lost rank leave late.
+    # After a connection error, torch's watchdog of the group sleeps for four times this value, 60 s by default, so that
+    # all ranks can write their records. An abort waits for the watchdog, and neighbours of a lost rank leave late.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # By torch's documentation the watchdog then ends the process. Here the guard handles the error.
+    # By default, torch's watchdog ends the process after an error. Here the guard handles the error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 """Variables for jobs that abort communicators.
 
-The usage guide of nvidia-resiliency-ext's in-process restart recommends the first two.
+The usage guide of nvidia-resiliency-ext's in-process restart recommends ``TORCH_NCCL_RETHROW_CUDA_ERRORS=0`` and
+``NCCL_NVLS_ENABLE=0``.
 """
 
 
@@ -375,5 +377,5 @@ def _make_logs(run_dir: Path) -> Path:
         make_folder(run_dir)
         make_folder(logs)
     except OSError as error:
-        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that this process can make") from None
     return logs

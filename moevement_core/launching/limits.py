@@ -1,4 +1,4 @@
-"""Limits of this host on threads and on open files, checked before a job hangs because it meets one."""
+"""Limits of this host on threads and open files, checked at the start, because a job that reaches a limit may hang."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import psutil
 from moevement_core.errors import ConfigError
 
 OF_A_RANK = 48
-"""Threads that every rank needs to train. A rank of a small gloo job has some 90, most of them for its groups."""
+"""Least number of threads that a rank needs to train.
+
+A rank of a small gloo job has about 90 threads, most of them for process groups.
+"""
 OF_A_LAUNCHER = 16
 """Threads that a launcher needs."""
 CONNECTIONS_OF_A_MEMBER = 3
-"""Connections of each rank and spare to the job's store, whose process has an open file for each."""
+"""Connections of each rank and spare to the job's store. The store's process has an open file for each connection."""
 FILES_FOR_A_PEER = 16
-"""Open files of a rank for each other rank. Jobs of 2 to 8 ranks over gloo had 9 to 10 for each."""
+"""Open files of a rank for each other rank. Jobs of 2 to 8 ranks over gloo had 9 to 10 files for each."""
 OTHER_FILES = 256
 """Open files of a rank for everything else: libraries, data, logs, devices."""
 
@@ -39,18 +42,19 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
     for name, limit, used in _limits(cgroups):
         if limit - used < needed:
             raise ConfigError(
-                f"{name} is {limit}, of which {used} are taken; {processes} processes need some {needed} threads: "
-                "raise it, or start fewer"
+                f"{name} is {limit}, and {used} threads are in use; {processes} processes need about {needed} more; "
+                "raise the limit, or start fewer processes"
             )
 
 
 def allow_open_files(ranks: int, members: int = 0) -> None:
-    """Raise the soft limit on open files of this process, and of all that it starts later, to what the job needs.
+    """Raise the soft limit on open files to what the job needs, in this process and all later children.
 
-    Linux lets every process raise it up to the hard limit. Most hosts have a soft limit of 1,024. A store meets that
-    with some 340 ranks, and a rank of a gloo job with some 100.
+    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024. A store
+    reaches that with about 340 ranks, and a rank of a gloo job with about 100 ranks.
 
-    A hard limit below the estimate for a rank is only warned of, because few groups need fewer files.
+    If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
+    needs fewer files.
 
     Args:
         ranks: number of ranks of the job, which have connections to each other; 0 if this process starts none.
@@ -62,13 +66,13 @@ def allow_open_files(ranks: int, members: int = 0) -> None:
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _open_files())
     if hard < (connections := CONNECTIONS_OF_A_MEMBER * members):
         raise ConfigError(
-            f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} for "
-            f"{members} ranks and spares: raise it, or start fewer"
+            f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} files for "
+            f"{members} ranks and spares; raise the limit, or start fewer"
         )
-    # Twice the connections, because leases and spares that come later have some as well.
+    # Twice the connections, because leases and later spares have connections as well.
     wanted = OTHER_FILES + max(FILES_FOR_A_PEER * ranks, 2 * connections)
     if hard < wanted:
-        text = f"the hard limit of open files (ulimit -Hn) is {hard}; a process of this job may need some {wanted}"
+        text = f"the hard limit of open files (ulimit -Hn) is {hard}; a process of this job may need about {wanted}"
         print(f"moevement: WARNING {text}", file=sys.stderr, flush=True)
     if soft < (allowed := min(wanted, hard)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (int(allowed), _open_files()[1]))

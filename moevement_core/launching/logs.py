@@ -1,8 +1,8 @@
-"""Bounds on the log files of a job's processes: on the size of each, and on the number kept of ended processes.
+"""Bounds on the log files of a job's processes: on the size of a file, and on the number of files of ended processes.
 
-Processes write to their files directly, so the launcher rotates a file while the process has it open. It copies the
-content and truncates the file, and the process appends at the new beginning. Output that arrives between the copy and
-the truncation may be lost.
+Processes write to their files directly, so the launcher rotates a file while the process has it open. The launcher
+copies the content and truncates the file, and the process appends at the new beginning. Output that arrives between the
+copy and the truncation may be lost.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from moevement_core.util.file_modes import opener
 
 MOST_BYTES = 64 << 20
-"""Bytes of a log file at which it is rotated; the rotated file ``NAME.1`` has about as many."""
+"""Size in bytes at which a log file is rotated; the rotated file ``NAME.1`` has about the same size."""
 KEPT_ENDED = 64
-"""Number of ended processes whose output is kept: the most recent ones."""
+"""Number of ended processes whose output is kept; older output is deleted."""
 EVERY_S = 5.0
-"""Seconds between two looks at the files."""
+"""Seconds between two checks of the files."""
 
 
 class LogFolder:
@@ -53,7 +53,7 @@ class LogFolder:
         Args:
             running: labels of the processes that run.
         """
-        with suppress(OSError):  # The disk may be full or the folder removed; the next look tries again.
+        with suppress(OSError):  # The disk may be full or the folder removed; the next check tries again.
             for path in self._folder.glob("*.[oe]*"):
                 if path.suffix in (".out", ".err") and path.stat().st_size > self._most_bytes:
                     _rotate(path)

@@ -16,25 +16,25 @@ from moevement_core.errors import ConfigError
 from moevement_core.util.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 
 HOST = "{host}"
-"""Placeholder in a command for the name of the node; ranks replace the placeholder {node} in a path."""
+"""Placeholder in a command for the name of the node. Ranks replace another placeholder, {node}, in paths."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
 """Bounds in seconds on the backoff before a restart of a command; the backoff doubles after each early end."""
 AT_ONCE_S = 20.0
-"""Seconds within which the end of a command is early: its tasks could not begin, because the node is still down."""
+"""Seconds after the start of a command in which its end counts as early: the node is probably still down."""
 TRIES = 3
-"""Number of times that the tasks of a node may end before the job has begun; then the job is stopped."""
+"""Number of times that the tasks of a node may end before the job has begun. Then the coordinator stops the job."""
 GONE_S = 5.0
-"""Seconds without a connection from any task of a node after which its command is asked to end.
+"""Seconds without a connection from any task of a node after which the coordinator sends SIGTERM to the node's command.
 
 A live task reconnects within a tenth of the lease time.
 """
 KILL_S = 2.0
-"""Seconds that a command has to end after it is asked to; srun notifies Slurm, and then waits for the tasks."""
+"""Seconds that a command has to end after SIGTERM. In this time srun notifies Slurm, and then waits for the tasks."""
 
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """Command that starts the tasks of a node, with the nodes that it is run for.
+    """Command that starts the tasks of a node, with the nodes for which the coordinator runs it.
 
     Raises:
         ConfigError: the command is the same for every node, or the nodes or the number of tasks are invalid.
@@ -53,7 +53,7 @@ class NodeCommand:
         if len(self.nodes) > 1 and not any(HOST in word for word in self.words):
             raise ConfigError(
                 f"{self.words[0]} ... has no {HOST}, so it would start the same tasks {len(self.nodes)} times; "
-                f"say where, as in srun --nodes=1 --nodelist={HOST}"
+                f"name the node, as in srun --nodes=1 --nodelist={HOST}"
             )
 
     def on(self, node: str) -> list[str]:
@@ -87,10 +87,10 @@ class _Node:
         self.ended_at: float | None = None
 
     def look(self, connected: Collection[str]) -> None:
-        """Update whether any task of the current start has a connection.
+        """Note whether a task of the current start has a connection, and when the last connection was lost.
 
         Args:
-            connected: names of the starts of which some task is connected to the coordinator.
+            connected: names of the starts with at least one task that is connected to the coordinator.
         """
         if self.start_name in connected:
             self._was_connected, self.gone_at = True, None
@@ -117,7 +117,7 @@ class _Node:
         return False
 
     def note_end(self) -> bool:
-        """Return True if the command has ended since the last call; schedule its restart then."""
+        """Schedule a restart if the command has ended since the last call; return True in this case."""
         if self.ended_at is not None or self.process.poll() is None:
             return False
         self.ended_at = time.monotonic()
@@ -133,20 +133,20 @@ class _Node:
 
 
 class NodeTasks:
-    """Tasks of all nodes; restarts the tasks of a node when they have ended and the job goes on.
+    """Tasks of all nodes. If the tasks of a node end and the job continues, this object starts them again.
 
-    So a node that reboots while the job holds it rejoins the job, and its processes become spares.
+    So a node that reboots while the job holds it rejoins the job, and the node's processes become spares.
 
     Args:
         command: the command for each node.
         environment: variables for all commands, in addition to this process's own.
-        report: called with a line of text for the operator.
+        report: called with a line of text for the user.
     """
 
     def __init__(self, command: NodeCommand, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
         self._report = report
         self.failed: str | None = None
-        """Reason why the job cannot begin; None while it may."""
+        """Reason why the job cannot begin; None while the job can still begin."""
         tasks = len(command.nodes) * command.tasks_per_node
         self._nodes: list[_Node] = []
         for number, node in enumerate(command.nodes):
@@ -160,28 +160,28 @@ class NodeTasks:
 
     @property
     def how_they_ended(self) -> str:
-        """Exit codes of the commands of all nodes, as text for the reason why a job has ended."""
-        return "; ".join(f"the tasks of {node.name} ended with {node.process.poll()}" for node in self._nodes)
+        """Text on the exit codes of the commands of all nodes, for the reason why a job has ended."""
+        return "; ".join(f"the tasks of {node.name} ended with exit code {node.process.poll()}" for node in self._nodes)
 
     def step(self, connected: Collection[str], heard: Collection[str], *, has_begun: bool) -> None:
-        """Look at every command, and restart ended ones after their backoff; the coordinator calls this in its loop.
+        """Check every command, and restart ended commands after a backoff; the coordinator calls this in its loop.
 
         Args:
-            connected: names of the starts of which some task is connected to the coordinator.
-            heard: names of the starts of which some task has sent a message within the lease time.
+            connected: names of the starts with at least one task that is connected to the coordinator.
+            heard: names of the starts with at least one task that has sent a message within the lease time.
             has_begun: True if the job was formed. Before that, tasks that end :data:`TRIES` times set :attr:`failed`.
         """
         for node in self._nodes:
             node.look(connected)
             if has_begun and node.end_without_tasks():
-                self._report(f"the tasks of {node.name} are gone; ending what started them")
+                self._report(f"the tasks of {node.name} are gone; ending the command that started them")
             if node.note_end():
                 code, wait_s = node.process.returncode, node.start_at - time.monotonic()
                 if not has_begun and node.starts >= TRIES:
-                    self.failed = f"the tasks of {node.name} ended {TRIES} times with {code} before the job began"
+                    self.failed = f"the tasks of {node.name} ended {TRIES} times with code {code} before the job began"
                     return
-                self._report(f"the tasks of {node.name} ended with {code}; started again in {wait_s:.0f} s")
-            # Something may have killed the command but not its tasks. A node with live tasks gets no second start.
+                self._report(f"the tasks of {node.name} ended with exit code {code}; next start in {wait_s:.0f} s")
+            # A command may have been killed while its tasks live on. A node with live tasks gets no second start.
             live = any(start.startswith(f"{node.name}/") for start in heard)
             if node.ended_at is not None and time.monotonic() > node.start_at and not live:
                 self._start_again(node)
@@ -190,11 +190,11 @@ class NodeTasks:
         try:
             node.start()
         except OSError as error:  # This host has no memory or process left for now. The job and other nodes go on.
-            self._report(f"the tasks of {node.name} cannot be started: {error.strerror}; tried again")
+            self._report(f"the tasks of {node.name} cannot be started: {error.strerror}; the coordinator tries again")
             node.put_off()
 
     def wait_and_kill(self, grace_s: float) -> None:
-        """Wait until the commands have ended by themselves, and kill those that have not.
+        """Wait for the commands to end by themselves, and kill those that have not ended in time.
 
         Args:
             grace_s: seconds that all commands have together.
@@ -208,7 +208,7 @@ class NodeTasks:
                 node.process.wait()
 
     def end(self, grace_s: float) -> None:
-        """Send SIGTERM to the commands that run, and kill those that have not ended after ``grace_s`` seconds."""
+        """Send SIGTERM to all running commands, and kill commands that have not ended after ``grace_s`` seconds."""
         for node in self._nodes:
             if node.process.poll() is None:
                 node.process.terminate()

@@ -1,4 +1,4 @@
-"""Orphans: processes that ranks have started and that outlive them; this process, a subreaper, has adopted them.
+"""Orphans: processes that outlive the rank that started them. The supervisor, a subreaper, adopts them.
 
 A killed rank leaves, for example, the server of a queue of Megatron's dense checkpoints. The server has the memory of
 its imports and waits forever for its next request. In a job with many failures, orphans would fill the hosts.
@@ -18,19 +18,20 @@ import psutil
 from moevement_core.util.environment import MEMBER_ENV, PARENT_ENV
 
 LOOK_S = 1.0
-"""Seconds between two looks for orphans."""
+"""Seconds between two searches for orphans."""
 GRACE_S = 5.0
 """Seconds that an orphan has to notice the death of its rank and to end by itself."""
 DEVICE_FILES = "/dev/nvidia*"
-"""Pattern of device files. A process that has one open may hold device memory, as may a fork of a rank on a GPU."""
+"""Pattern of device files. A process that has such a file open, such as a fork of a rank, may hold device memory."""
 RELEASE_S = 2.0
-"""Seconds for which the report of a rank's death is delayed at most, until its orphans have released the device."""
+"""Longest wait in seconds of the report of a rank's death for the rank's orphans to release the device."""
 
 
 class Orphans:
-    """Orphans of the ranks of one supervisor, which finds and ends them.
+    """Orphans of one supervisor's ranks. The supervisor finds and ends these processes.
 
-    The supervisor recognises them by the variables of its ranks in their environment. One thread calls all methods.
+    The supervisor recognises an orphan by environment variables that the orphan has inherited from a rank. One thread
+    calls all methods.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Orphans:
         """Monotonic time in seconds of the first :meth:`release_device` for each ended member."""
 
     def expect(self) -> None:
-        """Look for orphans for a while, because a process has ended."""
+        """Search for orphans for a while from now on, because a process has ended."""
         self._until = time.monotonic() + 2 * GRACE_S
 
     @property
@@ -52,8 +53,8 @@ class Orphans:
         """Collect orphans that have ended, and kill those that still live after the grace time.
 
         Args:
-            started_pids: process ids that the supervisor has started and not yet seen to end. Ids of ended processes
-                are excluded, because the kernel may give them to other processes.
+            started_pids: ids of processes that the supervisor has started and not yet seen to end. Ids of ended
+                processes are excluded, because the kernel may reuse them.
             living: members whose processes live.
         """
         now = time.monotonic()
@@ -75,7 +76,7 @@ class Orphans:
 
         Args:
             member: the member that has ended.
-            started_pids: process ids that the supervisor has started and not yet seen to end.
+            started_pids: ids of processes that the supervisor has started and not yet seen to end.
         """
         if not glob(DEVICE_FILES):
             return True
@@ -99,8 +100,8 @@ def _adopted(started: Collection[int]) -> list[psutil.Process]:
 def _member_of(process: psutil.Process) -> int | None:
     """Return the member that started a live process; None for any other process. Collect the process if it is a zombie.
 
-    The function also returns None for the resource trackers of multiprocessing. They must live on, because they remove
-    shared memory after all other processes of a member have ended.
+    The function also returns None for the resource trackers of multiprocessing. Trackers must live on, because they
+    remove shared memory after all other processes of a member have ended.
     """
     with suppress(psutil.Error, ChildProcessError):
         if process.status() == psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""Handling of the signals that ask a launcher, a task or a coordinator to end its job, orderly or at once."""
+"""Handlers of the signals that ask a launcher, a task or a coordinator to end its job, orderly or at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from moevement_core.launching.children import END_SIGNALS, WIND_DOWN_SIGNALS
 from moevement_core.util.interrupts import is_importing
 
 REPEAT_S = 1.0
-"""Seconds after the first signal for an orderly end in which further ones count as duplicates of it.
+"""Seconds after the first signal for an orderly end in which further such signals count as duplicates.
 
-``timeout`` sends its signal to the command and then to the process group. Batch systems send theirs to each process and
-through ``srun``.
+``timeout`` sends one signal to the command and a second one to the process group. Batch systems send signals to each
+process and through ``srun``.
 """
 
 
 class Stopped(BaseException):
-    """Exception that ends the job at once, because a signal has asked for it."""
+    """Exception that ends the job at once, raised after a signal that asks for this."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -29,19 +29,19 @@ class Stopped(BaseException):
 class Signals:
     """Handlers of the signals that ask for an end, installed for a ``with`` block of this process.
 
-    The first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end if the job can do that: it ends at a boundary between
-    iterations, with everything saved. Any other signal is raised as :class:`Stopped`. Signals that were ignored when
-    this process started (SIGHUP under nohup) stay ignored.
+    If the job can end orderly, the first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end: the job saves and ends at
+    a boundary between iterations. Any other signal is raised as :class:`Stopped`. Signals that were ignored when this
+    process started (SIGHUP under nohup) stay ignored.
 
-    Python drops an exception that is raised in a finalizer or in a callback of the garbage collector. In an import, the
-    handler raises nothing. So the caller also calls :meth:`check`, after imports and in its loops.
+    Python drops an exception that is raised in a finalizer or in a callback of the garbage collector. During an import,
+    the handler raises nothing. So the caller also calls :meth:`check`, after imports and in its loops.
     """
 
     def __init__(self) -> None:
         self.may_wind_down = False
-        """True if the next suitable signal asks for an orderly end; the caller sets it once the job can do that."""
+        """True if the next suitable signal asks for an orderly end; the caller sets it once the job can end orderly."""
         self.asked_by: int | None = None
-        """Number of the signal that asked for an orderly end; the caller sets it back to None when it acts on it."""
+        """Number of the signal that asked for an orderly end; the caller sets None when it acts on the signal."""
         self._stopped_by: int | None = None
         self._asked_at = -float("inf")
         self._before: dict[int, Any] = {}
@@ -62,7 +62,7 @@ class Signals:
             self._stop(self._stopped_by)
 
     def _stop(self, number: int) -> NoReturn:
-        for asking in END_SIGNALS:  # The job ends now, and a further signal must not interrupt that.
+        for asking in END_SIGNALS:  # The job ends now, and further signals must not interrupt its end.
             signal.signal(asking, signal.SIG_IGN)
         raise Stopped(number)
 

@@ -1,4 +1,4 @@
-"""Detector of hangs in a job without spares, where nothing replaces a rank that hangs: it reports the rank once."""
+"""Detector of hangs in a job without spares, where nothing replaces a hanging rank; it reports each hang once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moevement_core.launching.children import Child
 from moevement_core.run.run_record import RunRecord
 
 LOOK_S = 1.0
-"""Seconds between two looks at the processes and the record."""
+"""Seconds between two checks of the processes and the record."""
 STOPPED_S = 15.0
 """Seconds after which a stopped process (SIGSTOP) is reported."""
 SILENT_S = 60.0
-"""Seconds without a new line in the record after which that is reported, if :data:`SILENT_ITERATIONS` allows it."""
+"""Shortest time without a new line in the metrics, in seconds, before a hang is reported."""
 SILENT_ITERATIONS = 20
-"""Number of the longest iterations so far that must fit into the silence before it is reported."""
+"""Shortest time without a new line before a hang is reported, as a multiple of the longest iteration so far."""
 
 
 class HangDetector:
@@ -26,7 +26,7 @@ class HangDetector:
 
     Args:
         children: the processes of the ranks, in the order of ranks.
-        record: record of the run; None: iterations are not looked at.
+        record: record of the run; None: only stopped ranks are detected.
         say: called with a line of text for the user.
         clock: returns monotonic seconds.
     """
@@ -44,12 +44,12 @@ class HangDetector:
         self._told = set[int]()
         self._size: int | None = self._size_now()
         self._changed_at: float | None = None
-        """Time in seconds of the clock at which the record last grew; None: it has not grown since the start."""
+        """Time in seconds of the clock at which the metrics last grew; None: they have not grown since the start."""
         self._longest_s, self._is_told = 0.0, False
         self._used = self._used_now()
 
     def look(self) -> None:
-        """Look for stopped ranks and for silence, at most once a second; the launcher calls this in its loop."""
+        """Check for stopped ranks and for a hang, at most once a second; the launcher calls this in its loop."""
         now = self._clock()
         if now < self._due:
             return
@@ -68,7 +68,7 @@ class HangDetector:
                 self._told.add(rank)
                 self._say(
                     f"rank {rank} (pid {child.pid}) has been stopped for {now - since:.0f} s, and the job waits "
-                    f"for it; kill -CONT {child.pid} lets it go on"
+                    f"for this rank; kill -CONT {child.pid} lets the rank continue"
                 )
 
     def _look_at_record(self, now: float) -> None:
@@ -90,8 +90,8 @@ class HangDetector:
             for rank, child in enumerate(self._children)
         )
         self._say(
-            f"no iteration has ended for {silent_s:.0f} s; of a processor, ranks have used since: {shares}. What one "
-            "of them does kill -USR1 PID prints into its log"
+            f"no iteration has ended for {silent_s:.0f} s; processor use since then: {shares}; to print the "
+            "stacks of a rank into its log, run kill -USR1 PID"
         )
 
     def _size_now(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Reader of Slurm's variables, which say which task of a step this process is."""
+"""Reader of Slurm's variables, which identify this process among the tasks of a step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def task_environment(
 
     Args:
         rank: rank from Slurm's variables; None if ``srun`` did not start this process.
-        world_size: number of tasks, likewise.
-        local_rank: number of the task on its node, likewise.
-        meets_at_master: True if ranks meet at MASTER_ADDR and MASTER_PORT, rather than in a store with an address.
-        devices: number of accelerators that this process sees. If it sees one (``--gpus-per-task=1``,
-            ``--gpu-bind=single:1``), that one has the number 0 in every task.
+        world_size: number of tasks from Slurm's variables; None if not set.
+        local_rank: number of the task on its node, from Slurm's variables; None if not set.
+        meets_at_master: True if ranks meet at MASTER_ADDR and MASTER_PORT; False if they meet in a coordinator's store.
+        devices: number of accelerators that this process sees. If a process sees a single accelerator
+            (``--gpus-per-task=1``, ``--gpu-bind=single:1``), its number is 0 in every task.
 
     Raises:
         ConfigError: ``srun`` did not start this process, or a variable of the meeting point is not set.
     """
     if rank is None or world_size is None or local_rank is None:
-        raise ConfigError("no --nproc and not started by srun; say how many ranks this host runs with --nproc N")
+        raise ConfigError("no --nproc, and srun did not start this process; give --nproc N, the ranks of this host")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if meets_at_master and world_size > 1 and not os.environ.get(name):
-            raise ConfigError(f"{name} is not set; the job script sets it for all tasks (examples/pretrain_moe/slurm)")
+            raise ConfigError(f"{name} is not set; export it in the job script (examples/pretrain_moe/slurm)")
     return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(0 if devices == 1 else local_rank)}

@@ -2,8 +2,8 @@
 
 The store answers on a thread of its process. At any moment that thread may hold a lock of the C library, for example
 the resolver's lock while it logs a connection. A process forked at that moment inherits the locked lock without the
-thread that would release it, and waits forever at its first connection. The launcher forks ranks and spares for as
-long as the job runs. So it does not serve the store itself.
+thread that would release the lock, and waits forever at its first connection. The launcher forks ranks and spares as
+long as the job runs, so another process serves the store.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class StoreProcess:
         return self._server.poll() is not None
 
     def close(self) -> None:
-        """End the server, after the end of all its clients."""
+        """End the server. The caller ends all clients first."""
         end_all([self._server])
 
 
 def _serve(descriptor: int, port: int) -> None:
-    """Serve the store in the server process until that is killed."""
+    """Serve the store in the server process until the process is killed."""
     import torch
 
     server = torch.distributed.TCPStore(

@@ -1,6 +1,6 @@
-"""Task of a job over several hosts: supervises one or more members, and starts others when they end.
+"""Task of a job over several hosts: supervises one or more members, and replaces members that end.
 
-Slurm does not restart a task. So a task is not a rank itself, but the supervisor of ranks and spares.
+Slurm does not restart a task. So a task is no rank; it supervises ranks and spares.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LEASES_WITHOUT = 6
 TOKEN_PATIENCE_S = 5.0
 """Seconds that a task waits for the coordinator to announce the job's token in the store."""
 LATE = 1 << 32
-"""First member of the tasks that join later, and the number of members that each of them may have."""
+"""Number of the first member of tasks that join later, and the most members that each such task may have."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Identity of this task: its number among those that were started together, or among those that joined later."""
+    """Identity of this task: its number among the tasks of the first start, or among the tasks that joined later."""
 
     number: int
     tasks: int
@@ -58,7 +58,7 @@ class Task:
     processes: int = 1
     """Number of processes that each task runs."""
     late: int | None = None
-    """Number among the tasks that joined later, whose processes are spares; None for a task of the first start."""
+    """Number among the tasks that joined later; their processes are spares. None for a task of the first start."""
 
     @property
     def name(self) -> str:
@@ -67,34 +67,34 @@ class Task:
 
     @property
     def first(self) -> list[int]:
-        """Members that the task starts first."""
+        """Members that the task starts at its beginning."""
         begin = self.number * self.processes if self.late is None else LATE * (1 + self.late)
         return list(range(begin, begin + self.processes))
 
     def later(self) -> Iterator[int]:
-        """Return the members for processes that the task starts later; no other task uses them."""
+        """Return the members for processes that the task starts later; no other task uses these members."""
         if self.late is not None:
             return count(self.first[-1] + 1)
         return count(self.tasks * self.processes + self.number, self.tasks)
 
 
 def task_of(environment: Mapping[str, str], processes: int) -> Task:
-    """Return the number of this task, from its environment.
+    """Return the identity of this task, read from the environment.
 
     Args:
         environment: torch's variables as derived from Slurm's.
         processes: number of processes that the task runs.
     """
     number, tasks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if (first := os.environ.get(FIRST_TASK_ENV)) is not None:  # Slurm's numbers are of this node alone.
+    if (first := os.environ.get(FIRST_TASK_ENV)) is not None:  # Here Slurm numbers only the tasks of this node.
         number, tasks = int(first) + number, int(os.environ[TASKS_ENV])
     return Task(number, tasks, processes)
 
 
 def claim(store: SignedStore, task: Task) -> Task:
-    """Claim the place of ``task`` in the store; if another process has it, claim that of the next later task.
+    """Claim the number of ``task`` in the store. If another process has claimed it, claim a number of a later task.
 
-    So a repaired or added node joins the job with the same command as the first nodes.
+    With this, a repaired or added node joins the job with the same command as the first nodes.
     """
     own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     if store.claim(TASK.format(task.number), own_claim) == own_claim:
@@ -120,7 +120,7 @@ def supervise(
     Args:
         argv: the script and its arguments.
         task: this task.
-        spares: number of processes of all tasks beyond the job's ranks.
+        spares: number of processes beyond the job's ranks, over all tasks.
         environment: torch's variables.
         trainer: the kind of script.
         fresh_interpreters: True to start each process as a new Python, even where a fork would do.
@@ -138,8 +138,8 @@ def supervise(
     ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
     if task.late is None and ranks != processes - spares:
         raise ConfigError(
-            f"--spares {spares} of {processes} processes ({task.tasks} tasks of {task.processes}), and the coordinator "
-            f"waits for {ranks} ranks; it needs --spares {processes - ranks}"
+            f"--spares {spares} of {processes} processes ({task.tasks} tasks of {task.processes}), but the coordinator "
+            f"waits for {ranks} ranks; give --spares {processes - ranks}"
         )
     allow_open_files(ranks)
     common = {
@@ -235,8 +235,8 @@ class _Task:
 def _ask_slurm_to_requeue() -> None:
     """Ask Slurm to requeue the job, because the node of the job script is lost.
 
-    With ``--no-kill``, Slurm lets the job run on without that node. Every task asks, and the first request takes
-    effect. MOEVEMENT_REQUEUE=1 enables the request.
+    With ``--no-kill``, Slurm lets the job run on without the lost node. Every task sends a request, and the first one
+    takes effect. MOEVEMENT_REQUEUE=1 enables the requests.
     """
     job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
     if job and scontrol and os.environ.get("MOEVEMENT_REQUEUE") == "1":
@@ -253,7 +253,7 @@ def _store() -> SignedStore:
 
     if (address := store_address()) is None:
         raise ConfigError(
-            f"--spares under srun needs {STORE_ENV}=HOST:PORT of a moevement coordinate (examples/pretrain_moe/slurm)"
+            f"--spares under srun needs {STORE_ENV}=HOST:PORT of moevement coordinate (examples/pretrain_moe/slurm)"
         )
     store = connect(address)
     if not store.is_of_this_job(TOKEN_PATIENCE_S):

@@ -1,11 +1,11 @@
-"""Supervisor of the processes of one host: renews their leases, and starts another process for each that ends.
+"""Supervisor of the processes of one host: renews their leases, and starts a replacement for each process that ends.
 
 The supervisor does no training work, so training cannot delay a lease. A stopped process (SIGSTOP) does not count as
 alive, so its lease runs out.
 
 A supervisor that cannot reach the coordinator for the lease time stops its processes (the fence), because replacements
-may have taken their ranks. When it reaches the coordinator again, the processes go on. If the job has gone on without
-them, the supervisor kills them and starts others, which become spares.
+may have taken their ranks. When the supervisor reaches the coordinator again, the processes continue. If the job has
+continued without them, the supervisor kills them and starts other processes, which become spares.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ER
 FIRST_BACK_OFF_S = 1.0
 """Seconds before the next start after a failed start; the backoff doubles for each further failure in a row."""
 LONGEST_BACK_OFF_S = 60.0
-"""Seconds of backoff between two starts at most."""
+"""Longest backoff between two starts, in seconds."""
 LOOK_S = 0.2
-"""Seconds between two looks for stopped processes."""
+"""Seconds between two checks for stopped processes."""
 
 
 class Link(Protocol):
-    """Interface of a supervisor to the coordinator, in this process or over a connection."""
+    """Interface from a supervisor to the coordinator, which is in the same process or at the end of a connection."""
 
     lease_s: float
     """Lease time in seconds."""
@@ -49,8 +49,8 @@ class Link(Protocol):
 
         Args:
             member: the member.
-            pid: its process id.
-            how: description of its end, for log lines.
+            pid: process id of the member.
+            how: description of the process's end, for log lines.
         """
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
@@ -71,7 +71,7 @@ class LocalLink:
 
     @property
     def held_until(self) -> float:
-        """Time of the boot-time clock in seconds, a full lease time from now: no connection can be lost."""
+        """Time of the boot-time clock in seconds, always a full lease time from now: no connection can be lost."""
         return boot_time_s() + self.lease_s
 
     @property
@@ -80,7 +80,7 @@ class LocalLink:
         return self._coordinator.given_up
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """Report the end of a process to the coordinator; return the rank that it had, if any."""
+        """Report the end of a process to the coordinator; return the rank of the process, None without one."""
         return self._coordinator.died(member, pid, how)
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
@@ -96,11 +96,11 @@ class Supervisor:
         start: starts the process of a member, given additional variables for its environment.
         next_member: returns the number of the next member.
         link: connection to the coordinator.
-        on_end: called with a member and its ended process; returns True if another process starts in its place.
-        on_replaced: called with the ended member, its process, and the process that was started in its place.
-        may_settle: returns True if no process waits for the members that start now. They then idle at first, so that
-            they do not slow down a recovery.
-        respawn_after_s: seconds from the end of a process to the start of another one in its place; infinite: no start.
+        on_end: called with a member and its ended process; returns True if a replacement is to start.
+        on_replaced: called with the ended member, its process, and the replacement process.
+        may_settle: returns True if the job does not wait for new processes. A new process then idles at first, so that
+            its start does not slow down a recovery.
+        respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Supervisor:
         self.children: dict[int, Child] = {}
         """Every process that was ever started, by member."""
         self.is_fenced = False
-        """True while the lease is over, and the processes are stopped."""
+        """True while the lease has run out and the processes are stopped."""
         self._start, self._next_member, self._link = start, next_member, link
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
         self._respawn_after_s = respawn_after_s
@@ -140,8 +140,8 @@ class Supervisor:
         Args:
             member: the member.
             settles: True if the process idles at first.
-            replaces: the ended member in whose place it starts; None for a first start. With a value, the process
-                reports its own errors, rather than leaving that to rank 0.
+            replaces: the ended member that the process replaces; None for a first start. A replacement reports all of
+                its errors. Otherwise only rank 0 reports an error that all ranks find.
         """
         page = StatusPage()
         try:
@@ -254,10 +254,10 @@ class Supervisor:
 
 
 def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
-    """Return True if a process ended by a mistake in the flags or the script, which every process would meet.
+    """Return True if a process ended by a mistake in the flags or the script, which would end every process.
 
-    Once the job trains, the answer is always False, because the flags were good. A configuration that was edited since,
-    a removed folder or a full disk concern only the process that started later.
+    Once the job trains, the answer is always False, because the flags were good. A later edit of a configuration, a
+    removed folder or a full disk concerns only the process that started later.
 
     Args:
         child: the process, which has ended.
@@ -265,6 +265,6 @@ def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
         has_trained: True if the job has trained, or was formed without this process.
     """
     code = child.code or 0
-    if code == BROKEN_DEVICE:  # The device is this process's alone.
+    if code == BROKEN_DEVICE:  # Other processes have other devices.
         return False
     return not has_trained and (code == USAGE_ERROR or (code > 0 and not has_begun))

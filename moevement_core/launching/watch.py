@@ -1,4 +1,4 @@
-"""Watches of the launcher over its processes: one ends the job at the first failure, one replaces failed ranks."""
+"""Watches of the launcher over its processes: one kind ends the job at the first failure, one replaces failed ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.util.words import spares_words
 
 SAY_S = 5.0
-"""Seconds that ranks have to end by themselves after one of them has found a mistake in the flags."""
+"""Seconds that ranks have to end by themselves after a rank has found a mistake in the flags."""
 
 
 class Watch(ABC):
@@ -42,18 +42,18 @@ class Watch(ABC):
 
     @abstractmethod
     def verdict(self) -> Outcome:
-        """Return how the job ended, after printing the reason if its exit code is not 0.
+        """Print the reason if the exit code of the job is not 0, and return the outcome of the job.
 
         The launcher calls this when every process has ended.
         """
 
 
 class UntilOneFails(Watch):
-    """Watch of a job without spares: the first failure ends the job, and a hang is only reported.
+    """Watch of a job without spares: the first failure ends the job, and the watch only reports a hang.
 
     Args:
         children: processes of the ranks.
-        record: record of the run; None: the run has none.
+        record: record of the run; None: the run has no record.
         say: called with a line of text for the user.
         pages: status pages of the ranks. A rank that can end at a boundary reports its committed iterations there.
     """
@@ -78,7 +78,7 @@ class UntilOneFails(Watch):
         return None in codes and not any(codes)
 
     def wind_down(self) -> bool:
-        """Ask the ranks to end at the next boundary; return False if none has reported a committed iteration."""
+        """Ask the ranks to end at the next boundary; return False if no rank has reported a committed iteration."""
         for page in self._pages:
             page.ask_to_wind_down()
         return any(page.committed is not None for page in self._pages)
@@ -89,9 +89,9 @@ class UntilOneFails(Watch):
 
 
 def _end_after_failure(children: list[Child]) -> None:
-    """End all processes, after the report of a mistake in the flags, if there is one.
+    """End all processes. If one has found a mistake in the flags, first wait for the report of the mistake.
 
-    Every rank finds such a mistake, but only one reports it, and others may end before that.
+    Every rank finds such a mistake, but only one rank reports it, and other ranks may end before the report.
     """
     deadline = time.monotonic() + SAY_S
     while USAGE_ERROR in [child.code for child in children] and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def _end_after_failure(children: list[Child]) -> None:
 
 
 def _has_reported(child: Child) -> bool:
-    """Return True if an ended process has reported a mistake; if output is not kept, assume that rank 0 did."""
+    """Return True if an ended process has reported a mistake. If output is not kept, assume that rank 0 has."""
     return bool(_reports_of(child)) if child.logs is not None else child.label == "rank_0"
 
 
@@ -121,8 +121,8 @@ def _say_who_failed(children: list[Child]) -> Outcome:
         if lines:
             print("\n".join(lines), file=sys.stderr)
         return Outcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))
-    # A killed rank breaks the connections of its peers, which then fail. So a killed rank is named first. Processes
-    # that the launcher itself has just ended do not count.
+    # A killed rank breaks the connections of its peers, and the peers then fail. So a killed rank is named first.
+    # Processes that the launcher itself has just ended are ignored.
     failed = [child for child in children if child.code not in (0, None) and not child.was_ended]
     child = min(failed or children, key=lambda candidate: (candidate.code or 0) >= 0)
     if (child.code or 0) > 0 and child.logs is not None:
@@ -135,11 +135,11 @@ def _say_who_failed(children: list[Child]) -> Outcome:
 
 
 class ReplaceFailedRanks(Watch):
-    """Watch of a job with spares: a spare replaces a failed rank, and a new process starts for each that ends.
+    """Watch of a job with spares: a spare replaces a failed rank, and a new process replaces each process that ends.
 
     Args:
         start: starts the process of a member, given additional variables for its environment.
-        store: store of the job, which this process announces and keeps.
+        store: store of the job.
         ranks: number of ranks of the job.
         spares: number of processes beyond the ranks.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
@@ -147,7 +147,7 @@ class ReplaceFailedRanks(Watch):
         record: record of the run, for ``ranks.json`` and ``rejected_values.json``; None: nothing is recorded.
         progress: display for the user.
         children: list to which every started process is appended; the caller ends them all.
-        respawn_after_s: seconds from the end of a process to the start of another one in its place; infinite: no start.
+        respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
     """
 
     def __init__(
@@ -234,9 +234,9 @@ class ReplaceFailedRanks(Watch):
             )
 
     def _may_settle(self) -> bool:
-        """Return True if enough spares wait for the missing ranks, so that a new process need not start at once.
+        """Return True if enough spares wait for the missing ranks. Then a new process idles at first.
 
-        Its start would slow down a recovery.
+        The start of a new process would slow down the recovery.
         """
         if self._coordinator.waits_for_respawn:
             return False
@@ -278,7 +278,7 @@ class ReplaceFailedRanks(Watch):
         if self._failed is not None:
             return _say_who_failed(self._children)
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
-        # All ranks have reached the end of the job together. A rank that is killed after that takes nothing with it.
+        # All ranks have reached the end of the job together. A rank that is killed after that loses nothing.
         return _say_who_failed([child for child in ranks if (child.code or 0) >= 0])
 
 
@@ -289,5 +289,5 @@ def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
     ]
     others = "all ranks restart"
     if roster.ranks_before is not None:
-        others = f"{len(roster.ranks)} ranks go on where {roster.ranks_before} were"
+        others = f"{len(roster.ranks)} ranks continue in place of {roster.ranks_before} ranks"
     return ", ".join(places or [others]) + f"; spares: {spares_words(roster.spares, roster.starting)}"

@@ -29,7 +29,7 @@ from moevement_core.util.output import never_fails
 from moevement_core.util.variables import check_variables
 
 SETTLE_S = 5.0
-"""Seconds for which a process idles at most when its supervisor lets it wait."""
+"""Longest time in seconds that a new process idles while its supervisor tells it to wait."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trainer:
     uses_gpus: Callable[[], bool]
     """Function that returns True if ranks on this host use GPUs."""
     switch: str | None = None
-    """Flag of the script that makes it fault tolerant; None if it always is."""
+    """Flag that makes a script fault tolerant; None if scripts of this kind always are."""
     refuse: Callable[[Sequence[str], int], None] = lambda argv, ranks: None
     """Function that raises ConfigError if a script cannot begin with its arguments and a number of ranks.
 
@@ -74,7 +74,7 @@ class Trainer:
         # An earlier job in this process may have left objects with threads in reference cycles. A fork that collected
         # them would crash.
         gc.collect()
-        gc.freeze()  # Garbage collections in the ranks skip the objects of now, and so copy none of their pages.
+        gc.freeze()  # Garbage collections in the ranks skip these objects, and so copy none of their pages.
         return Program(run_forked, (self.run_rank, argv))
 
 
@@ -88,14 +88,14 @@ def run_script(
     Args:
         argv: the script and its arguments, including ``--config`` files.
         spec: specification of the main module that processes spawned from here import first.
-        prepare: called right before the script.
+        prepare: function that is called right before the script.
         quiet: libraries whose warnings only rank 0 shows.
 
     Raises:
-        SystemExit: with the script's exit code; or with 2, after one line on stderr, for an error that the user can
-            correct.
+        SystemExit: the script has ended with an exit code other than 0. The exit code is 2, after one line on stderr,
+            for an error that the user can correct.
     """
-    if PARENT_ENV in os.environ:  # The launcher handles the signals. Without one, this process ends by them.
+    if PARENT_ENV in os.environ:  # The launcher handles the signals. Without a launcher, signals end this process.
         ignore_asking()
     never_fails()
     with exit_cleanly():
@@ -106,7 +106,7 @@ def run_script(
     os.environ[SCRIPT_ENV] = script
     try:
         with exit_cleanly():
-            # For users who look into a hang: kill -USR1 PID prints the stacks of all threads.
+            # For users who examine a hang: kill -USR1 PID prints the stacks of all threads.
             faulthandler.register(signal.SIGUSR1, chain=False)
             _warn_once(quiet)
             sys.argv = [script, *config_file.expand(argv[1:])]
@@ -133,7 +133,7 @@ def end_groups() -> None:
 
 def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
     """Call ``run_rank`` with ``argv`` in a forked process, after undoing what the fork has inherited."""
-    tempfile.tempdir = None  # Have tempfile read TMPDIR again, which is set for this rank.
+    tempfile.tempdir = None  # tempfile then reads TMPDIR, which is set for this rank.
     _close_sockets()
     run_rank(argv)
 
@@ -150,7 +150,7 @@ def _settle() -> None:
 
 
 def _warn_once(libraries: Sequence[str]) -> None:
-    """Silence warnings of libraries on all ranks but rank 0, because they are the same on every rank.
+    """Silence warnings of libraries on all ranks but rank 0, because all ranks have the same warnings.
 
     ``-W`` and PYTHONWARNINGS override this.
     """
@@ -161,7 +161,7 @@ def _warn_once(libraries: Sequence[str]) -> None:
 def _close_sockets() -> None:
     """Close the sockets that this fork has inherited from the launcher.
 
-    While they are open here, the other ends of the launcher's connections cannot see that the launcher has ended.
+    While sockets are open here, the other ends of the launcher's connections cannot see that the launcher has ended.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -199,7 +199,7 @@ def _run_plain_rank(argv: list[str]) -> None:
     if is_restarted_in_process() and not was_entered():
         with exit_cleanly():
             raise ConfigError(
-                f"--spares with --trainer torch: {argv[0]} has ended without moevement_core.train(); bind its trainer "
+                f"--spares with --trainer torch: {argv[0]} never called moevement_core.train(); bind its trainer "
                 "as in examples/plain_torch/train.py, or leave --spares out"
             )
 

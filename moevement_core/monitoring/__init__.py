@@ -1,1 +1,1 @@
-"""Figures of a run for operators: the table that defines them, and an endpoint that serves them beside the job."""
+"""Monitoring of a run: reader of the run directory, and endpoint that serves the run's figures beside the job."""

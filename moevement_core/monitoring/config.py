@@ -39,15 +39,15 @@ def _address(name: str, text: str) -> Any:
 
 
 def unserved(port: str | None) -> str | None:
-    """Return the reason why no process would serve figures at ``port``; None if one does, or no port is given.
+    """Return the reason why no process would serve figures at ``port``; None if a process does, or without a port.
 
     A rank calls this. A launcher or a coordinator serves the figures, and sets STORE_ENV in the environment of ranks.
     """
     if port is None or STORE_ENV in os.environ:
         return None
     return (
-        f"{PORT_FLAG} {port}: nothing here outlives the ranks, and could serve it; start them by moevement launch "
-        "--nproc, give --spares 0 under srun, or leave the flag out"
+        f"{PORT_FLAG} {port}: no launcher or coordinator runs that could serve figures; start the ranks with moevement "
+        "launch --nproc, give --spares 0 under srun, or leave the flag out"
     )
 
 
@@ -57,10 +57,11 @@ class MetricsConfig:
 
     port: int | None = flag(
         PORT_FLAG, metavar="PORT", check=port_number,
-        help="serve figures of the run in Prometheus's text format at this port of the host of the launcher, or of the "
-        "coordinator, from what is in --run-dir (default: off)",
+        help="port at which the launcher or coordinator serves figures of the run from --run-dir, in Prometheus's text "
+        "format (default: off)",
     )  # fmt: skip
     address: str = flag(
         ADDRESS_FLAG, metavar="ADDRESS", default=LOOPBACK, check=_address,
-        help=f"address that they are served at; anyone who reaches it can read them (default: {LOOPBACK})",
+        help="address at which figures of the run are served; whoever reaches it can read them "
+        f"(default: {LOOPBACK})",
     )  # fmt: skip

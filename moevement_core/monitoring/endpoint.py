@@ -23,9 +23,9 @@ from moevement_core.monitoring.config import ADDRESS_FLAG, LOOPBACK, PORT_FLAG, 
 from moevement_core.util.environment import PARENT_ENV
 
 AGAIN_S = 5.0
-"""Seconds between two starts of the answering process at least, if it ends."""
+"""Least seconds between two starts of the answering process, if it ends or cannot be started."""
 SERVED = "metrics/served"
-"""Key in the job's store of a :class:`Served`: the flags, which the tasks know and the coordinator does not."""
+"""Key in the job's store of a :class:`Served`. Tasks know the flags and write it for the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Served:
 
 
 def served_by(run_dir: Path | None, value_of: Callable[[str], str | None]) -> Served | None:
-    """Return what a script's flags ask to be served; None if they ask for no endpoint.
+    """Return run directory, address and port of the endpoint that a script's flags ask for; None without an endpoint.
 
     Args:
         run_dir: run directory of the script.
-        value_of: returns the value of a flag of the script; None without the flag.
+        value_of: function that returns the value of a flag of the script; None without the flag.
 
     Raises:
         ConfigError: the port is invalid, or the script has no run directory to read figures from.
@@ -60,7 +60,7 @@ def served_by(run_dir: Path | None, value_of: Callable[[str], str | None]) -> Se
     if port is None:
         return None
     if run_dir is None:
-        raise ConfigError(f"{PORT_FLAG} {port} without --run-dir; figures are read from there, give both")
+        raise ConfigError(f"{PORT_FLAG} {port} without --run-dir; figures are read from the run directory: give both")
     return Served(str(run_dir), port, address)
 
 
@@ -71,7 +71,7 @@ class Endpoint:
         served: run directory, address and port.
 
     Raises:
-        ConfigError: the address and port cannot be listened at.
+        ConfigError: the endpoint cannot listen at this address and port.
     """
 
     def __init__(self, served: Served) -> None:
@@ -101,14 +101,14 @@ class Endpoint:
         """Start the answering process if none runs; the launcher or coordinator calls this in its loop.
 
         Args:
-            report: called with a line of text for the operator.
+            report: function that reports a line of text to the user.
         """
         if self._process is not None and self._process.poll() is None:
             return
         if time.monotonic() < self._started_at + AGAIN_S:
             return
         if self._process is not None:
-            report(f"what serves {self.url} ended with {self._process.returncode}; started again")
+            report(f"the server of {self.url} ended with exit code {self._process.returncode}; a new one is started")
         self._started_at = time.monotonic()
         descriptor = self._listener.fileno()
         self._process = None
@@ -118,8 +118,8 @@ class Endpoint:
                 pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # no Ctrl-C
                 env={**os.environ, PARENT_ENV: str(os.getpid())},
             )  # fmt: skip
-        except OSError as error:  # The host has no process or memory left for now. The job goes on without figures.
-            report(f"what serves {self.url} cannot be started: {error.strerror}; tried again")
+        except OSError as error:  # The host lacks processes or memory for now. The job continues without figures.
+            report(f"the server of {self.url} cannot be started: {error.strerror}; the next attempt follows soon")
 
     def close(self) -> None:
         """Kill the answering process, and release the port."""
@@ -134,7 +134,7 @@ def _listen(served: Served) -> socket.socket:
     try:
         return socket.create_server((served.address, served.port), family=family)
     except OSError as error:
-        why = str(error.strerror).split(" (while")[0]  # The address would follow, which the message has already.
+        why = str(error.strerror).split(" (while")[0]  # The rest repeats the address, which this message has.
         raise ConfigError(
             f"{PORT_FLAG} {served.port}, {ADDRESS_FLAG} {served.address}: {why}; give an address of this "
             "host, and a free port"

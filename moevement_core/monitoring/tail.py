@@ -19,7 +19,7 @@ class News:
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     is_rewritten: bool = False
-    """True if another file has replaced the file. These are then all its lines, and lines read before are void."""
+    """True if a new file has replaced the file: lines read before are invalid, and ``lines`` are all of its lines."""
 
 
 class Tail:
@@ -30,7 +30,7 @@ class Tail:
 
     Args:
         path: path of the file, which need not exist yet.
-        complaint_of: returns what is wrong with a line, as text; None if nothing is.
+        complaint_of: function that returns a description of the error in a line; None if the line is valid.
     """
 
     def __init__(self, path: Path, complaint_of: Callable[[dict[str, Any]], str | None] = lambda fields: None) -> None:

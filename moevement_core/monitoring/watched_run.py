@@ -46,7 +46,7 @@ class WatchedRun:
         self._events = Tail(self.record.events_path, event_complaint)
 
     def update(self) -> None:
-        """Read what is new in the run directory.
+        """Read new lines and files in the run directory.
 
         Raises:
             RunRecordError: the record is damaged.
@@ -65,14 +65,14 @@ class WatchedRun:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of the run trains any more, for whatever reason it ended."""
+        """True if no process of the run trains any more, whatever ended it."""
         if self.job is not None:
             return self.job.ended_at is not None or self.job.is_abandoned
         return self.record.summary_path.exists()
 
     @property
     def train_iterations(self) -> int | None:
-        """Number of iterations that the run's configuration asks for; None if it does not say."""
+        """Number of iterations that the run's configuration asks for; None if the configuration has no number."""
         if self._train_iterations is None and self.record.config_path.exists():
             config = self.record.config()
             value = config.get("train_iters", config.get("iterations"))

@@ -1,8 +1,8 @@
 """Control of the bytes that an iteration saves, by the measured cost of saving.
 
 The cost of copies, digests and sends grows with the bytes that an iteration saves. The control reduces the bytes as
-soon as the cost is clearly above the cap (multiplicative decrease). It raises them step by step while the cost is below
-half of the cap.
+soon as the cost is clearly above the cap (multiplicative decrease). The control raises the bytes step by step while the
+cost is below half of the cap.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RECENT = 16
-"""Most comparisons in a decision about the bytes; older ones may belong to other links."""
+"""Most comparisons in a decision about the bytes. Older comparisons may come from links that have changed since."""
 FEWEST = 4
 """Fewest comparisons with quiet iterations for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
-"""Fewest comparisons for an early decrease: ``FEWEST_CLEAR`` suffice if the cost, less ``SURE`` standard errors, is
-above ``CLEAR`` times the cap. A quick reaction is then worth more than certainty."""
+"""Thresholds of an early decrease. ``FEWEST_CLEAR`` comparisons suffice if the cost minus ``SURE`` standard errors
+exceeds ``CLEAR`` times the cap. A quick reaction is then worth more than certainty."""
 FEWEST_TO_GROW = 8
 """Fewest comparisons before the bytes may grow."""
 AIM = 0.7
@@ -28,21 +28,21 @@ OVERHEAD_CAP = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Measured cost of the present saving, over all ranks together."""
+    """Measured cost of saving since the saved bytes last changed."""
 
     share: float
     """Share of training time that saving costs."""
     error: float
     """Standard error of :attr:`share`."""
     comparisons: float
-    """Number of quiet iterations that were compared with their neighbours, as a mean over ranks."""
+    """Number of comparisons of a quiet iteration with its neighbours; fractional if it is a mean over ranks."""
 
 
 def factor(evidence: Evidence | None, cap: float) -> float:
-    """Return the factor by which the bytes that an iteration saves should change; 1.0: no change.
+    """Return the factor by which to change the bytes that an iteration saves; 1.0 for no change.
 
     Args:
-        evidence: measured cost; None: nothing is measured yet.
+        evidence: measured cost; None if nothing is measured yet.
         cap: share of training time that saving may cost.
     """
     if evidence is None:
@@ -57,7 +57,7 @@ def factor(evidence: Evidence | None, cap: float) -> float:
 
 
 class CapWatch:
-    """Watch for a cost that stays above the cap, because the window is imposed or windows cannot become rarer.
+    """Detector of a cost that stays above the cap, because flags fix the window or windows cannot become rarer.
 
     Args:
         cap: share of training time that saving may cost.
@@ -68,8 +68,11 @@ class CapWatch:
         self._is_above = False
 
     def has_passed(self, evidence: Evidence) -> bool:
-        """Return True if a long-measured cost is clearly above the cap, and was not so at the last call."""
-        if evidence.comparisons < RECENT:  # The saving has changed lately, or there are few measurements.
+        """Return True when the cost rises clearly above the cap; False while it stays above or below.
+
+        The method ignores evidence from fewer than :data:`RECENT` comparisons.
+        """
+        if evidence.comparisons < RECENT:  # The saved bytes have changed lately, or there are few measurements.
             return False
         was_above, self._is_above = self._is_above, evidence.share - evidence.error > self.cap
         return self._is_above and not was_above

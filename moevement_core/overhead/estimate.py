@@ -1,9 +1,10 @@
 """Estimate of the share of training time that saving costs, from quiet iterations and their neighbours.
 
 Drift in a machine's speed affects a quiet iteration and its neighbours equally. The estimate therefore compares each
-quiet iteration with its own neighbours: ``median(saving neighbours) / quiet - 1``. That ratio is the cost of digests
-and sends, which pause in quiet iterations or have nothing to do. If few iterations save, the estimate compares each of
-them with the quiet iterations around it. A clock measures the training thread's own work in every iteration.
+quiet iteration with its neighbours: ``median(saving neighbours) / quiet - 1``. The result is the cost of digests and
+sends. In quiet iterations, digests and sends pause or have nothing to do. If only few iterations save, the estimate
+compares each saving iteration with the quiet iterations around it. The cost on the training thread is measured by a
+clock in every iteration.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from dataclasses import dataclass, field
 from moevement_core.overhead.cap import RECENT, Evidence
 
 REACH = 2
-"""Number of neighbours on each side that a quiet iteration is compared with."""
+"""Number of iterations before an iteration, and after it, that count as neighbours."""
 REMEMBERED = 64
 """Most comparisons in an estimate; older ones are forgotten, because load and links change."""
 ITERATIONS = 256
-"""Most iterations in the share of saving iterations and in the cost on the training thread."""
+"""Number of newest iterations that give the share of saving iterations and the cost on the training thread."""
 CONFIDENCE = 0.95
 MAD_TO_DEVIATION = 1.4826
 """Ratio of the standard deviation to the median absolute deviation, for a normal distribution."""
 MEDIAN_TO_MEAN = 1.2533
 """Ratio of the standard error of a median to that of a mean, for a normal distribution."""
 DISTURBED = 3.0
-"""Factor on the median time of a neighbourhood. A quiet iteration or neighbour that takes longer was disturbed, for
-example by a dense save, an evaluation or a pause of the host."""
+"""Multiple of the median iteration time in a neighbourhood. A quiet iteration or a neighbour that takes longer counts
+as disturbed, for example by a dense save, an evaluation or a pause of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Timed:
     train_s: float
     """Seconds of the iteration, without ``copy_s``, ``policy_s`` and ``stall_s``."""
     copy_s: float
-    """Seconds of the training thread for the snapshot: boundary record, and issue of the copies."""
+    """Seconds in which the training thread made the boundary record and issued copies of the snapshot."""
     policy_s: float
-    """Seconds of the training thread for the decision about order and window."""
+    """Seconds in which the training thread decided on order and window."""
     stall_s: float
     """Seconds that training waited for copies."""
     digest_cpu_s: float
@@ -50,7 +51,7 @@ class Timed:
     send_cpu_s: float
     """Processor seconds of the threads that send and receive copies."""
     is_quiet: bool
-    """True if no digest or send ran beside the iteration, because background work paused or had nothing to do."""
+    """True if no digest or send ran during the iteration, because background work paused or had nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,12 @@ class Overhead:
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     high: float | None
-    """Upper end of the same interval."""
+    """Upper end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     copy: float
     digest: float
-    """Share of digests: their part, by processor time, of the work that pauses in quiet iterations."""
+    """Share for digests. The cost of background work is divided between digests and sends by processor time."""
     send: float
-    """Share of sends: the rest of the work that pauses in quiet iterations, with receiving of other ranks' copies."""
+    """Share for sending copies and for receiving copies of other ranks."""
     policy: float
     stall: float
     quiet_s: float
@@ -78,10 +79,10 @@ class Overhead:
 
 @dataclass
 class OverheadEstimate:
-    """Estimate of the cost on one rank, from consecutive iterations."""
+    """Estimate of the cost of saving on one rank, from consecutive iterations."""
 
     _recent: deque[Timed] = field(default_factory=lambda: deque(maxlen=2 * REACH + 1))
-    """Newest consecutive iterations, one neighbourhood."""
+    """Newest consecutive iterations, at most one neighbourhood."""
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """Ratios of saving to quiet iterations, minus 1, of the newest comparisons."""
     _quiet_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -89,7 +90,7 @@ class OverheadEstimate:
     """Newest iterations, for the cost on the training thread."""
 
     def add(self, timed: Timed) -> None:
-        """Add the next iteration; a gap in the numbers starts a new neighbourhood."""
+        """Add the next iteration; a gap in the iteration numbers starts a new neighbourhood."""
         if self._recent and timed.iteration != self._recent[-1].iteration + 1:
             self._recent.clear()
         self._recent.append(timed)
@@ -108,8 +109,8 @@ class OverheadEstimate:
         others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
         undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
-        # A saving iteration may take long because it saves, so it always counts. The median tolerates a few disturbed
-        # ones.
+        # A saving iteration may take long because it saves, so it always counts. The median of all ratios tolerates a
+        # few disturbed iterations.
         is_disturbed = middle.is_quiet and middle.train_s > DISTURBED * usual_s
         has_enough = len(others) > REACH or self._is_at_edge(middle)
         if not has_enough or not undisturbed or is_disturbed or middle.train_s <= 0:
@@ -120,7 +121,7 @@ class OverheadEstimate:
         self._quiet_s.append(quiet_s)
 
     def _is_at_edge(self, middle: Timed) -> bool:
-        """Return True if ``middle`` is the first or last of several saving iterations next to quiet ones."""
+        """Return True if ``middle`` is a saving iteration, and all iterations on one side of it are quiet."""
         recent = list(self._recent)
         sides = recent[:REACH], recent[-REACH:]
         return not middle.is_quiet and any(all(near.is_quiet for near in side) for side in sides)
@@ -132,11 +133,11 @@ class OverheadEstimate:
 
     @property
     def _saving_share(self) -> float:
-        """Share of the newest iterations that a digest or send accompanied."""
+        """Share of the newest iterations in which a digest or send ran."""
         return statistics.fmean(not comparison.is_quiet for comparison in self._all)
 
     def _on_training_thread(self) -> list[float]:
-        """Return the cost on the training thread as shares: copies, policy and stalls."""
+        """Return the cost on the training thread as three shares: copies, policy and stalls."""
         quiet_s = statistics.median(self._quiet_s)
         timed = zip(
             *((comparison.copy_s, comparison.policy_s, comparison.stall_s) for comparison in self._all), strict=True
@@ -144,7 +145,7 @@ class OverheadEstimate:
         return [statistics.fmean(values) / quiet_s for values in timed]
 
     def evidence(self) -> Evidence:
-        """Return the newest measurement, on which decisions about the saved bytes rest."""
+        """Return the measurement from the newest comparisons, for decisions about the saved bytes."""
         newest = list(self._ratios)[-RECENT:]
         if len(newest) < 2:
             return Evidence(0.0, 0.0, len(newest))
@@ -177,7 +178,7 @@ class OverheadEstimate:
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
-    """Return a confidence interval of the median for any distribution; None, None for too few values.
+    """Return a confidence interval of the median, valid for any distribution; ``(None, None)`` for too few values.
 
     The ends are order statistics. The median lies between the ``k``-th smallest and the ``k``-th largest of ``n``
     values with probability ``1 - 2 P(B < k)``. Here ``B`` is binomial with ``n`` draws of probability one half. See

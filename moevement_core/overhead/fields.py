@@ -14,8 +14,7 @@ PARTS = ("copy", "digest", "send", "policy", "stall")
 FIELDS = ("overhead", "overhead_low", "overhead_high", *(f"overhead_{part}" for part in PARTS))
 """Names of the fields; their values are shares of the time of an iteration without saving."""
 FIRST_MEASURED = WARM_UP + REACH
-"""First iteration of a job whose line can have these fields: all neighbours of the first quiet iteration are complete.
-"""
+"""First iteration of a job whose line can have these fields. The first quiet iteration then has all its neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class RecordedOverhead:
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while it is unknown."""
     high: float | None
-    """Upper end of the same interval."""
+    """Upper end of the confidence interval of :attr:`share`; None while it is unknown."""
     parts: Mapping[str, float]
     """Share of each part, by its name in ``PARTS``."""
 

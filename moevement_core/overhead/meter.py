@@ -1,4 +1,4 @@
-"""Meter of the cost of saving for one rank's training, iteration by iteration."""
+"""Meter of the cost of saving on one rank, for each iteration."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.overhead.quiet import is_quiet
 
 PAUSE_LIMIT = 3.0
-"""Factor on the length of an iteration after which a pause ends; the iteration then does not count as quiet."""
+"""Multiple of the length of an iteration after which a pause ends by itself. The estimate then leaves the iteration
+out."""
 SETTLING = 2
-"""Number of first iterations of a job that do not count: the first one captures a whole window, and both compile and
-allocate."""
+"""Number of iterations at the start of a job that the estimate leaves out. The first iteration captures a whole window,
+and both compile code and allocate memory."""
 FIRST_LIMIT_S = 60.0
 """Seconds after which a pause ends while the length of an iteration is unknown."""
 
 
 class OverheadMeter:
-    """Clock of one rank's iterations, which the training thread starts and stops.
+    """Clock of one rank's iterations; the training thread starts and stops it.
 
     Args:
         began_at: iteration whose state the job began from, the same on all ranks.
@@ -28,17 +29,17 @@ class OverheadMeter:
         self._began_at, self._pause = began_at, pause
         self._estimate = OverheadEstimate()
         self.is_measuring = True
-        """True if there are quiet iterations; a benchmark that switches saving on and off itself has none."""
+        """True if some iterations are quiet; False in a benchmark that switches saving on and off by other means."""
         self._iteration = -1
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False
 
     def begin(self, iteration: int, begin_s: float, policy_s: float, stall_s: float = 0.0) -> None:
-        """Begin ``iteration``, for which the training thread has captured a snapshot.
+        """Begin ``iteration``, after the training thread has begun to capture a snapshot.
 
         Args:
             iteration: iteration that begins.
-            begin_s: seconds of the training thread for snapshot and policy.
+            begin_s: seconds that the training thread spent on the snapshot and the policy.
             policy_s: part of ``begin_s`` for the decision about order and window.
             stall_s: part of ``begin_s`` in which the thread waited for copies.
         """
@@ -54,7 +55,7 @@ class OverheadMeter:
         self, iteration: int, step_s: float, stall_s: float, digest_cpu_s: float, send_cpu_s: float, *,
         is_saving: bool = True,
     ) -> None:  # fmt: skip
-        """End ``iteration``; an iteration that did not begin here is ignored.
+        """End ``iteration``; the call is ignored if :meth:`begin` was not called for this iteration.
 
         Args:
             iteration: iteration that ends.
@@ -62,8 +63,8 @@ class OverheadMeter:
             stall_s: part of ``step_s`` in which training waited for copies.
             digest_cpu_s: processor seconds for digests since the previous iteration.
             send_cpu_s: processor seconds for sending and receiving copies since the previous iteration.
-            is_saving: True if a snapshot was copied, digested, sent or written beside the iteration, or waited for one
-                of these.
+            is_saving: True if, during the iteration, a snapshot was copied, digested, sent or written, or waited for
+                such work.
         """
         has_lasted = self._pause.end()
         if iteration != self._iteration or (self._is_quiet and not has_lasted):
@@ -78,7 +79,7 @@ class OverheadMeter:
         )  # fmt: skip
 
     def interrupted(self) -> None:
-        """End a pause that an exception has interrupted; the iteration does not count."""
+        """End the pause, and leave the present iteration out, because an exception has interrupted it."""
         self._pause.end()
         self._iteration = -1
 
@@ -88,7 +89,7 @@ class OverheadMeter:
         return self._estimate.quiet_s
 
     def evidence(self) -> Evidence:
-        """Return the measured cost of the present saving."""
+        """Return the cost of saving, measured since the last call of :meth:`forget`."""
         return self._estimate.evidence()
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Pause of background work, which threads of digests and sends check before each piece of work."""
+"""Pause of background work. Threads that compute digests or send copies check it before each piece of work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
 """Least and most seconds between two checks of a pausing thread."""
 STEP_SHARE = 0.02
-"""Seconds between two checks, as a share of the expected length of the pause. More frequent checks of many threads
-would slow the iteration that should be quiet."""
+"""Share of the expected length of a pause that a thread waits between two checks. More frequent checks by many threads
+would slow down the quiet iteration."""
 
 
 class Pause:
-    """Pause that the training thread begins and ends, and that background threads obey.
+    """Pause that the training thread begins and ends, and during which background threads wait.
 
-    A plain attribute, which threads poll, holds the state. The exception of a restart could leave a lock taken forever
+    Threads poll a plain attribute. A lock would be a risk: the exception of a restart could leave it taken forever
     (:mod:`moevement_core.util.gate`).
     """
 
@@ -40,7 +40,7 @@ class Pause:
         self._until_s = time.monotonic() + limit_s
 
     def end(self) -> bool:
-        """End the pause; return True if it had not ended by itself before."""
+        """End the pause; return False if it had already ended by itself."""
         has_lasted, self._until_s = self.is_on, 0.0
         return has_lasted
 

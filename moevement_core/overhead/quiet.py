@@ -1,7 +1,7 @@
-"""Quiet iterations, in which digests and sends pause, so that their cost for training can be measured.
+"""Quiet iterations: digests and sends pause in them, so that the cost of saving can be measured.
 
-A quiet iteration captures its snapshot like any other, because later its state is gone. The digests and sends of that
-snapshot follow in the next iterations.
+A snapshot is captured in a quiet iteration like in any other, because its state is gone afterwards. Digests and sends
+of that snapshot follow in the next iterations.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from bisect import bisect_right
 WARM_UP = 6
 """Number of iterations of a job before the first quiet one, because the first iterations compile and allocate."""
 _SPACINGS = ((0, 4), (64, 8), (256, 16))
-"""Pairs of a job's age in iterations and the distance of quiet iterations from then on. Quiet iterations are frequent
-until W is known."""
+"""Pairs: age of a job in iterations, and distance between quiet iterations from that age on. Quiet iterations are
+frequent until W is known."""
 
 
 def spacing(iteration: int, began_at: int) -> int:
-    """Return the distance of quiet iterations at ``iteration`` of a job that began from ``began_at``."""
+    """Return the distance between quiet iterations at ``iteration``, in a job that began from ``began_at``."""
     ages = [age for age, _ in _SPACINGS]
     return _SPACINGS[bisect_right(ages, max(0, iteration - began_at)) - 1][1]
 
@@ -24,7 +24,7 @@ def spacing(iteration: int, began_at: int) -> int:
 def is_quiet(iteration: int, began_at: int) -> bool:
     """Return True if ``iteration`` is quiet.
 
-    The result depends on the arguments only, so all ranks, and also replacements, agree without communication.
+    The result depends on the arguments only, so all ranks agree without communication, including replacements.
 
     Args:
         iteration: number of the iteration, from 1.

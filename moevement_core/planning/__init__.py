@@ -1,1 +1,1 @@
-"""Description and checkpoint plan of a training job that does not run: model, parallel layout, cluster, cost."""
+"""Planning of a training job before it runs: model, parallel layout, cluster, and the cost of checkpoints."""

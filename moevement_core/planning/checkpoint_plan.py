@@ -1,9 +1,10 @@
 """Cost of sparse checkpointing for a job that does not run yet: window, slots, traffic, host memory, rollback.
 
-The plan uses the tables, windows and bounds of a live run. Its assumptions replace what only a run knows:
+The plan computes tables, windows and bounds with the code of a live run. Three assumptions replace measurements:
 
-* The ranks that share an operator divide it evenly. * Experts are equally popular. * Copies and sends reach the
-bandwidths of the cluster description.
+- The ranks that share an operator divide it evenly. Only host memory uses the exact parts, if they are known.
+- Experts are equally popular.
+- Copies and sends reach the bandwidths of the cluster description.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
-"""Bytes per second of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
+"""Assumed bytes per second of device memory in an update: half of the 2 TB/s that NVIDIA states for the A100 80GB."""
 _MASTER_BYTES = 4
-"""Bytes of an element of the widest tensor in a snapshot."""
+"""Bytes of one element of master weights, the widest tensors in a snapshot."""
 INTERRUPTED = 0.5
-"""Mean iterations of work that a failure destroys in the iteration under way; a replay does not count them."""
+"""Mean part of the interrupted iteration that a failure destroys; it does not count as replayed."""
 DENSE_OVERHEAD = 0.03
-"""CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
+"""Largest share of training time that CheckFreq lets dense checkpoints cost, as MoEvement sets it (section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,29 @@ class PlanInput:
     iteration_s: float
     kind: WindowKind = WindowKind.ALIGNED
     replicas: int = 2
-    """Number of copies of each snapshot, or of blocks of parity for each group."""
+    """Number of copies of each snapshot; with parity, number of parity blocks of each group."""
     window: int | None = None
     """Imposed window in iterations; None: the plan chooses it."""
     period: int | None = None
-    """Imposed iterations from the start of one window to the next; None: the plan chooses them by ``overhead_cap``."""
+    """Imposed number of iterations from one window's start to the next; None: ``overhead_cap`` decides."""
     contention: float = 0.0
-    """Seconds by which copies lengthen training, over the seconds in which links could carry the copies alone; 0: no
-    effect."""
+    """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone; 0: no
+    slow-down."""
     overhead_cap: float = OVERHEAD_CAP
-    """Largest share of training time that copies may cost before windows become rarer."""
+    """Largest share of training time that copies may cost. If they would cost more, windows become rarer."""
     recovery: Recovery = Recovery.REPLAY
-    """Way to recover: replay or redo."""
+    """Method of recovery: replay or redo."""
     members: int = 0
-    """Number of members in a parity group; 0: peers keep copies."""
+    """Number of members of a parity group; 0: peers keep copies instead of parity."""
     keeps_own_copies: bool = True
     """False if a rank frees its own snapshots once all peers have copies."""
     to_disk: bool = False
-    """True if ranks also write windows to disk."""
+    """True if ranks write windows to disk."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage, in the figures of one rank that stands for all ranks of the stage."""
+    """Plan of one pipeline stage. Its figures are those of one rank, which stands for all ranks of the stage."""
 
     shape: StageShape
     table: OperatorTable
@@ -92,21 +93,21 @@ class StagePlan:
     ordering: Ordering
     budget: Budget
     own: Window
-    """Smallest window of this stage alone."""
+    """Smallest window that this stage alone would need."""
     window: Window
-    """Window of the job, cut into slots of this stage."""
+    """Window of the whole job, divided into slots of this stage."""
     log_bytes: int
-    """Bytes of boundary log in an iteration."""
+    """Bytes that a rank adds to its boundary log in an iteration."""
     rest: int
-    """Iterations from the end of a window of the job to the start of the next one."""
+    """Iterations from the end of one window of the job to the start of the next."""
     is_redone: bool
-    """True if slots hold gradients in the place of compute weights."""
+    """True if slots hold gradients in place of compute weights, for a recovery by redo."""
     ranks: OperatorTable
-    """Operators with a row for each rank; ranks hold whole experts, and unequal parts of other operators."""
+    """Operator table with a row for each rank, or for each expert-parallel rank if the parts of ranks are unknown."""
 
     @property
     def weighed(self) -> OperatorTable:
-        """Table whose bytes decide the slots."""
+        """Operator table whose bytes decide which operators a slot holds."""
         return self.table.with_gradients_for_compute() if self.is_redone else self.table
 
     @cached_property
@@ -123,7 +124,7 @@ class StagePlan:
 
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """Bytes of each snapshot of a window, for each rank of the stage, with the window of the job."""
+        """Bytes of each snapshot of the job's window, one array for each rank of the stage."""
         ranks = self.ranks
         order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
@@ -133,13 +134,13 @@ class StagePlan:
 
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
-        """Operators of the shape, in the order of the table."""
+        """Shapes of the operators, in the order of the table."""
         by_name = {operator.name: operator for operator in self.shape.operators}
         return tuple(by_name[name] for name in self.table.names)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of full state of all operators, as a dense checkpoint of the rank has."""
+        """Bytes of the full state of all operators, which is the size of the rank's dense checkpoint."""
         return int(self.table.full.sum())
 
     @property
@@ -149,19 +150,19 @@ class StagePlan:
 
 
 def _first_order(table: OperatorTable, ordering: Ordering) -> Order:
-    """Return the order of operators in a first window, when no popularity is known."""
+    """Return the order of operators in the first window, before any popularity is known."""
     return order_operators(table, np.zeros(len(table)), ordering)
 
 
 class CheckpointPlan:
-    """Plan of a job, with figures of one rank unless stated otherwise.
+    """Plan of checkpoints for a job. Figures are those of one rank unless stated otherwise.
 
     Args:
         inputs: inputs of the plan.
 
     Raises:
-        WindowError: the inputs lack a bandwidth or an iteration time, need more nodes for replicas or parity, or impose
-            an impossible window or period.
+        WindowError: a bandwidth or the iteration time is missing, there are too few nodes for replicas or parity, or
+            the imposed window or period is impossible.
     """
 
     def __init__(self, inputs: PlanInput) -> None:
@@ -169,18 +170,19 @@ class CheckpointPlan:
         self._nodes = nodes = math.ceil(inputs.job.ranks / inputs.cluster.gpus_per_node)
         if inputs.members and nodes < inputs.members + inputs.replicas:
             raise WindowError(
-                f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs {inputs.members + inputs.replicas}"
+                f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs "
+                f"{inputs.members + inputs.replicas} nodes"
             )
         if 0 < nodes - 1 < inputs.replicas:
             raise WindowError(
-                f"{inputs.replicas} replicas on {nodes} nodes; needs as many other nodes: at most {nodes - 1} "
-                "replicas, or more nodes"
+                f"{inputs.replicas} replicas on {nodes} nodes; each replica needs another node: give at most "
+                f"{nodes - 1} replicas, or more nodes"
             )
         plans = [self._stage(shape) for shape in inputs.job.stages]
         if inputs.window is not None and inputs.window > (most := max(len(stage.table) for stage in plans)):
             raise WindowError(
-                f"window {inputs.window}: no stage has more than {most} operators, so slots would be empty; needs "
-                f"{most} or less"
+                f"window {inputs.window}; no stage has operators for more than {most} slots: give a window of {most} "
+                "iterations or fewer"
             )
         self.size: int = inputs.window or max(stage.own.size for stage in plans)
         """Window W of the job in iterations: imposed, or the largest among its stages."""
@@ -195,10 +197,11 @@ class CheckpointPlan:
         ]
         if inputs.period is not None and not self.size <= inputs.period <= MOST_PERIOD:
             raise WindowError(
-                f"period {inputs.period}: windows have {self.size} iterations; needs {self.size} to {MOST_PERIOD}"
+                f"period {inputs.period} with windows of {self.size} iterations; needs {self.size} to {MOST_PERIOD} "
+                "iterations"
             )
         self.period: int = inputs.period or max(self.size, *map(self._shortest_period, stages))
-        """Iterations from the start of one window of the job to the next: W and the rest after it."""
+        """Iterations from the start of one window of the job to the next: W, and a rest without snapshots after it."""
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
@@ -224,15 +227,15 @@ class CheckpointPlan:
         return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, 0, is_redone, ranks)
 
     def _shortest_period(self, stage: StagePlan) -> int:
-        """Return the fewest iterations from one window to the next at which copies slow training by at most the cap.
+        """Return the shortest period, in iterations, with which copies slow training by no more than the cap.
 
-        The result is at most :data:`MOST_PERIOD`, the longest period of a live job.
+        The result is at most :data:`MOST_PERIOD`, the longest period of a live job, even if copies then cost more.
         """
         slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
         return math.ceil(min(MOST_PERIOD, slowed_s / (self.inputs.overhead_cap * self._iteration_s)))
 
     def contended_s(self, sent_bytes: float) -> float:
-        """Return the seconds by which training slows while a rank copies ``sent_bytes`` to each of its peers."""
+        """Return the seconds that training loses while a rank sends ``sent_bytes`` to each of its peers."""
         return self.inputs.contention * self.inputs.cluster.link_s(self.inputs.replicas * sent_bytes)
 
     @cached_property
@@ -251,7 +254,7 @@ class CheckpointPlan:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that training waits for copies in an average iteration, on the stage that waits longest."""
+        """Mean seconds for which training waits for copies in an iteration, on the stage that waits longest."""
         return max(
             sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.period
             for stage in self.stages
@@ -268,7 +271,7 @@ class CheckpointPlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Mean iterations of work that a failure costs, with half of the interrupted iteration."""
+        """Mean iterations of work that a failure costs; the interrupted iteration counts half."""
         return self.binding_stage.schedule.expected_rollback(self.lag)
 
     @property
@@ -278,15 +281,15 @@ class CheckpointPlan:
 
     @property
     def most_replayed(self) -> int:
-        """Most committed iterations that a recovery replays."""
+        """Largest number of committed iterations that a recovery replays."""
         return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
-        """Return the host bytes for all kept snapshots of one rank, as a mean over the ranks of its stage.
+        """Return the bytes of host memory for the snapshots that one rank keeps, as a mean over the ranks of its stage.
 
         Args:
             stage: plan of the rank's stage.
-            lag: iterations by which peers may lag; None: as many as the rank itself provides memory for.
+            lag: iterations by which peers may trail; None: the lag for which a rank allocates memory.
         """
         return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
 
@@ -301,10 +304,10 @@ class CheckpointPlan:
         return min(self.snapshot_memory(stage), in_flight)
 
     def parity_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory for one sum over the snapshots of a parity group.
+        """Return the bytes of host memory that a holder needs for one parity group.
 
-        The sum is as long as the longest snapshot. The result includes memory for the blocks that arrive at the same
-        time.
+        A parity sum is as long as the longest snapshot. The result includes buffers for the blocks that a holder has
+        in memory at the same time.
         """
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
@@ -317,8 +320,7 @@ class CheckpointPlan:
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
         """Return the bytes that each snapshot of a window holds, for each rank of a stage.
 
-        Sums and files contain whole snapshots, so no part of a snapshot is released early with parity or windows on
-        disk.
+        With parity or windows on disk, ranks free no part of a snapshot early: sums and files contain whole snapshots.
         """
         is_whole = self.inputs.members or self.inputs.to_disk
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
@@ -329,7 +331,7 @@ class CheckpointPlan:
     def log_memory(self, stage: StagePlan) -> int:
         """Return the bytes of host memory for the boundary log.
 
-        It holds all iterations from which a recovery may begin, and the iteration under way.
+        The log reaches back to the oldest snapshot from which a recovery may begin.
         """
         reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.inputs.to_disk)
         return reach * stage.log_bytes
@@ -340,10 +342,13 @@ class CheckpointPlan:
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Host bytes of a rank of the heaviest stage: own snapshots, copies or its share of parity, and logs."""
+        """Bytes of host memory of a rank: own snapshots, copies or parity that it keeps for other ranks, and logs.
+
+        Snapshots are those of the stage with the heaviest snapshots, logs those of the stage with the largest logs.
+        """
         heaviest = max(self.stages, key=self.snapshot_memory)
         if self.inputs.members:
-            groups = -(-self._nodes // self.inputs.members)  # A group has one rank of each of its nodes.
+            groups = -(-self._nodes // self.inputs.members)  # The members of a group are on different nodes.
             kept = math.ceil(self.inputs.replicas * groups * self.parity_memory(heaviest) / self._nodes)
         else:
             kept = self.inputs.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
@@ -351,14 +356,14 @@ class CheckpointPlan:
 
     @property
     def host_memory_of_node(self) -> int:
-        """Bytes of host memory of a node: own snapshots, copies or parity, and logs of all its ranks."""
+        """Bytes of host memory that all ranks of a node need: own snapshots, copies or parity, and logs."""
         return sum(self.host_memory) * min(self.inputs.cluster.gpus_per_node, self.inputs.job.ranks)
 
     @cached_property
     def paper_window(self) -> PaperWindow:
-        """Result of Algorithm 1 of the paper on the heaviest stage.
+        """Window of the heaviest stage by Algorithm 1 of the paper.
 
-        All operators have the mean size, and the bandwidth from device to host is the only limit.
+        The algorithm gives all operators the mean size. Its only limit is the bandwidth from device to host.
         """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         count = len(stage.table)
@@ -372,13 +377,13 @@ class CheckpointPlan:
         )
 
     def bandwidth_for(self, size: int) -> float:
-        """Return the bandwidth in bytes per second at which the window of the job is ``size`` iterations or fewer.
+        """Return the least bandwidth at which the window of the job has ``size`` iterations or fewer.
 
         Args:
             size: window in iterations.
 
         Returns:
-            Bandwidth for the snapshots of one rank, with each snapshot counted once.
+            Bytes per second for the snapshots of one rank. A snapshot counts once, however many peers receive it.
         """
         return max(peak_of_window(s.weighed, s.order, size, s.own.kind) for s in self.stages) / self._iteration_s
 
@@ -391,7 +396,10 @@ class CheckpointPlan:
 
     @property
     def updates_s(self) -> float:
-        """Seconds in which a rank repeats the updates of a window; each update reads and writes its full state."""
+        """Seconds that a rank needs to repeat the updates of a window; 0 for a recovery by replay.
+
+        Each update reads and writes the rank's full state.
+        """
         if self.inputs.recovery is Recovery.REPLAY:
             return 0.0
         return (self.size - 1) * 2 * max(stage.full_bytes for stage in self.stages) / DEVICE_BYTES_PER_S
@@ -433,10 +441,10 @@ class CheckpointPlan:
         return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
 
     def alternatives(self) -> Iterator[tuple[str, int]]:
-        """Yield changes of the inputs, each in words and with the window W that follows.
+        """Yield possible changes of the inputs: a description of each, and the window W that the plan then has.
 
-        The changes are twice each bandwidth, the other kind of window, longer iterations, one replica less and other
-        regimes.
+        The changes are: each bandwidth doubled, the other kind of window, iterations twice as long, one replica less,
+        and other regimes.
         """
         inputs = replace(self.inputs, window=None)
         cluster, scaling = inputs.cluster, inputs.regime.scaling
@@ -459,31 +467,32 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class DensePlan:
-    """Plan of dense checkpoints of the heaviest rank, in peers' memory (Gemini) with CheckFreq's overhead bound."""
+    """Plan of dense checkpoints in peers' memory (GEMINI) for the heaviest rank, with CheckFreq's overhead bound."""
 
     bytes: int
     copy_s: float
     send_s: float
     """Seconds to send a checkpoint to every peer."""
     stall_s: float
-    """Seconds by which one checkpoint delays training: the copy is longer than the iteration that hides it."""
+    """Seconds by which one checkpoint delays training: the part of its copy that lasts longer than an iteration."""
     interval: int
-    """Iterations from one checkpoint to the next; by default the fewest with stalls within 3% and no overlap of
-    checkpoints."""
+    """Iterations from one checkpoint to the next.
 
-    lag: int
-    """Iterations from the state that a checkpoint holds until every peer has the checkpoint."""
-    host_memory: tuple[int, int, int]
-    """Bytes of host memory that ``--moevement-strategy dense`` allocates on a rank: own checkpoints, copies, and logs.
+    The default is the fewest iterations with which stalls stay within 3% and checkpoints do not overlap.
     """
 
+    lag: int
+    """Lag of a checkpoint: iterations from the state that the checkpoint holds until every peer has received it."""
+    host_memory: tuple[int, int, int]
+    """Bytes of host memory of a rank with ``--moevement-strategy dense``: own checkpoints, copies, and logs."""
+
     def fetch_s(self, cluster: Cluster) -> float:
-        """Return the seconds in which a rank fetches a checkpoint from one peer and copies it to its device."""
+        """Return the seconds that a rank needs to fetch a checkpoint from one peer and copy it to its device."""
         return self.bytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
 
     @property
     def expected_rollback(self) -> float:
-        """Mean iterations of work that a failure costs: half the interval (MoEvement section 3.6) and the lag."""
+        """Mean iterations of work that a failure costs: half of the interval (MoEvement section 3.6) plus the lag."""
         return self.interval / 2 + self.lag
 
     @property
@@ -493,5 +502,5 @@ class DensePlan:
 
     @property
     def most_replayed(self) -> int:
-        """Most committed iterations that a recovery replays."""
+        """Largest number of committed iterations that a recovery replays."""
         return self.interval - 1 + self.lag

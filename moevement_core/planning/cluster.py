@@ -1,4 +1,4 @@
-"""Machines of a job, as far as checkpointing depends on them; bandwidths are in bytes per second."""
+"""Description of a job's machines, as far as checkpointing depends on them. Bandwidths are in bytes per second."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE
 
 GB = 1e9
 ASSUMED_SHARE = 0.4
-"""Assumed fraction of a node's network bandwidth for copies if it was not measured; training has the rest.
+"""Fraction of a node's network bandwidth that copies are assumed to get without a measurement; training gets the rest.
 
-With about this share, planning reproduces the windows that MoEvement publishes for its A100 cluster (docs/windows.md).
+With about this fraction, planning reproduces the windows that MoEvement publishes for its A100 cluster
+(docs/windows.md).
 """
 
 
@@ -27,8 +28,8 @@ class Cluster:
     network_share: float = 1.0
     """Fraction of the network bandwidth that training leaves for replication."""
     copy_bytes_per_s: float | None = None
-    """Measured bytes per second of a node's copies while all its ranks send beside training; None: ``network_share``
-    applies."""
+    """Measured bytes per second of a node's copies to peers, while all its ranks send and train. None: not measured;
+    ``network_share`` applies."""
     host_memory_bytes: float | None = None
     """Bytes of host memory of a node; None: the plan does not check memory."""
     storage_bytes_per_s: float | None = None
@@ -38,13 +39,13 @@ class Cluster:
     utilization: float = 0.4
     """Fraction of ``flops`` that the model's matrix products reach."""
     link_bytes_per_s: float | None = None
-    """Bytes per second between a GPU and the others of its node (NVLink), in one direction."""
+    """Bytes per second between a GPU and the other GPUs of its node (NVLink), in one direction."""
     memory_bytes_per_s: float | None = None
     """Bytes per second of a GPU's own memory."""
     overlap: float = 0.9
     """Fraction of gradient synchronisation and parameter gathering that overlaps with computation."""
     speeds: tuple[tuple[float, int], ...] = ()
-    """Relative speeds of nodes, each with its number of nodes, in the order of nodes; all other nodes have speed 1."""
+    """Pairs of a relative speed and the number of nodes with it, in the order of nodes. Later nodes have speed 1."""
 
     def __post_init__(self) -> None:
         AT_LEAST_ONE.check("GPUs per node", self.gpus_per_node)
@@ -59,28 +60,33 @@ class Cluster:
         if not 0.0 < self.network_share <= 1.0:
             raise ConfigError(f"a network share of {self.network_share}; needs more than 0 and at most 1")
         if not 0.0 < self.utilization <= 1.0 or not 0.0 <= self.overlap <= 1.0:
-            raise ConfigError(f"utilization {self.utilization}, overlap {self.overlap}; needs fractions")
+            raise ConfigError(
+                f"utilization {self.utilization} and overlap {self.overlap}; utilization has to be more than 0 and at "
+                "most 1, and overlap 0 to 1"
+            )
         if any(speed <= 0 or count < 1 for speed, count in self.speeds):
-            raise ConfigError(f"speeds {list(self.speeds)}; needs pairs of a speed above 0 and 1 or more nodes")
+            raise ConfigError(
+                f"speeds {list(self.speeds)}; each pair needs a speed above 0 and a number of nodes of 1 or more"
+            )
 
     @property
     def replication_bytes_per_s(self) -> float:
-        """Bytes per second of the network for the snapshots of one GPU."""
+        """Bytes per second that the network carries for the snapshots of one GPU."""
         return self.node_copy_bytes_per_s / self.gpus_per_node
 
     @property
     def node_copy_bytes_per_s(self) -> float:
-        """Bytes per second of the network for the snapshots of all GPUs of a node."""
+        """Bytes per second that the network carries for the snapshots of all GPUs of a node."""
         if self.copy_bytes_per_s is not None:
             return self.copy_bytes_per_s
         return self.network_bytes_per_s * self.network_share
 
     def link_s(self, nbytes: float) -> float:
-        """Return the seconds in which a node's links carry ``nbytes`` from each of its GPUs and no other data."""
+        """Return the seconds that a node's links need for ``nbytes`` from each of its GPUs, without other traffic."""
         return nbytes * self.gpus_per_node / self.network_bytes_per_s
 
     def with_faster_network(self, factor: float) -> Cluster:
-        """Return this cluster with a network, and copies over it, that are ``factor`` times as fast."""
+        """Return this cluster with network bandwidth, and measured bandwidth of copies, multiplied by ``factor``."""
         measured = None if self.copy_bytes_per_s is None else factor * self.copy_bytes_per_s
         return replace(self, network_bytes_per_s=factor * self.network_bytes_per_s, copy_bytes_per_s=measured)
 
@@ -96,8 +102,9 @@ class Cluster:
 # MoEvement states network and memory of its two clusters (sections 5.1 and 5.7). It states no bandwidth from device to
 # host; 25 GB/s and 50 GB/s are round numbers below the limits of PCIe 4.0 x16 (32 GB/s) and 5.0 x16 (64 GB/s). These
 # bandwidths limit none of the paper's cases, as docs/windows.md shows. The paper gives the first cluster 40 Gb/s of
-# storage. It is silent about the second, which has the same here. Links are half of the 600 and 900 GB/s that NVLink
-# carries in both directions. FLOP and memory bandwidth come from the data sheets (dense BF16; 80 GB cards).
+# storage, and states none for the second; both have the same here. Bandwidths of links are half of the 600 and 900 GB/s
+# that NVLink carries in both directions together. FLOP and memory bandwidth come from the data sheets (dense BF16;
+# 80 GB cards).
 CLUSTERS: dict[str, Cluster] = {
     "moevement-a100": Cluster(
         8, 25 * GB, 80 / 8 * GB, host_memory_bytes=880 * GB, storage_bytes_per_s=40 / 8 * GB, flops=312e12,

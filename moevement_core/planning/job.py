@@ -1,4 +1,4 @@
-"""Training job as planning and simulation describe it: operators of each stage, and boundary tensors."""
+"""Description of a training job for planning and simulation: operators of each stage, and boundary tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from moevement_core.precision import Regime, TensorShape
 
 @dataclass(frozen=True, slots=True)
 class OperatorShape:
-    """Operator of one rank before data-parallel ranks divide its state."""
+    """Shape of an operator on one rank, before data-parallel ranks divide the state."""
 
     name: str
     kind: OperatorKind
     tensors: tuple[TensorShape, ...]
     """Parameters on this rank, after tensor parallelism."""
     shards: int
-    """Number of ranks with the same parameters, which divide the state: data times context parallelism, or expert data
-    parallelism."""
+    """Number of ranks that hold the same parameters and divide their state.
+
+    It is the data-parallel times the context-parallel size; for experts it is the expert-data-parallel size.
+    """
 
     @property
     def parameters(self) -> int:
@@ -41,20 +43,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """Pipeline stage; its ranks hold different experts but equally many, so one rank describes all."""
+    """Shape of a pipeline stage. All ranks hold the same number of experts, so one rank describes all."""
 
     operators: tuple[OperatorShape, ...]
     sends_per_micro_batch: int
     """Number of tensors that a rank sends over stage boundaries for each micro-batch, forward and backward, in all
     chunks."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """Parts that each rank owns, in the order of ranks, for weights kept in FP8 (True) or not (False). FP8 weights have
-    buffers of their own. The mapping is empty if the parts are unknown, because only Megatron can compute them."""
+    """Parts of tensors that each rank owns, in the order of ranks. The key is True for a job that keeps weights in FP8,
+    because FP8 weights have separate buffers. The mapping is empty if the parts are unknown; only Megatron can compute
+    them."""
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cache of tables by regime and expert-parallel size (0: one rank), because many plans of one job need the same
-    table."""
+    """Cache of tables by regime and expert-parallel size; size 0 is the table of one rank. Many plans of a job need the
+    same table."""
 
     def table(self, regime: Regime) -> OperatorTable:
         """Return the table of one rank, with each operator divided evenly over the ranks that share it."""
@@ -105,7 +108,7 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """Return the exact bytes of state that each rank of the stage saves; an empty list if they are unknown."""
+        """Return the exact bytes of state that each rank of the stage saves; an empty list if parts are unknown."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
@@ -136,7 +139,7 @@ class JobShape:
     boundary_bytes: int
     """Bytes of one tensor that a rank sends over a stage boundary."""
     regime: Regime
-    """Formats that the job's own flags set."""
+    """Number formats that the flags of the job set."""
     stages: tuple[StageShape, ...]
     chunks: int = 1
     """Number of virtual stages of each stage."""
@@ -149,11 +152,16 @@ class JobShape:
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.pipeline_parallel:
-            raise ConfigError(f"{len(self.stages)} stages for pipeline size {self.pipeline_parallel}; needs one each")
+            raise ConfigError(
+                f"job has {len(self.stages)} stages, but pipeline size is {self.pipeline_parallel}; both must be equal"
+            )
 
     @property
     def tied_stages(self) -> frozenset[int]:
-        """Stages with copies of one embedding. Its gradient is a sum over all of them, so they roll back together."""
+        """Stages that hold copies of one embedding; empty if one stage holds it alone.
+
+        The gradient of the embedding is summed over these stages, so they roll back together.
+        """
         holds = [any(operator.kind is OperatorKind.EMBEDDING for operator in stage.operators) for stage in self.stages]
         return frozenset(stage for stage, is_held in enumerate(holds) if is_held) if sum(holds) > 1 else frozenset()
 

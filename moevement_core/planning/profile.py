@@ -42,7 +42,7 @@ class SizeProfile:
     """Number of tokens of a micro-batch on a rank."""
     micro_batches: int
     iteration_s: float
-    """Median seconds of an iteration without the timers that measure the other seconds."""
+    """Median seconds of an iteration, measured while the timers for the other fields are off."""
     sync_s: float
     """Seconds that training waits for gradient reduction and parameter gathering."""
     update_s: float
@@ -64,7 +64,7 @@ class Affine:
 
     @classmethod
     def fit(cls, collective: str, ranks: int, samples: Sequence[tuple[int, float]]) -> Affine:
-        """Return the least-squares fit of relative errors, with ``a`` and ``b`` not negative.
+        """Return the time model with the least squared relative errors; its ``a`` and ``b`` are not negative.
 
         Relative errors give small messages as much weight as large ones.
 
@@ -77,7 +77,7 @@ class Affine:
             ConfigError: the samples have fewer than two sizes.
         """
         if len({size for size, _ in samples}) < 2:
-            raise ConfigError(f"{len(samples)} samples of {collective}; needs two sizes at least")
+            raise ConfigError(f"{len(samples)} samples of {collective}; needs samples of two message sizes")
         sizes, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
         rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
         a, b = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)[0]
@@ -95,7 +95,7 @@ class Affine:
         return self.a_s + self.b_s_per_byte * nbytes
 
     def among(self, ranks: int) -> Affine:
-        """Return the model for another number of ranks, 2 or more, under the assumption of a ring.
+        """Return the time model for another number of ranks, 2 or more, if the collective runs as a ring.
 
         The number of steps scales with ``ranks - 1``, and the moved part of a message with ``(ranks - 1) / ranks``.
         """
@@ -105,7 +105,7 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Profile of a run, by micro-batch size, with the bandwidths and collectives of its ranks."""
+    """Profile of a run: times by micro-batch size, and bandwidths and collectives of the ranks."""
 
     device: str
     """Kind of the device, ``cuda`` or ``cpu``, with its name."""
@@ -118,10 +118,10 @@ class Profile:
     network_bytes_per_s: float
     """Bytes per second of all ranks together, measured with the largest messages between two ranks."""
     storage_bytes_per_s: float
-    """Bytes per second of all ranks that write at once, until the data is durable."""
+    """Bytes per second that all ranks together write to storage, until the data is durable."""
     contention: float | None = None
-    """Seconds by which copies to peers lengthened training, over the seconds in which links could carry the copies
-    alone. Measured from iterations with and without copies; None: not measured."""
+    """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone. It is
+    measured from iterations with and without copies; None: not measured."""
     cores: int = 0
     """Number of processors that ranks share for computation; 0 if each rank has a device of its own."""
     sizes: tuple[SizeProfile, ...]
@@ -132,7 +132,9 @@ class Profile:
     def __post_init__(self) -> None:
         for size in self.sizes:
             if len(size.stages) != self.pipeline:
-                raise ConfigError(f"{len(size.stages)} stages of pipeline {self.pipeline}; needs as many")
+                raise ConfigError(
+                    f"profile has {len(size.stages)} stages for pipeline {self.pipeline}; both numbers must be equal"
+                )
 
     @property
     def ranks_of_stage(self) -> int:
@@ -150,7 +152,7 @@ class Profile:
         """Return the time model of a collective among ``ranks`` ranks, from the nearest measured number of ranks.
 
         Returns:
-            None if the collective was not measured, or for fewer than two ranks, which do not wait.
+            The model; None if the collective was not measured among two or more ranks, or ``ranks`` is less than 2.
         """
         fits = [fit for fit in self.collectives if fit.collective == collective and fit.ranks > 1]
         if not fits or ranks < 2:
@@ -175,7 +177,7 @@ class Profile:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise ConfigError(f"profile {path}: no format {FORMAT}; write one with moevement profile")
+            raise ConfigError(f"profile {path}: needs format {FORMAT}; write a new profile with moevement profile")
         values = {key: value for key, value in content.items() if key != "format"}
         try:
             values["sizes"] = tuple(_size(size) for size in values["sizes"])
@@ -185,7 +187,7 @@ class Profile:
             )
             profile = cls(**values)
         except (TypeError, KeyError) as error:
-            raise ConfigError(f"profile {path}: {error}; write one with moevement profile") from None
+            raise ConfigError(f"profile {path}: {error}; write a new profile with moevement profile") from None
         parts: list[Profile | SizeProfile | StageProfile] = [profile, *profile.sizes]
         for part in (*parts, *(stage for size in profile.sizes for stage in size.stages)):
             for declared in dataclasses.fields(part):

@@ -1,9 +1,9 @@
-"""Transformer with experts and its layout in numbers, for planning and simulation without Megatron.
+"""Description of a transformer with experts and of its layout, for planning and simulation without Megatron.
 
-Sizes equal those of Megatron, and a test compares them operator by operator. The description covers the models of
-papers: dense and MoE layers, shared experts, grouped-query and multi-latent attention, LayerNorm or RMSNorm, gated or
-plain experts, and linear layers without biases. Megatron itself describes all other models from its flags
-(``megatron.moevement.describe``). Fields have the names of Megatron's flags.
+Sizes equal those that Megatron computes, and a test compares them operator by operator. The description covers the
+models of the papers: dense and MoE layers, shared experts, grouped-query and multi-latent attention, LayerNorm or
+RMSNorm, gated or plain experts, and linear layers without biases. Megatron itself describes all other models from its
+flags (``megatron.moevement.describe``). Fields have the names of Megatron's flags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moevement_core.planning.job import JobShape, OperatorShape, StageShape
 from moevement_core.precision import MIXED, Regime, TensorShape
 
 VOCABULARY_MULTIPLE = 128
-"""Factor of the padding: Megatron pads the vocabulary to a multiple of it times the tensor-parallel size."""
+"""Factor of vocabulary padding: Megatron pads to a multiple of this factor times the tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class Transformer:
     moe_shared_expert_intermediate_size: int = 0
     """Hidden size of all shared experts of a layer together."""
     moe_layer_freq: int = 1
-    """Distance between layers with experts, counted from the first layer."""
+    """Interval of layers with experts: every N-th layer has experts, beginning with the first layer."""
     dense_layers: int = 0
-    """Number of first layers without experts."""
+    """Number of layers at the beginning of the model that have no experts."""
     num_query_groups: int = 0
     """Number of query groups; 0: one group for each head."""
     kv_channels: int = 0
@@ -66,17 +66,17 @@ class Transformer:
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} of {getattr(self, name)}; needs 1 or more")
+                raise ConfigError(f"{name} {getattr(self, name)}; needs 1 or more")
         if self.num_experts and (self.moe_ffn_hidden_size < 1 or not 1 <= self.moe_router_topk <= self.num_experts):
             raise ConfigError(
                 f"{self.num_experts} experts with moe_ffn_hidden_size {self.moe_ffn_hidden_size} and moe_router_topk "
-                f"{self.moe_router_topk}; moe_ffn_hidden_size has to be 1 or more, and moe_router_topk 1 to "
+                f"{self.moe_router_topk}; moe_ffn_hidden_size has to be 1 or more, and moe_router_topk has to be 1 to "
                 f"{self.num_experts}"
             )
         if self.normalization not in ("RMSNorm", "LayerNorm"):
             raise ConfigError(f"normalization {self.normalization!r}; needs RMSNorm or LayerNorm")
         if not all(map(self.has_experts, range(self.num_layers))) and self.ffn_hidden_size < 1:
-            raise ConfigError("layers without experts and no ffn_hidden_size; needs their width")
+            raise ConfigError("some layers have no experts, and ffn_hidden_size is not set; give it, 1 or more")
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, is a mixture of experts."""
@@ -117,7 +117,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of a model over ranks, and the sizes of its batch."""
+    """Layout of a model over ranks, and batch sizes."""
 
     ranks: int
     global_batch_size: int
@@ -129,7 +129,7 @@ class Layout:
     expert_tensor: int = 0
     """Tensor-parallel size of experts; 0: ``tensor``."""
     chunks: int = 1
-    """Virtual stages of a stage."""
+    """Number of virtual stages of each pipeline stage."""
     layers: tuple[int, ...] = ()
     """Number of layers of each stage, or of each chunk in the order of the model; empty: evenly spread."""
     sequence_parallel: bool = False
@@ -137,23 +137,23 @@ class Layout:
     def __post_init__(self) -> None:
         model = self.pipeline * self.tensor * self.context
         if min(self.ranks, self.pipeline, self.tensor, self.context, self.expert, self.chunks) < 1:
-            raise ConfigError(f"{self}; sizes need to be 1 or more")
+            raise ConfigError(f"{self}; every size has to be 1 or more")
         if self.ranks % model:
             raise ConfigError(
                 f"{self.ranks} ranks with pipeline {self.pipeline}, tensor {self.tensor} and context {self.context}; "
-                f"needs a multiple of {model}"
+                f"the number of ranks has to be a multiple of {model}"
             )
         experts = self.pipeline * self.expert * self.expert_tensor_size
         if self.ranks % experts:
             raise ConfigError(
-                f"{self.ranks} ranks with expert parallelism {self.expert} on {self.pipeline} stages; needs a multiple "
-                f"of {experts}"
+                f"{self.ranks} ranks with expert parallelism {self.expert} on {self.pipeline} stages; the number of "
+                f"ranks has to be a multiple of {experts}"
             )
         batch = self.micro_batch_size * self.data
         if self.global_batch_size < 1 or self.micro_batch_size < 1 or self.global_batch_size % batch:
             raise ConfigError(
                 f"global batch {self.global_batch_size} of micro-batches of {self.micro_batch_size} on {self.data} "
-                f"data-parallel ranks; needs a multiple of {batch}"
+                f"data-parallel ranks; the global batch has to be a multiple of {batch}"
             )
 
     @property
@@ -185,7 +185,8 @@ def describe(name: str, model: Transformer, layout: Layout, regime: Regime = MIX
     """
     if model.num_experts % layout.expert:
         raise ConfigError(
-            f"{model.num_experts} experts on {layout.expert} expert-parallel ranks; needs a multiple of them"
+            f"{model.num_experts} experts on {layout.expert} expert-parallel ranks; the number of experts has to be a "
+            "multiple of the number of ranks"
         )
     tokens = layout.micro_batch_size * model.seq_length // layout.context
     sent = tokens // (layout.tensor if layout.sequence_parallel else 1)
@@ -214,18 +215,20 @@ def _stages(model: Transformer, layout: Layout) -> Iterator[StageShape]:
     counts = layout.layers or _evenly(model.num_layers, stages * chunks)
     if len(counts) not in (stages, stages * chunks) or sum(counts) != model.num_layers or min(counts) < 0:
         raise ConfigError(
-            f"layers {list(counts)} for {model.num_layers} layers on {stages} stages of {chunks} chunks; needs a "
-            "number for each stage (or chunk), and all layers in all"
+            f"layers {list(counts)} for a model of {model.num_layers} layers on {stages} stages of {chunks} chunks; "
+            "give one number for each stage, or one for each chunk, that add up to the layers of the model"
         )
     if len(counts) == stages and chunks > 1:
-        raise ConfigError(f"layers {list(counts)} for {chunks} chunks a stage; needs {stages * chunks} numbers")
+        raise ConfigError(
+            f"layers {list(counts)} for stages of {chunks} chunks; needs {stages * chunks} numbers, one for each chunk"
+        )
     starts = [sum(counts[:number]) for number in range(len(counts))]
     for stage in range(stages):
         parts = range(stage, len(counts), stages)
         layers = [layer for part in parts for layer in range(starts[part], starts[part] + counts[part])]
         operators = tuple(_operators(model, layout, stage, layers))
         if not operators:
-            raise ConfigError(f"stage {stage} holds nothing; needs fewer stages, or layers on it")
+            raise ConfigError(f"stage {stage} has no operators; give fewer stages, or layers for this stage")
         sends = (2 * chunks - (stage == 0) - (stage == stages - 1)) if stages > 1 else 0
         yield StageShape(operators, sends)
 
@@ -241,7 +244,7 @@ def _evenly(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]) -> Iterator[OperatorShape]:
-    """Yield the operators of the first rank of a stage, in Megatron's order."""
+    """Yield the operators that the first rank of a stage holds, in Megatron's order."""
     dense, tensor = layout.data * layout.context, layout.tensor
     multiple = VOCABULARY_MULTIPLE * tensor
     elements = math.ceil(model.vocab_size / multiple) * multiple * model.hidden_size // tensor
@@ -252,7 +255,7 @@ def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]
     for layer in layers:
         yield from _layer(model, layout, layer)
     if last:
-        # A tied output layer is the embedding, of which the last stage has a copy.
+        # A tied output layer uses the weights of the embedding. The last stage holds a copy of them.
         yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (TensorShape(elements),)), dense)
         if tied and stage > 0:
             yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(elements),), dense)

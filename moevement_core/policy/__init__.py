@@ -1,4 +1,4 @@
-"""Decisions on what is saved when: window, order, schedule and reordering.
+"""Decisions on which state each snapshot holds: window, order of operators, schedule and reordering.
 
-They depend on plain data alone, and are the same in live runs and in the simulator.
+The code here works on plain data alone, and live runs and the simulator use the same functions.
 """

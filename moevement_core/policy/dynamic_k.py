@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 PLT_LIMIT = 0.0375
-"""Share of lost tokens up to which the paper found no harm (section 3.1.2)."""
+"""Largest share of lost tokens that did no harm in the paper (section 3.1.2)."""
 FIRST_SHARE = 8
-"""Divisor of E that gives the first number of saved experts, unless that number is configured."""
+"""Divisor of E, the number of experts. The quotient is the first K, unless the user configures K."""
 
 
 @dataclass(frozen=True)
 class DynamicK:
-    """Policy that doubles K while the share of lost tokens exceeds its limit, until K is E."""
+    """Policy for K, the number of saved experts: K doubles as more tokens are lost, until K is E."""
 
     first: int
     """First value of K."""
@@ -24,14 +24,14 @@ class DynamicK:
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
-        """Return a policy whose first K is ``experts``; None: an eighth of ``most``."""
+        """Return a policy whose first K is ``experts``, or an eighth of ``most`` if ``experts`` is None."""
         return DynamicK(min(experts or math.ceil(most / FIRST_SHARE), most), most, limit)
 
     def after(self, experts: int, proportion: float) -> int:
-        """Return K from now on.
+        """Return the new K.
 
         Args:
-            experts: K until now.
+            experts: present K.
             proportion: share of all tokens that recoveries have lost.
         """
         while self.limit < 1 and experts < self.most and proportion > self._share_of_limit(experts):
@@ -41,9 +41,9 @@ class DynamicK:
     def _share_of_limit(self, experts: int) -> float:
         """Return the share of tokens that may be lost at this K.
 
-        The share grows with each doubling, and is the whole limit before K = E. MoC-System doubles K when the lost
-        share exceeds "its limit", and does not say which part of the limit that is. With equal parts the limit is kept
-        as long as no failure costs more than one part.
+        The limit is divided into as many equal parts as there are doublings from the first K to E. Each doubling allows
+        one more part. MoC-System doubles K when the lost share exceeds "its limit", without a rule for each K. With
+        equal parts, the losses stay within the limit as long as no single failure costs more than one part.
         """
         steps = max(1, math.ceil(math.log2(self.most / self.first)))
         done = round(math.log2(experts / self.first))

@@ -1,7 +1,8 @@
-"""Most bytes held by snapshots that are freed as early as every restore point allows. All functions are pure.
+"""Most bytes of the snapshots that a rank holds. All functions are pure.
 
-Windows repeat, and so do the held snapshots: a fixed number of consecutive ones, of which the oldest are a persisted
-run. A part of that run that a newer full state has superseded is freed before the rest of its snapshot.
+A rank holds a fixed number of consecutive snapshots, and windows repeat, so the bytes repeat too. The oldest held
+snapshots are a persisted run. When a newer full state supersedes a part of that run, the rank frees the part at once
+and the rest of the snapshot later.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import numpy.typing as npt
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 
 Kept = npt.NDArray[np.int64]
-"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``, after the parts are freed that the next ``step``
-snapshots have superseded. With one step no part is ever freed."""
+"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``. Column ``step`` excludes the parts that the next
+``step`` slots supersede, because these are freed. With a single column no part is ever freed."""
 
 
 def most_held(kept: Kept, count: int) -> int:
-    """Return the most bytes of ``count`` consecutive snapshots, over all positions of a window at which they may begin.
+    """Return the most bytes that ``count`` consecutive snapshots hold.
+
+    The result is the maximum over all positions of a window at which these snapshots may begin.
 
     Args:
         kept: bytes of each snapshot of a window.
-        count: number of held snapshots, of which the first ``snapshots`` are the persisted run.
+        count: number of held snapshots. The oldest of them, as many as a window has, are the persisted run.
     """
     snapshots, steps = kept.shape
     places = np.arange(count)
@@ -34,7 +37,7 @@ def most_held(kept: Kept, count: int) -> int:
 def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
     """Return the bytes of each snapshot of a window on one rank of the schedule's table.
 
-    Rounding to pages and records are not included.
+    The bytes do not include boundary records, or the rounding of sizes to whole pages.
     """
     slots, table = schedule.slots(), schedule.table
     compute, full, gradient = table.compute[rank], table.full[rank], table.gradient[rank]
@@ -55,10 +58,13 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return for each slot how many slots later each operator's full state is saved again, int64 ``[operators]``.
+    """Return the number of slots from each slot until an operator's full state is saved next, int64 ``[operators]``.
 
-    The number is a window's length if the full state is not saved again. One pass gives all answers of
+    The number is at most the length of a window. One pass over the slots replaces many calls of
     :meth:`Schedule.superseded`.
+
+    Returns:
+        Array over operators, by slot.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]
@@ -73,11 +79,11 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
-    """Return the parts of ``held`` that no recovery needs if no restore point ends before ``SS_last``.
+    """Return the parts of ``held`` that no recovery needs, if every restore point ends with ``SS_last`` or later.
 
     Returns:
-        Operators whose gradients are followed by a newer full state, bool ``[operators]``, by iteration; iterations
-        without such operators are left out.
+        Mask of the operators whose gradients are unneeded, because a newer snapshot has their full state, bool
+        ``[operators]``, by iteration. Iterations without such operators are left out.
     """
     unneeded = {}
     newer: npt.NDArray[np.bool_] | None = None

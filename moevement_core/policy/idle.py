@@ -1,4 +1,4 @@
-"""Idle spans of the network within an iteration (GEMINI, section 5), derived from its traffic in some iterations."""
+"""Idle spans of the network within an iteration (GEMINI, section 5), found from the traffic of earlier iterations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOTS = 100
-"""Equal parts of an iteration for which traffic is counted."""
+"""Number of equal parts into which an iteration is divided."""
 BUSY_SHARE = 0.1
-"""Share of the highest rate of any sample; a sample with a higher rate is communication of training."""
+"""Share of the highest rate of all samples. A sample above this share counts as communication of training."""
 OFTEN = 0.25
-"""Share of the iterations; a part that is busy in more of them counts as busy."""
+"""Share of the observed iterations. A part of an iteration counts as busy if it is busy in more than this share."""
 FILLED = 0.8
-"""Share of an idle span that copies may fill, because iterations differ."""
+"""Share of an idle span that copies may fill. The rest is a reserve, because iterations differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class IdleSpans:
-    """Idle spans of an iteration; by default all of it is idle."""
+    """Idle spans of an iteration; by default the whole iteration is idle."""
 
     iteration_s: float = math.inf
     spans: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
@@ -49,9 +49,9 @@ class IdleSpans:
         )
 
     def left_s(self, offset_s: float) -> float:
-        """Return the seconds that copies may fill from ``offset_s`` to the end of its idle span.
+        """Return the seconds that copies may still fill in the idle span that contains ``offset_s``.
 
-        The result is infinite outside the idle spans.
+        The result is infinite if ``offset_s`` is in no idle span.
         """
         return next((FILLED * (end - offset_s) for begin, end in self.spans if begin <= offset_s < end), math.inf)
 

@@ -1,7 +1,7 @@
 """Choice of experts for a checkpoint that leaves some out (MoC-System, section 3.2), and the tokens that this costs.
 
-Experts take turns. The order visits every expert-parallel rank before it returns to one, and each layer begins with
-another expert of it. So ranks save about equally much in every checkpoint.
+Experts take turns. The order takes one expert from every expert-parallel rank before it takes a second one from any
+rank. Each layer begins the order at a different expert. So ranks save about equal bytes in every checkpoint.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Tokens = npt.NDArray[np.int64]
 
 
 def turns(table: OperatorTable) -> dict[int, list[int]]:
-    """Return the experts of each layer in the order in which checkpoints take them.
+    """Return the experts of each layer in the order in which checkpoints save them.
 
     Args:
         table: operators of a stage, with a row of bytes for each of its ranks.
 
     Returns:
-        Positions in the table by layer; the first is in the first checkpoint.
+        Positions in the table, by layer. The first position is saved in the first checkpoint.
     """
     layers: dict[int, list[int]] = {}
     for number, layer in enumerate(sorted({int(layer) for layer in table.layers[table.is_expert]})):
@@ -44,12 +44,12 @@ def turns(table: OperatorTable) -> dict[int, list[int]]:
 
 
 def most_experts(table: OperatorTable) -> int:
-    """Return E, the number of experts of the layer with the most; 1 without experts."""
+    """Return E, the largest number of experts in a layer; 1 if the table has no experts."""
     return max(map(len, turns(table).values()), default=1)
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
-    """Return the experts in checkpoint number ``turn``: K of each layer, from where the previous checkpoint ended."""
+    """Return the experts in checkpoint number ``turn``: the next K of each layer after the previous checkpoint."""
     return [
         experts_of_layer[(turn * experts + place) % len(experts_of_layer)]
         for experts_of_layer in order.values()
@@ -58,7 +58,9 @@ def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
 
 
 def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int, count: int) -> list[list[int]]:
-    """Return the :func:`chosen` experts that are written to disk (persist-PEC, section 5.1): those that waited longest.
+    """Return the experts that each checkpoint writes to disk (persist-PEC, section 5.1).
+
+    Of the :func:`chosen` experts, a checkpoint writes those that have waited longest since they were last written.
 
     Args:
         order: experts of each layer, as in :func:`chosen`.
@@ -84,15 +86,15 @@ def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int
 
 @dataclass(frozen=True)
 class LostTokens:
-    """Tokens that a recovery lost because its experts are older than the rest of the state."""
+    """Tokens that a recovery lost, because it restored some experts in an older state than the rest."""
 
     by_expert: Mapping[str, int] = field(default_factory=dict)
-    """Routed tokens whose updates were lost, by operator; operators without losses are left out."""
+    """Number of routed tokens whose updates were lost, by operator; operators without losses are left out."""
     shares: Mapping[int, float] = field(default_factory=dict)
-    """Share of all tokens so far that this recovery and earlier ones lost, by layer with experts."""
+    """Lost tokens of this recovery and all earlier ones, as a share of all tokens so far, by layer with experts."""
 
     def __or__(self, other: LostTokens) -> LostTokens:
-        """Return the losses of two stages, or of one stage that two ranks report."""
+        """Return the union of the losses of two stages, or of two reports about one stage."""
         return LostTokens({**self.by_expert, **other.by_expert}, {**self.shares, **other.shares})
 
     @property
@@ -102,18 +104,18 @@ class LostTokens:
 
     @property
     def proportion(self) -> float:
-        """PLT (equation 7): share of all tokens so far that were lost, a mean over layers with experts."""
+        """PLT (equation 7): lost share of all tokens so far, as a mean over layers with experts."""
         return float(np.mean(list(self.shares.values()))) if self.shares else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class TokenAccount:
-    """Account of the tokens that each expert has processed, and of those whose updates were lost."""
+    """Account of the tokens that each expert has processed, and of the tokens whose updates were lost."""
 
     routed: Tokens
-    """Tokens that the state has processed; each routed copy of a token counts as one."""
+    """Tokens that each expert has processed, including lost ones; each routed copy of a token counts as one."""
     lost: Tokens
-    """Tokens among them whose updates recoveries lost."""
+    """Part of :attr:`routed` whose updates recoveries have lost."""
 
     @classmethod
     def empty(cls, operators: int) -> TokenAccount:
@@ -121,7 +123,7 @@ class TokenAccount:
         return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
 
     def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
-        """Return the account after one or several iterations with ``counts`` tokens."""
+        """Return the account after further iterations in which ``counts`` tokens were routed to each operator."""
         return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)
 
     @property
@@ -130,9 +132,9 @@ class TokenAccount:
         return self.routed - self.lost
 
     def rolled_back_to(self, versions: Tokens) -> TokenAccount:
-        """Return this account after the job went back to its iteration with experts of ``versions``.
+        """Return the account after a recovery to the iteration of this account, with older versions of some experts.
 
-        Tokens that an earlier recovery lost are not lost again.
+        Tokens that an earlier recovery lost are not counted as lost twice.
 
         Args:
             versions: tokens whose updates are in the restored version of each operator.
@@ -140,7 +142,7 @@ class TokenAccount:
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
-        """Return the tokens lost since ``before``, and the shares of all losses."""
+        """Return the tokens lost since the account ``before``, and the share that all losses have of all tokens."""
         lost = self.lost - before.lost
         by_expert = {name: int(count) for name, count in zip(table.names, lost.tolist(), strict=True) if count}
         shares = {}
@@ -155,8 +157,8 @@ def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[in
 
     Args:
         versions: iteration of each operator's version.
-        learned: state of a strategy by iteration, with its ``routed`` and ``lost`` tokens. It is None for a snapshot
-            that another strategy captured before this one began to count.
+        learned: ``routed`` and ``lost`` tokens that the strategy had counted, by iteration. None for a snapshot that
+            another strategy captured, before this strategy began to count.
     """
     known = (learned[int(at)] for at in versions)
     return np.array(

@@ -1,8 +1,9 @@
-"""Popularity of experts, and the order in which operators are saved for it (MoEvement section 3.5, appendices B and E).
+"""Popularity of experts, and the order of operators that follows from it (MoEvement section 3.5, appendices B and E).
 
-An operator that is saved late in a window stays frozen long in a replay, and a frozen operator costs no weight gradient
-and no optimizer step. So the experts with the most tokens come last. Behind them come the operators that serve every
-token: gates, non-experts, embedding and head. Operators with equal scores keep the order of the table.
+An operator that is saved late in a window stays frozen long in a replay. A frozen operator needs no weight gradient
+and no optimizer step, so a late position saves the most work for popular experts. Experts with more tokens therefore
+come later. After all experts come the operators that process every token: gates, non-experts, embedding and head.
+Operators with equal scores keep the order of the table.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ Order = npt.NDArray[np.intp]
 
 
 class Ordering(StrEnum):
-    """Rule by which operators are ordered."""
+    """Rule for the order of operators. All rules but the last one order experts by a score."""
 
     HARD_COUNT = "hard"
-    """Tokens routed to the expert, over the run (section 3.5)."""
+    """Number of tokens routed to the expert in the whole run (section 3.5)."""
     SOFT_COUNT = "soft"
-    """Sum of its gate probabilities, over the run (appendix B)."""
+    """Sum of the expert's gate probabilities in the whole run (appendix B)."""
     TIME_DECAYED = "decayed"
-    """An exponential moving average of tokens per iteration (appendix B)."""
+    """Exponential moving average of the expert's tokens per iteration (appendix B)."""
     CAPACITY = "capacity"
-    """Tokens over the expert's capacity (appendix B)."""
+    """Number of tokens routed to the expert, divided by the expert's capacity (appendix B)."""
     BACK_TO_FRONT = "back-to-front"
-    """Order from the head to the embedding, whatever the counts (appendix E; default of a model without experts)."""
+    """Order from the head to the embedding without any score (appendix E; default of a model without experts)."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
-    """Configuration of how popularity is measured."""
+    """Configuration of the popularity measure."""
 
     ordering: Ordering = Ordering.HARD_COUNT
     alpha: float = 0.9
@@ -48,26 +49,27 @@ class OrderingConfig:
         if self.ordering not in tuple(Ordering):
             raise ConfigError(f"ordering {self.ordering!r}; needs one of {', '.join(Ordering)}")
         if not 0.0 <= self.alpha < 1.0:
-            raise ConfigError(f"alpha of {self.alpha}; needs at least 0 and less than 1, such as 0.9")
+            raise ConfigError(f"alpha is {self.alpha}; needs at least 0 and less than 1, such as 0.9")
 
 
 class Popularity:
     """Popularity of the experts of one table, accumulated over the run.
 
-    Every rank that holds one of the operators must observe the same counts (summed over the ranks that hold replicas),
-    so that all of them derive the same order. A recovery restores :attr:`scores`, which is the whole state.
+    All ranks that hold operators of the table must observe the same counts, so that they derive the same order. The
+    counts are sums over replicas. A recovery restores :attr:`scores`, which is the whole state of this object.
 
     Args:
-        table: operators; only its experts are counted.
+        table: operators; only experts are counted.
         config: rule of the order.
-        capacity: tokens that each operator can take in a batch, float64 ``[operators]``; only ``capacity`` needs it.
+        capacity: most tokens of each operator in a batch, float64 ``[operators]``. None unless the rule is
+            :attr:`Ordering.CAPACITY`.
     """
 
     def __init__(self, table: OperatorTable, config: OrderingConfig, capacity: Scores | None = None) -> None:
         if (config.ordering is Ordering.CAPACITY) != (capacity is not None):
             raise PopularityError(
-                f"ordering {config.ordering} with {'no capacity' if capacity is None else 'a capacity'}; the capacity "
-                "of each operator belongs to the ordering 'capacity' and to no other"
+                f"ordering {config.ordering} has {'no capacity' if capacity is None else 'a capacity'}; give the "
+                "capacity of each operator with ordering 'capacity', and only with that ordering"
             )
         if capacity is not None:
             capacity = checked(table, capacity, "capacity")
@@ -84,12 +86,12 @@ class Popularity:
         """Add the counts of one iteration.
 
         Args:
-            counts: tokens per expert, or sums of gate probabilities for ``soft``, float64 ``[operators]``; zero for an
-                operator that is no expert.
+            counts: tokens of each expert, or sums of gate probabilities for ``soft``, float64 ``[operators]``; zero for
+                an operator that is no expert.
 
         Raises:
-            PopularityError: counts are NaN, infinite or negative, or not one for each operator. The scores stay
-                unchanged.
+            PopularityError: a count is NaN, infinite or negative, or the number of counts differs from the number of
+                operators. The scores stay unchanged.
         """
         counts = checked(self.table, counts, "count")
         match self.config.ordering:
@@ -102,41 +104,42 @@ class Popularity:
                 self.scores = self.scores + counts
 
     def order(self) -> Order:
-        """Return the order in which a window saves the operators now: positions in the table, first saved first."""
+        """Return the order in which a new window saves the operators, as positions in the table."""
         return order_operators(self.table, self.scores, self.config.ordering)
 
 
 def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = Ordering.HARD_COUNT) -> Order:
-    """Return the order of ``OrderOperators()`` of the paper's Algorithm 1.
+    """Return the order of ``OrderOperators()``, from the paper's Algorithm 1.
 
-    Experts come by ascending score, and after them the operators that serve every token. The operators of each rank are
-    in this order. Operators of several ranks are interleaved, so that each rank has saved about the same share of its
-    bytes at every position.
+    On each rank, experts come by ascending score, and after them the operators that process every token. Operators of
+    different ranks are interleaved, so that all ranks reach about the same share of their bytes at every position.
 
     Args:
         table: operators.
         scores: popularity, float64 ``[operators]``; scores of operators that are no experts are ignored.
-        ordering: only ``back-to-front`` makes a difference here, because scores already follow the other rules.
+        ordering: rule of the order. The scores already contain the effect of each rule but ``back-to-front``.
 
     Returns:
-        Positions in the table, first saved first. The permutation is the same for the same input on every machine.
+        Positions in the table, in the order of saving. Equal input gives equal results on every machine.
 
     Raises:
-        PopularityError: scores are NaN, infinite or negative, or not one for each operator.
+        PopularityError: a score is NaN, infinite or negative, or the number of scores differs from the number of
+            operators.
     """
     scores = checked(table, scores, "score")
     if ordering is Ordering.BACK_TO_FRONT:
         return np.argsort(-table.depth, kind="stable")
-    # A stable sort keeps the order of the table among equals.
+    # A stable sort keeps the order of the table among equal scores.
     return _evened(np.argsort(np.where(table.is_expert, scores, np.inf), kind="stable"), table)
 
 
 def _evened(order: Order, table: OperatorTable) -> Order:
-    """Return an order in which every rank reaches the same share of its own bytes at the same position.
+    """Return an order in which all ranks reach about the same share of their bytes at every position.
 
-    The experts of one rank may all be less popular than those of another rank, and before any count their numbers are
-    all lower. In one order of all experts, the slots of one rank would then be full while those of others are empty.
-    The copy of an iteration takes as long as the fullest slot. The order within each rank stays unchanged.
+    The experts of one rank may all be less popular than those of another rank. Before the first counts, all scores are
+    equal, and the experts of the first rank come first. If ``order`` stayed as it is, some slots would then be full on
+    one rank and empty on others. The fullest slot determines how long the copy of an iteration takes. The order within
+    each rank stays unchanged.
     """
     held = table.full[:, order]
     reached = np.cumsum(held, axis=1) / np.maximum(held.sum(axis=1, keepdims=True), 1)
@@ -145,20 +148,20 @@ def _evened(order: Order, table: OperatorTable) -> Order:
 
 
 def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "count") -> Scores:
-    """Return counts by operator name as an array, float64 ``[operators]``.
+    """Convert counts by operator name to an array, float64 ``[operators]``.
 
     Raises:
-        PopularityError: a name is no expert of the table, or an expert has no count.
+        PopularityError: a name is no expert of the table, an expert has no count, or a count is invalid.
     """
     array = np.zeros(len(table))
     for name, value in counts.items():
         index = table.index_of.get(name)
         if index is None:
             raise PopularityError(
-                f"{what} of {name!r}, which is no operator here; known are {first_names(table.names)}"
+                f"{what} of {name!r}, but no operator has that name; known are {first_names(table.names)}"
             )
         if not table.is_expert[index]:
-            raise PopularityError(f"{what} of {name}, which is of kind {table.kinds[index]}; only experts are counted")
+            raise PopularityError(f"{what} of {name}, whose kind is {table.kinds[index]}; only experts are counted")
         array[index] = value
     if len(counts) < np.count_nonzero(table.is_expert):
         missing = next(table.names[i] for i in np.flatnonzero(table.is_expert) if table.names[i] not in counts)
@@ -167,14 +170,15 @@ def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "co
 
 
 def checked(table: OperatorTable, values: Scores, what: str) -> Scores:
-    """Return ``values`` as float64 ``[operators]``.
+    """Return ``values`` as float64 ``[operators]``, after a check.
 
     Raises:
-        PopularityError: a value cannot be a popularity; the message names its operator.
+        PopularityError: a value is NaN, infinite or negative, or the number of values differs from the number of
+            operators. The message names the operator with the wrong value.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (len(table),):
-        raise PopularityError(f"{what}s of shape {list(array.shape)}; needs one for each of the {len(table)} operators")
+        raise PopularityError(f"{what}s have shape {list(array.shape)}; needs one for each of {len(table)} operators")
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if len(wrong):
         raise PopularityError(
@@ -184,5 +188,5 @@ def checked(table: OperatorTable, values: Scores, what: str) -> Scores:
 
 
 def first_names(names: tuple[str, ...], count: int = 3) -> str:
-    """Return the first ``count`` names as text for a message, and how many more there are."""
+    """Return a text with the first ``count`` names and the number of the others, for a message."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -1,10 +1,10 @@
 """Runs of snapshots that recover a state, found by their contents (MoEvement section 3.3; figure 8).
 
-Consecutive snapshots ``SS_a ... SS_b`` are a recoverable run under two conditions for every operator. Its full state is
-in one of them, and its compute weights are in each one before that. A recovery loads ``SS_a``, replays iteration a+1,
-loads ``SS_(a+1)``, and so on. An operator is frozen until its full state has been loaded, and active from then on; with
-``SS_b`` all operators are active. Nothing is inferred from indices, so a run may reach across a reorder or a new window
-size.
+Consecutive snapshots ``SS_a ... SS_b`` are a recoverable run if every operator meets two conditions. One of the
+snapshots has the operator's full state, and each earlier snapshot has the operator's compute weights. A recovery loads
+``SS_a``, replays iteration a+1, loads ``SS_(a+1)``, and so on. An operator is frozen until its full state has been
+loaded, and active from then on. Once ``SS_b`` is loaded, all operators are active. The search looks only at contents
+and not at positions in a window, so a run may cross a reorder or a change of the window size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RecoverableRun:
     """Snapshots ``first`` to ``last``, which together hold a dense state."""
 
     first: int
-    """a, the iteration from whose state replay begins."""
+    """a, iteration of the first snapshot. A replay begins from the state of this iteration."""
     full_at: npt.NDArray[np.int64]
     """Iteration of the snapshot that each operator's full state is loaded from, int64 ``[operators]``."""
 
@@ -35,21 +35,24 @@ class RecoverableRun:
 
     @property
     def is_redone(self) -> bool:
-        """True if updates up to ``last`` are repeated from gradients, and no iteration is executed again."""
+        """True if a recovery up to ``last`` repeats updates from gradients instead of executing iterations again."""
         return False
 
     @property
     def is_stale(self) -> bool:
-        """True if some operators are older than others in the restored state, so that updates of them are lost."""
+        """True if the restored state has some operators in an older version than others, so that updates are lost."""
         return False
 
     @property
     def version_at(self) -> npt.NDArray[np.int64]:
-        """Iteration of the newest state of each operator that is restored, int64 ``[operators]``."""
+        """Iteration of the state to which each operator is restored, int64 ``[operators]``."""
         return np.full_like(self.full_at, self.last)
 
     def is_at(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of operators that have the state of ``iteration`` once it is replayed, bool ``[operators]``."""
+        """Return a mask of the operators that have their full state of ``iteration`` once it has been replayed.
+
+        The mask is bool ``[operators]``.
+        """
         return self.full_at <= iteration
 
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
@@ -60,10 +63,10 @@ class RecoverableRun:
         return self.full_at < iteration
 
     def loads(self, iteration: int) -> npt.NDArray[np.int8]:
-        """Return what each operator loads from ``SS_iteration`` before the next iteration is replayed.
+        """Return the kind of state that each operator loads from ``SS_iteration`` before the next replayed iteration.
 
-        The result is int8 ``[operators]``: full state if the operator becomes active, compute weights while it is
-        frozen, and nothing once it is active.
+        The result is :class:`Saved` as int8 ``[operators]``. An operator loads full state when it becomes active,
+        compute weights while it is frozen, and nothing once it is active.
         """
         loads = np.full(len(self.full_at), Saved.NOTHING, dtype=np.int8)
         loads[self.full_at > iteration] = Saved.COMPUTE
@@ -73,7 +76,7 @@ class RecoverableRun:
 
 @dataclass(frozen=True, eq=False)
 class NewestStateRun(RecoverableRun):
-    """Snapshots ``first`` to ``last``, from which each operator's newest full state is loaded; nothing is replayed."""
+    """Snapshots ``first`` to ``last`` that restore a state without replay, from each operator's newest full state."""
 
     reaches: int
     """c, the iteration whose state the run restores."""
@@ -84,15 +87,20 @@ class NewestStateRun(RecoverableRun):
         return self.reaches
 
     def loads(self, iteration: int) -> npt.NDArray[np.int8]:
-        """Return full state where the newest one is in ``SS_iteration``, nothing elsewhere, int8 ``[operators]``."""
+        """Return the kind of state that each operator loads from ``SS_iteration``, int8 ``[operators]``.
+
+        An operator loads full state if its newest full state is in this snapshot, and nothing otherwise.
+        """
         return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
 
 
 def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Yield every recoverable run, each as short as its first snapshot allows; the run that begins last comes first.
+    """Yield every recoverable run, the one that begins last first.
+
+    For each first snapshot, the function yields the shortest run that begins there.
 
     Args:
-        snapshots: contents of each available snapshot, by iteration. A torn or missing snapshot is left out.
+        snapshots: contents of each available snapshot, by iteration, without torn snapshots.
         until: iteration that is to be recovered; later snapshots are not used.
 
     Raises:
@@ -105,9 +113,9 @@ def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None
 
 
 def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield, newest first, where a sequence of snapshots begins that is or may become recoverable.
+    """Yield the first iteration of every run that is recoverable or may become so with later snapshots, newest first.
 
-    The newest of ``snapshots`` must be the last one taken, because no run reaches over a gap.
+    The newest of ``snapshots`` must be the last one captured, because no run crosses a gap.
     """
     for iteration, covered, _ in _backwards(snapshots, beyond=True):
         if covered.all():
@@ -117,14 +125,14 @@ def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 def _backwards(
     snapshots: Mapping[int, Contents], beyond: bool
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
-    """Go back from the newest snapshot, and yield for each one its iteration and two arrays over operators.
+    """Go through snapshots from the newest to the oldest, and yield the iteration and two arrays for each one.
 
-    The first is a mask of operators with weights in the whole run that begins there. The second is the iteration of the
-    snapshot with the operator's full state.
+    The first array is a mask of the operators whose conditions hold for a run that begins with this snapshot. The
+    second array has the iteration of the oldest snapshot so far with the operator's full state; -1 without one.
 
     Args:
         snapshots: contents of each snapshot, by iteration.
-        beyond: True if an operator's full state may still come after the newest snapshot.
+        beyond: True if an operator's full state may come with a snapshot that is not captured yet.
     """
     if not snapshots:
         return
@@ -137,8 +145,8 @@ def _backwards(
         saved = snapshots[iteration]
         if len(saved) != operators:
             raise ScheduleError(
-                f"snapshot {iteration} is of {len(saved)} operators, snapshot {newest} of {operators}; snapshots of "
-                "different tables cannot be used together"
+                f"snapshot {iteration} has {len(saved)} operators, but snapshot {newest} has {operators}; use only "
+                "snapshots of one table together"
             )
         if iteration != expected:  # a snapshot is missing, and no run crosses a gap
             covered = np.zeros(operators, dtype=bool)

@@ -1,9 +1,9 @@
 """Runs of snapshots that restore a state by repeating updates, found by their contents.
 
-Each snapshot ``SS_t`` holds gradients of every operator whose full state it does not hold: those of the update to
-``state@t``. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` under two conditions for every operator. Its
-full state is in one of them, and its gradients are in each one after that. A recovery loads the newest full state and
-repeats the updates since then.
+Each snapshot ``SS_t`` holds the full state of some operators. For every other operator it holds the gradients of the
+update that led to ``state@t``. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` if every operator meets two
+conditions. One of the snapshots has the operator's full state, and each later snapshot has the operator's gradients. A
+recovery loads the newest full state and repeats the updates since then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moevement_core.policy.schedule import Contents, Saved
 
 
 class RedoRun(NewestStateRun):
-    """Snapshots ``first`` to ``last``, from which ``state@last`` follows by updates alone."""
+    """Snapshots ``first`` to ``last`` that restore ``state@last`` by updates alone."""
 
     @property
     def is_redone(self) -> bool:
@@ -30,12 +30,14 @@ class RedoRun(NewestStateRun):
 def redo_runs(
     snapshots: Mapping[int, Contents], until: int | None = None, *, with_dense: bool = False
 ) -> Iterator[RedoRun]:
-    """Yield every run that restores a state by updates, the farthest first, each as short as can be.
+    """Yield every run that restores a state by updates, the run with the newest state first.
+
+    For each restored state, the function yields the shortest run.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.
         until: last iteration of a run; later snapshots are not used.
-        with_dense: True if a snapshot counts, too, that is dense by itself and needs no update.
+        with_dense: True to also yield runs of a single dense snapshot, which need no update.
 
     Raises:
         ScheduleError: snapshots have different numbers of operators.
@@ -47,9 +49,9 @@ def redo_runs(
 
 
 def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the first iterations of runs that exist, or may be completed by coming snapshots, the newest first.
+    """Yield the first iteration of every run that is complete or that later snapshots may complete, newest first.
 
-    The newest of ``snapshots`` must be the last one taken.
+    The newest of ``snapshots`` must be the last one captured.
     """
     expected = max(snapshots, default=0)
     for iteration in sorted(snapshots, reverse=True):
@@ -64,7 +66,11 @@ def _has_gradients(saved: Contents) -> bool:
 
 
 def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDArray[np.int64] | None:
-    """Return the iteration of each operator's full state for reaching ``state@last``; None if an operator lacks one."""
+    """Return the iteration of the full state from which each operator reaches ``state@last`` by updates.
+
+    Returns:
+        int64 ``[operators]``; None if an operator lacks a full state, or gradients after it.
+    """
     operators = len(snapshots[last])
     full_at = np.full(operators, -1, dtype=np.int64)
     is_open = np.ones(operators, dtype=bool)
@@ -75,8 +81,8 @@ def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDAr
             return None
         if len(saved) != operators:
             raise ScheduleError(
-                f"snapshot {iteration} is of {len(saved)} operators, snapshot {last} of {operators}; snapshots of "
-                "different tables cannot be used together"
+                f"snapshot {iteration} has {len(saved)} operators, but snapshot {last} has {operators}; use only "
+                "snapshots of one table together"
             )
         newly_full = is_open & (saved == Saved.FULL)
         full_at[newly_full] = iteration

@@ -1,4 +1,4 @@
-"""Trigger for a new order of operators (MoEvement section 3.5): at a window boundary, if popularity has changed."""
+"""Trigger of a new order of operators at a window boundary, if popularity has changed (MoEvement section 3.5)."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class ReorderThresholds:
     """Thresholds of the change that triggers a new order."""
 
     share_change: float = 0.10
-    """Relative change of an expert's activation share beyond which it counts as changed."""
+    """Relative change of an expert's activation share. The expert counts as changed if its share changes by more."""
     fraction: float = 0.25
-    """Share of the experts; more than this must have changed."""
+    """Fraction of the experts. A new order is made if more than this fraction has changed."""
 
     def __post_init__(self) -> None:
         for name, most in (("share_change", np.inf), ("fraction", 1.0)):
             value = getattr(self, name)
             if not 0.0 <= value <= most:
-                raise ConfigError(f"reorder threshold {name} of {value}; needs 0 to {most}")
+                raise ConfigError(f"reorder threshold {name} is {value}; needs 0 to {most}")
 
 
 @dataclass(slots=True)
 class ReorderTrigger:
-    """Comparison of the popularity now with the popularity that the current order was made from.
+    """Comparison of the present popularity with the popularity from which the current order was made.
 
-    Callers ask only at window boundaries, because an order holds for whole windows. All ranks that share operators ask
-    with the same scores and get the same answer.
+    Callers use it only at window boundaries, because an order holds for whole windows. All ranks that share operators
+    must pass the same scores, so that they get the same answer.
     """
 
     table: OperatorTable
     thresholds: ReorderThresholds = field(default_factory=ReorderThresholds)
     reference: Scores | None = None
-    """Scores that the current order was made from; a recovery restores them."""
+    """Scores from which the current order was made; a recovery restores them."""
 
     def ordered(self, scores: Scores) -> None:
-        """Note that the operators were ordered by ``scores``."""
+        """Record that the operators have been ordered by ``scores``."""
         self.reference = checked(self.table, scores, "score").copy()
 
     def changed_fraction(self, scores: Scores) -> float:
-        """Return the fraction of the experts whose activation share has changed enough, 0 if there are none.
+        """Return the fraction of the experts that count as changed; 0 if there are no experts.
 
-        A share is the expert's part of the scores of its layer. If the former share was zero, any tokens are a change.
-        Before the first order every expert counts as changed.
+        The activation share of an expert is its score, divided by the sum of scores in its layer. If the share was zero
+        before, any positive share is a change. Before the first order every expert counts as changed.
         """
         experts = np.flatnonzero(self.table.is_expert)
         if not len(experts):
@@ -64,7 +64,7 @@ class ReorderTrigger:
         return float(np.mean(change > self.thresholds.share_change * before * now_total))
 
     def should_reorder(self, scores: Scores) -> bool:
-        """Return True if enough experts have changed; the caller that acts on it calls :meth:`ordered`."""
+        """Return True if enough experts have changed; a caller that then makes a new order calls :meth:`ordered`."""
         return self.changed_fraction(scores) > self.thresholds.fraction
 
 

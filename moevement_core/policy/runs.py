@@ -13,7 +13,9 @@ from moevement_core.policy.versions import leaves_out, open_version_starts, vers
 
 
 def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Yield every run of snapshots that restores a state, by replay, redo or versions, the last to begin first.
+    """Yield every run of snapshots that restores a state by replay, by redo or from versions of different age.
+
+    The run that begins last comes first.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.
@@ -29,11 +31,14 @@ def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) 
 
 
 def open_starts(snapshots: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-    """Yield the first iterations of restore points that exist or may be completed later; some come twice.
+    """Yield the first iteration of every restore point that is complete or that later snapshots may complete.
+
+    Some iterations come twice.
 
     Args:
         snapshots: contents of each snapshot, by iteration.
-        is_gapless: True if the newest of them is the last snapshot taken; runs of replay or redo reach over no gap.
+        is_gapless: True if the newest of ``snapshots`` is the last one captured. Otherwise no run of replay or redo can
+            be completed, because these runs cross no gap.
     """
     yield from open_version_starts(snapshots)
     if is_gapless:

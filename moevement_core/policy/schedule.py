@@ -1,9 +1,9 @@
-"""Content of every snapshot, through every change of schedules (``GenerateSchedule()`` of MoEvement's Algorithm 1).
+"""Content of every snapshot of a run (``GenerateSchedule()`` of MoEvement's Algorithm 1).
 
-``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` gives the content of each iteration's snapshot, or says
-that none is taken; strategies make schedules (:mod:`moevement_core.strategies`). A :class:`ScheduleHistory` holds the
-schedules of a run. A new schedule begins where a window of the old one would begin, so windows stay whole. The content
-of every snapshot follows from its iteration alone.
+``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` gives the content of the snapshot of each iteration, or
+None for an iteration without a snapshot. Strategies make schedules (:mod:`moevement_core.strategies`). A
+:class:`ScheduleHistory` holds the schedules of a run. A new schedule begins where a window of the old one would begin,
+so windows stay whole. Given the history, the iteration of a snapshot determines its content.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Saved(IntEnum):
     GRADIENT = 3
     """Gradients of the update that led to this iteration's state."""
     OMITTED = 4
-    """Nothing, but a recovery may take the newest older version; the updates since then are lost."""
+    """Nothing, but a recovery may restore the newest older version. The updates after that version are then lost."""
 
 
 Contents = npt.NDArray[np.int8]
 """Content of a snapshot for each operator of the table, :class:`Saved` as int8 ``[operators]``."""
 
 LAG_ALLOWANCE = 2
-"""Iterations by which peers may trail before a window is abandoned; memory is allocated for so many."""
+"""Iterations by which copies at peers may lag before a window is abandoned. Ranks allocate memory for this lag."""
 LATE_AT_PEERS = 1
-"""Iterations by which peers free snapshots late, for which they allocate memory. A quiet iteration delays the agreement
-of ranks on what may be freed."""
+"""Iterations by which peers free snapshots late. Peers allocate memory for these iterations. The reason is a quiet
+iteration: it delays the agreement of ranks on the snapshots that may be freed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule(ABC):
     """Schedule of snapshots from ``start`` on, repeated in windows.
 
-    It is plain data: ranks that agree on a schedule save the same.
+    A schedule is plain data. Ranks with equal schedules save equal parts of the state.
     """
 
     table: OperatorTable
@@ -58,12 +58,15 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def id(self) -> str:
-        """Name that only equal schedules share, on any rank; it travels with every snapshot."""
+        """Identifier of the schedule: the same on all ranks for equal schedules, and different for others.
+
+        Every snapshot carries this identifier.
+        """
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """W: iterations from the beginning of a window to that of the next."""
+        """Iterations from the beginning of a window to the beginning of the next one."""
 
     @property
     @abstractmethod
@@ -72,7 +75,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Iterations of snapshots that a job captures at once when it starts."""
+        """Number of iterations whose snapshots a job captures at once when it starts."""
         return self.size
 
     @property
@@ -82,20 +85,21 @@ class Schedule(ABC):
 
     @property
     def reorders(self) -> bool:
-        """True if a schedule of the same size, with another order of operators, may follow."""
+        """True if the next schedule may be this one with another order of operators."""
         return True
 
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return the content of snapshots of ``slot`` for each operator; None if none is captured in it."""
+        """Return the content of the snapshots of ``slot`` for each operator; None if the slot has no snapshot."""
 
     supersedes: ClassVar[bool] = False
     """True if parts of a snapshot become useless before the whole snapshot does."""
 
     def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of operators whose part of ``slot`` is useless once the next ``later`` slots are persisted.
+        """Return a mask of the operators whose part of a snapshot of ``slot`` the next ``later`` slots supersede.
 
-        The mask is bool ``[operators]``. Gradients are useless once a later full state of the operator is persisted.
+        The mask is bool ``[operators]``. An operator's gradients are superseded once a later snapshot with its full
+        state is persisted.
         """
         contents = self.contents_of_slot(slot)
         assert contents is not None
@@ -104,20 +108,20 @@ class Schedule(ABC):
         return (contents == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(contents), dtype=bool), *newer])
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of a snapshot of ``slot`` that is written to disk; None: all of it."""
+        """Return the part of a snapshot of ``slot`` that is written to disk; None if the whole snapshot is written."""
         return None
 
     @abstractmethod
     def last_of_run(self, first: int) -> int:
-        """Return the last snapshot of the run that begins with ``SS_first``, if no other schedule begins in it."""
+        """Return the last iteration of the run that begins with ``SS_first``, if no other schedule begins meanwhile."""
 
     @abstractmethod
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if a run may begin with ``SS_iteration`` after earlier snapshots were left out."""
+        """Return True if a run may begin with ``SS_iteration`` when earlier snapshots are missing."""
 
     @abstractmethod
     def slots_kept(self, lag: int, *, to_disk: bool) -> int:
-        """Return the most own snapshots that a rank keeps.
+        """Return the largest number of own snapshots that a rank keeps.
 
         Args:
             lag: iterations by which replication may trail.
@@ -125,18 +129,21 @@ class Schedule(ABC):
         """
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many snapshots a rank keeps while nothing fails; memory for more is allocated on demand."""
+        """Return the number of own snapshots that a rank keeps as long as nothing fails.
+
+        Memory for further snapshots is allocated on demand.
+        """
         return self.slots_kept(lag, to_disk=to_disk)
 
     @abstractmethod
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
-        """Return how many iterations logs and records reach back at most.
+        """Return the largest number of iterations for which boundary logs and boundary records are kept.
 
-        No recovery begins before the oldest snapshot that is kept.
+        They reach back to the oldest kept snapshot, because no recovery begins before it.
         """
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs and records reach back while nothing fails."""
+        """Return the number of iterations for which logs and records are kept as long as nothing fails."""
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
@@ -149,34 +156,34 @@ class Schedule(ABC):
 
     @abstractmethod
     def most_replayed(self, lag: int) -> int:
-        """Return the most committed iterations that a recovery replays.
+        """Return the largest number of committed iterations that a recovery replays.
 
         Args:
-            lag: L, iterations by which replication trails capture. When ``state@T`` is the last one committed,
-                ``SS_(T-1)`` is captured and ``SS_T`` is still being copied. So ``SS_(T-1-L)`` is the newest that peers
-                may have.
+            lag: L, iterations by which replication trails capture. When ``state@T`` is the last committed state,
+                ``SS_(T-1)`` is captured and ``SS_T`` is still being copied to the host. The newest snapshot that peers
+                are sure to have is then ``SS_(T-1-L)``.
         """
 
     @abstractmethod
     def expected_rollback(self, lag: float) -> float:
-        """Return the mean iterations of work that a failure at a random moment costs.
+        """Return the mean number of iterations that a failure at a random moment costs.
 
-        The interrupted iteration counts half.
+        The mean includes half an iteration for the interrupted one.
         """
 
     @abstractmethod
     def with_windows_of(self, other: Schedule) -> Schedule:
-        """Return this schedule's operators, saved when ``other`` saves the operators of another stage."""
+        """Return a schedule of this schedule's operators with the windows of ``other``, a schedule of another stage."""
 
     @abstractmethod
     def starting_at(self, start: int) -> Schedule:
         """Return the same schedule with another start."""
 
     def digested_once_a_window(self, iteration: int) -> Sequence[str]:
-        """Return the operators whose whole state has a digest in ``SS_iteration``, if each has one digest in a window.
+        """Return the operators for which ``SS_iteration`` has a digest of the whole state, once in each window.
 
-        These are all operators in the last snapshot of a window, because a replay of the window has restored all by
-        then.
+        Callers use the method if flags ask for one digest of each operator in a window. By default, the last snapshot
+        of a window has the digests of all operators, because a replay of the window has restored all operators by then.
         """
         return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
 
@@ -187,7 +194,9 @@ class Schedule(ABC):
             ScheduleError: the schedule begins after ``iteration``.
         """
         if iteration < self.start:
-            raise ScheduleError(f"iteration {iteration}: this schedule begins at {self.start}; ask the one before it")
+            raise ScheduleError(
+                f"iteration {iteration} is before iteration {self.start}, where this schedule begins; ask an older one"
+            )
         return (iteration - self.start) % self.size
 
     def window_start(self, iteration: int) -> int:
@@ -195,11 +204,11 @@ class Schedule(ABC):
         return iteration - self.slot(iteration)
 
     def decided_at(self, iteration: int) -> int:
-        """Return the last iteration, ``iteration`` or earlier, at which ranks decide what later snapshots hold."""
+        """Return the last iteration up to ``iteration`` at which ranks decide the content of later snapshots."""
         return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration, ``iteration`` or later, whose snapshot begins a window."""
+        """Return the first iteration from ``iteration`` on whose snapshot begins a window."""
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
     def contents(self, iteration: int) -> Contents | None:
@@ -212,9 +221,9 @@ class Schedule(ABC):
 
 
 def is_other_window(new: Schedule, old: Schedule) -> bool:
-    """Return True if windows of ``new`` differ from those of ``old`` in size, number of snapshots or strategy.
+    """Return True if the windows of two schedules differ in size, number of snapshots or strategy.
 
-    The order of operators does not count.
+    A difference in the order of operators does not matter.
     """
     return (new.size, new.snapshots, type(new)) != (old.size, old.snapshots, type(old))
 
@@ -222,8 +231,8 @@ def is_other_window(new: Schedule, old: Schedule) -> bool:
 class ScheduleHistory:
     """History of the schedules of a run, each in force until the next begins.
 
-    All ranks of a job change schedules at the same boundary. They agree only on the new order and window; the iteration
-    of the change follows.
+    All ranks of a job change schedules at the same window boundary. The ranks agree only on the new order and window.
+    Each rank then computes the iteration of the change by itself.
     """
 
     def __init__(self, first: Schedule, *later: Schedule) -> None:
@@ -236,7 +245,7 @@ class ScheduleHistory:
 
     @property
     def newest(self) -> Schedule:
-        """Last schedule that was decided on, in force or about to be."""
+        """Last schedule that was decided on; it may not have begun yet."""
         return self._schedules[-1]
 
     @property
@@ -252,7 +261,7 @@ class ScheduleHistory:
         """
         if (index := self._index(iteration)) < 0:
             first = self._schedules[0].start
-            raise ScheduleError(f"iteration {iteration}: schedules are known from {first} on; the older are forgotten")
+            raise ScheduleError(f"iteration {iteration} is before iteration {first}, where the oldest schedule begins")
         return self._schedules[index]
 
     def since(self, iteration: int) -> tuple[Schedule, ...]:
@@ -264,9 +273,9 @@ class ScheduleHistory:
         return self.at(iteration).contents(iteration)
 
     def change(self, now: int, to: Schedule) -> Schedule:
-        """Return ``to`` with its start, after adding it from the first window that begins after ``SS_now``.
+        """Let the schedule ``to`` begin with the first window after ``SS_now``, and return it with that start.
 
-        It replaces a schedule that was decided on and has not begun.
+        The new schedule replaces any schedule that was decided on earlier and has not begun.
         """
         while len(self._schedules) > 1 and self.newest.start > now:
             self._schedules.pop()
@@ -278,7 +287,7 @@ class ScheduleHistory:
         return new
 
     def forget_before(self, iteration: int) -> None:
-        """Drop the schedules under which no snapshot from ``iteration`` on was captured."""
+        """Drop the schedules that ended before ``iteration``."""
         keep = self._schedules.index(self.at(iteration))
         del self._schedules[:keep]
 

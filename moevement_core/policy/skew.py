@@ -1,4 +1,4 @@
-"""Skew of the popularity of experts, and random popularities of a wanted skew (MoEvement appendix D)."""
+"""Skew of expert popularity, and random popularities with a wanted skew (MoEvement appendix D)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ Shares = npt.NDArray[np.float64]
 
 
 def shares_of(counts: npt.ArrayLike) -> Shares:
-    """Return the token shares ``[..., experts]`` of counts ``[..., experts]``; zero if no token was routed at all.
+    """Convert token counts ``[..., experts]`` to shares ``[..., experts]``; all shares are zero if all counts are.
 
     Raises:
         PopularityError: counts are NaN, infinite or negative, or there is no expert.
     """
     array = np.asarray(counts, dtype=np.float64)
     if array.ndim == 0 or array.shape[-1] < 1:
-        raise PopularityError(f"counts of shape {list(array.shape)}; needs at least one expert in the last dimension")
+        raise PopularityError(f"counts have shape {list(array.shape)}; needs at least one expert in the last dimension")
     if not np.isfinite(array).all() or (array < 0).any():
         wrong = array[~(np.isfinite(array) & (array >= 0))][0]
-        raise PopularityError(f"a count of {wrong}; needs finite numbers that are not negative")
+        raise PopularityError(f"a count is {wrong}; needs finite numbers that are not negative")
     totals = array.sum(axis=-1, keepdims=True)
     return np.divide(array, totals, out=np.zeros_like(array), where=totals > 0)
 
 
 def herfindahl(counts: npt.ArrayLike) -> Shares:
-    """Return the Herfindahl-Hirschman index of counts ``[..., experts]``: the sum of squared shares, ``[...]``."""
+    """Return the Herfindahl-Hirschman index of counts ``[..., experts]``.
+
+    The index is the sum of squared shares, ``[...]``.
+    """
     return (shares_of(counts) ** 2).sum(axis=-1)
 
 
 def skewness(counts: npt.ArrayLike) -> Shares:
-    """Return the normalised skewness S of counts ``[..., experts]``, ``[...]``: 0 is even, 1 is all at one expert.
+    """Return the normalised skewness S of counts ``[..., experts]``, as an array ``[...]``.
+
+    S is 0 if all experts have equal counts, and 1 if one expert has all tokens.
 
     Raises:
         PopularityError: there are fewer than two experts, for which S is not defined.
@@ -51,7 +56,7 @@ def dirichlet_alpha(wanted: float, experts: int) -> float:
     """
     _at_least_two(experts)
     if not 0.0 <= wanted <= 1.0:
-        raise PopularityError(f"a skewness of {wanted}; needs 0 (even) to 1 (one expert has all tokens)")
+        raise PopularityError(f"skewness is {wanted}; needs 0 (even) to 1 (one expert has all tokens)")
     return np.inf if wanted == 0.0 else (1.0 / wanted - 1.0) / experts
 
 

@@ -13,25 +13,25 @@ Chosen = npt.NDArray[np.bool_]
 
 
 def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[int, int]:
-    """Return S[i]: how many experts of each layer are saved, in proportion to the tokens at risk in the layer.
+    """Return S[i], the number of saved experts of each layer, in proportion to the tokens at risk in the layer.
 
-    The paper leaves two questions open. Experts that remain after rounding down go to the layers that lost most by
-    rounding. Experts that a layer does not have go to the other layers.
+    The paper leaves two questions open. If rounding down leaves part of ``total`` over, the layers that lost most by
+    rounding get one more each. If the share of a layer exceeds its number of experts, other layers get the excess.
 
     Args:
         risk: R[i], tokens that the experts of a layer received since each expert was saved.
         experts: number of experts of each layer.
-        total: S_total, number of experts of all layers that are saved.
+        total: S_total, number of saved experts, all layers together.
 
     Returns:
-        Number by layer; the sum is ``total``, or all experts.
+        Number of saved experts by layer. The sum is ``total``, or the number of all experts if that is less.
     """
     total = min(total, sum(experts.values()))
     granted = dict.fromkeys(experts, 0)
     while (left := total - sum(granted.values())) > 0:
         open_ = [layer for layer in experts if granted[layer] < experts[layer]]
         weight = sum(risk[layer] for layer in open_)
-        # Every layer has the same claim if no layer has a token at risk.
+        # If no layer has tokens at risk, all layers have the same claim.
         claim = {layer: left * risk[layer] / weight if weight else left / len(open_) for layer in open_}
         for layer in open_:
             granted[layer] += min(int(claim[layer]), experts[layer] - granted[layer])
@@ -47,8 +47,8 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
     Args:
         table: operators of the stage.
         risk: P, tokens that each expert received since it was saved.
-        due: experts that the checkpoint holds in any case; they count for ``total``.
-        total: S_total, number of experts of all layers together.
+        due: mask of the experts that the checkpoint holds in any case; ``total`` includes them.
+        total: S_total, number of saved experts, all layers together.
     """
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
     of_layer = {layer: int(risk[operators].sum()) for layer, operators in places.items()}
@@ -57,15 +57,15 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
 
 
 def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts: int) -> Chosen:
-    """Return a mask of as many experts of each layer: those with the most tokens at risk.
+    """Return a mask of the K experts of each layer with the most tokens at risk.
 
-    This is load-aware selection of MoC-System, section 3.2.
+    This is the load-aware selection of MoC-System, section 3.2.
 
     Args:
         table: operators of the stage.
         risk: tokens that each expert received since it was saved.
-        due: experts that the checkpoint holds in any case; they count for ``experts``.
-        experts: K, number of experts of each layer.
+        due: mask of the experts that the checkpoint holds in any case; ``experts`` includes them.
+        experts: K, number of saved experts of each layer.
     """
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
     return _most_of(places, dict.fromkeys(places, experts), risk, due)
@@ -74,7 +74,7 @@ def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts:
 def _most_of(places: dict[int, npt.NDArray[np.int64]], wanted: dict[int, int], risk: Tokens, due: Chosen) -> Chosen:
     chosen = np.zeros(len(risk), dtype=bool)
     for layer, operators in places.items():
-        # Due experts come first, then experts by tokens; between equals the position in the table decides.
+        # Due experts come first, then experts by tokens at risk. The position in the table breaks ties.
         order = operators[np.lexsort((operators, -risk[operators], ~due[operators]))]
         chosen[order[: max(wanted[layer], int(due[operators].sum()))]] = True
     return chosen

@@ -1,10 +1,11 @@
 """Runs of snapshots that restore operators of different age (MoC-System, section 3.1; MoEtion, section 6).
 
-A snapshot that leaves operators out (:attr:`Saved.OMITTED`) requires that a recovery takes the newest older version of
-them. So a state is restored from the newest snapshot and, for each operator that it leaves out, from the newest earlier
-snapshot that has the operator. The updates in between are lost. If snapshots are missing, older versions are used.
+Some snapshots leave operators out (:attr:`Saved.OMITTED`). A recovery restores such an operator from the newest earlier
+snapshot that has it, and all other operators from the newest snapshot. The operator's updates in between are lost. If
+snapshots are missing, a recovery uses older versions.
 
-A version is full state, or full state and the gradients of every update after it (MoEtion, section 5.2).
+A version of an operator is its full state, or its full state and the gradients of consecutive updates after it
+(MoEtion, section 5.2).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moevement_core.policy.schedule import Contents, Saved
 
 @dataclass(frozen=True, eq=False)
 class VersionRun(NewestStateRun):
-    """Snapshots ``first`` to ``last``, which together hold the newest version of each operator."""
+    """Snapshots ``first`` to ``last`` that together hold the newest version of each operator."""
 
     versions: npt.NDArray[np.int64]
     """Iteration of each operator's version, int64 ``[operators]``; see :attr:`version_at`."""
@@ -49,9 +50,9 @@ class VersionRun(NewestStateRun):
 
     @override
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the operators that repeat or execute their update of ``iteration``, bool ``[operators]``.
+        """Return a mask of the operators that are updated while ``iteration`` is recovered, bool ``[operators]``.
 
-        These are all operators if ``iteration`` comes after the run.
+        Up to the end of the run, operators repeat updates from gradients. After the run, all operators are updated.
         """
         return (self.full_at < iteration) & ((iteration <= self.version_at) | (iteration > self.last))
 
@@ -63,9 +64,9 @@ class VersionRun(NewestStateRun):
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
-    """Yield the run that ends with each snapshot, the newest first.
+    """Yield for each snapshot the run that ends with it, the newest first.
 
-    A snapshot has no run if an operator has no version by then.
+    A snapshot has no run if it and all earlier snapshots lack a version of some operator.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.
@@ -92,7 +93,10 @@ NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the iterations with which a run may still begin: snapshots newer than the beginning of the newest run."""
+    """Yield the iterations at which a future run may begin.
+
+    These are the snapshots that leave operators out and are newer than the beginning of the newest run.
+    """
     newest = next(version_runs(snapshots), None)
     for iteration, saved in snapshots.items():
         if leaves_out(saved) and (newest is None or iteration > newest.first):
@@ -100,7 +104,7 @@ def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 
 
 def leaves_out(saved: Contents) -> bool:
-    """Return True if a snapshot leaves operators to older snapshots."""
+    """Return True if a snapshot leaves operators out, for which older snapshots are used."""
     return bool((saved == Saved.OMITTED).any())
 
 

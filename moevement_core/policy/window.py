@@ -1,21 +1,21 @@
-"""Size of the sparse window: the iterations over which a snapshot of everything is spread.
+"""Size of the sparse window: the number of iterations over which a snapshot of all operators is spread.
 
-The paper is MoEvement, section 3.5 and Algorithm 1. This file has two ways to find the size:
+The paper is MoEvement, section 3.5 and Algorithm 1. This file has two functions that find the size:
 
-- :func:`find_window_size` is the paper's, for operators of one size and one bandwidth.
-- :func:`choose_window` is the one of live runs. It takes actual sizes, one row for each rank of a stage, and two
-  budgets for an iteration: bytes of device-to-host copies, and bytes that the network can carry to ``r`` peers (as in
-  MoEtion, its section 4.2).
+- :func:`find_window_size` is the paper's algorithm. It assumes operators of equal size and a single bandwidth.
+- :func:`choose_window` is for live runs. It takes actual sizes, with one row for each rank of a stage. It also takes
+  two limits for an iteration: bytes of device-to-host copies, and bytes that the network carries to ``r`` peers (as in
+  section 4.2 of MoEtion).
 
-The paper leaves these cases open; the decisions are:
+The paper leaves these cases open. This file decides them as follows:
 
-* An operator that alone exceeds the budget has a slot alone, which is reported as over budget: it will stall. The other
-  operators still keep to the budget, so that one slot of the window stalls and not all.
-* If the compute weights in a slot exceed the budget by themselves, slots hold one operator each until the weights fit.
-  Each of these slots is reported.
-* A window has at most as many slots as there are operators. Only an imposed window (the maximum over the ranks of the
-  job, or a flag) may be longer; its last slots are then empty.
-* A job without bandwidth, iteration time or operators is an error. One operator has a window of one iteration.
+* An operator that exceeds the budget by itself gets a slot of its own. That slot is reported as over budget, because
+  training will stall there. The other slots stay within the budget, so only this slot stalls.
+* If the compute weights of frozen operators alone exceed the budget, each slot holds one operator until the weights
+  fit. Each of these slots is reported.
+* A window has at most as many slots as there are operators. Only an imposed window may be longer, and then its last
+  slots are empty. Its size is the maximum over the ranks of the job, or a flag sets it.
+* Zero bandwidth, a zero iteration time or no operator is an error. A single operator has a window of one iteration.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order
 
 ROUNDING = 1e-6
-"""Share of an iteration that is too small to add another iteration."""
+"""Fraction of an iteration that is ignored when a number of iterations is rounded up."""
 _BALANCE_STEPS = 10  # the peak is balanced to within 1/1024 of the budget
 
 
 class WindowKind(StrEnum):
-    """Kind of a window: the operators whose compute weights a slot saves."""
+    """Kind of a window. It determines the operators whose compute weights a slot saves."""
 
     ALIGNED = "aligned"
-    """Compute weights of operators in later slots (the paper's kind). A recovery needs a whole window and rolls back W
-    to 2W iterations."""
+    """A slot saves the compute weights of operators in later slots, as in the paper. A recovery needs a whole window
+    and rolls back W to 2W iterations."""
     ROLLING = "rolling"
-    """Compute weights of all other operators. A recovery can use any W consecutive snapshots and rolls back W
-    iterations, at the cost of more bytes."""
+    """A slot saves the compute weights of all operators outside the slot. A recovery can use any W consecutive
+    snapshots and rolls back W iterations. Snapshots have more bytes than with ``ALIGNED``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ class PaperWindow:
     window: int
     """W_sparse, iterations."""
     active: int
-    """O_Active, number of operators that a slot saves in full."""
+    """O_Active, number of operators whose full state a slot saves."""
     fits: bool
-    """True if the first snapshot takes no longer than an iteration. The paper stops at two operators in any case."""
+    """True if the first snapshot takes no longer than an iteration. The paper stops at two active operators even if it
+    takes longer."""
 
 
 def find_window_size(
@@ -69,7 +70,9 @@ def find_window_size(
     optimizer_bytes: float,
     bytes_per_s: float,
 ) -> PaperWindow:
-    """Return the window of the paper's Algorithm 1, ``FindWindowSize()``, line by line; all operators are of one size.
+    """Return the window of ``FindWindowSize()`` in the paper's Algorithm 1, which assumes operators of equal size.
+
+    The code follows the algorithm line by line.
 
     Args:
         operators: number of operators.
@@ -83,12 +86,12 @@ def find_window_size(
         WindowError: there are no operators, a size is negative, or bandwidth or time is not positive.
     """
     if operators < 1:
-        raise WindowError(f"{operators} operators; a window needs at least one")
-    _positive("iteration time", iteration_s, "s", "measure one, or give --iteration-time")
+        raise WindowError(f"{operators} operators are too few; a window needs at least one")
+    _positive("iteration time", iteration_s, "s", "measure it, or give --iteration-time")
     _positive("bandwidth from device to host", bytes_per_s, "bytes/s", "measure it, or give --d2h-bandwidth")
     for name, size in (("compute", compute_bytes), ("master", master_bytes), ("optimizer", optimizer_bytes)):
         if not (math.isfinite(size) and size >= 0):
-            raise WindowError(f"{name} state of {size} bytes for an operator; needs a size that is not negative")
+            raise WindowError(f"{name} state of an operator has {size} bytes; needs a finite size that is not negative")
 
     def snapshot_s(active: int) -> float:
         frozen = operators - active
@@ -104,47 +107,52 @@ def find_window_size(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Budget of one rank: the bytes that it can move in an iteration without a stall."""
+    """Limits on the bytes that one rank can save in an iteration without a stall."""
 
     iteration_s: float
     """Seconds of an iteration."""
     d2h_bytes_per_s: float
     """Bandwidth of copies from device to host, in bytes per second."""
     replication_bytes_per_s: float = math.inf
-    """Network bandwidth for this rank's copies beside training, in bytes per second; infinite without replication."""
+    """Network bandwidth for sending this rank's snapshots during training, in bytes per second; infinite without
+    replication."""
     replicas: int = 2
     """r, number of peers that receive every snapshot (MoEvement section 3.2)."""
     reserved_d2h_bytes: float = 0.0
-    """Bytes of every iteration that other copies to the host need: those of the boundary log."""
+    """Bytes per iteration that the boundary log copies to the host."""
 
     def __post_init__(self) -> None:
-        _positive("iteration time", self.iteration_s, "s", "measure one, or give --iteration-time")
-        _positive("bandwidth from device to host", self.d2h_bytes_per_s, "bytes/s", "measure it, or give it")
+        _positive("iteration time", self.iteration_s, "s", "measure it, or give --iteration-time")
+        _positive("bandwidth from device to host", self.d2h_bytes_per_s, "bytes/s", "measure it, or set it by flag")
         if self.replicas < 0:
-            raise WindowError(f"{self.replicas} replicas; needs 0 or more")
+            raise WindowError(f"{self.replicas} replicas are too few; needs 0 or more")
         if self.replicas:
-            _positive("bandwidth to the peers", self.replication_bytes_per_s, "bytes/s", "measure it, or give it")
+            _positive(
+                "bandwidth to the peers", self.replication_bytes_per_s, "bytes/s", "measure it, or set it by flag"
+            )
         if not (math.isfinite(self.reserved_d2h_bytes) and self.reserved_d2h_bytes >= 0):
-            raise WindowError(f"{self.reserved_d2h_bytes} bytes reserved; needs a number that is not negative")
+            raise WindowError(
+                f"{self.reserved_d2h_bytes} bytes for the boundary log; needs a finite number of 0 or more"
+            )
         if self.d2h_bytes <= 0:
             raise WindowError(
-                f"boundary logs of {self.reserved_d2h_bytes:,.0f} bytes take all that {self.d2h_bytes_per_s:,.0f} "
-                f"bytes/s copy in {self.iteration_s} s; needs more bandwidth, or no boundary log"
+                f"boundary log has {self.reserved_d2h_bytes:,.0f} bytes per iteration; {self.d2h_bytes_per_s:,.0f} "
+                f"bytes/s in {self.iteration_s} s leave nothing for snapshots; needs more bandwidth, or no boundary log"
             )
 
     @property
     def d2h_bytes(self) -> float:
-        """Bytes of a snapshot that can be copied to the host in an iteration."""
+        """Bytes of the largest snapshot that can be copied to the host in an iteration."""
         return self.d2h_bytes_per_s * self.iteration_s - self.reserved_d2h_bytes
 
     @property
     def replication_bytes(self) -> float:
-        """Bytes of the largest snapshot that the network carries to every peer in an iteration."""
+        """Bytes of the largest snapshot that the network can carry to all peers in an iteration."""
         return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
 
     @property
     def bytes(self) -> float:
-        """Bytes of the largest snapshot that keeps to both limits."""
+        """Bytes of the largest snapshot within both limits."""
         return min(self.d2h_bytes, self.replication_bytes)
 
     @property
@@ -153,24 +161,24 @@ class Budget:
         return "device to host" if self.d2h_bytes <= self.replication_bytes else "replication"
 
     def copy_s(self, snapshot_bytes: float) -> float:
-        """Return the seconds that a snapshot's copy to the host takes, with the boundary log beside it."""
+        """Return the seconds in which a snapshot and the boundary log are copied to the host."""
         return (snapshot_bytes + self.reserved_d2h_bytes) / self.d2h_bytes_per_s
 
     def send_s(self, snapshot_bytes: float) -> float:
-        """Return the seconds that sending a snapshot to every peer takes."""
+        """Return the seconds in which a snapshot is sent to all peers."""
         return snapshot_bytes * self.replicas / self.replication_bytes_per_s if self.replicas else 0.0
 
     def stall_s(self, snapshot_bytes: float) -> float:
-        """Return the seconds that training waits for a snapshot's copy.
+        """Return the seconds for which training waits until a snapshot is copied to the host.
 
-        Slow peers do not stall training: replication falls behind.
+        A slow network does not stall training. Replication then lags.
         """
         return max(0.0, self.copy_s(snapshot_bytes) - self.iteration_s)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Window:
-    """Window of ordered operators, divided into consecutive slots."""
+    """Division of an order of operators into consecutive slots."""
 
     kind: WindowKind
     ends: tuple[int, ...]
@@ -178,7 +186,7 @@ class Window:
     slot_bytes: npt.NDArray[np.int64]
     """Bytes of each slot on each rank, int64 ``[ranks, W]``."""
     budget_bytes: float
-    """Bytes that a slot may have; infinite for an imposed window without a budget."""
+    """Most bytes that a slot may have; infinite for an imposed window without a budget."""
 
     @property
     def size(self) -> int:
@@ -187,23 +195,23 @@ class Window:
 
     @property
     def over_budget(self) -> tuple[int, ...]:
-        """Slots that will stall, because one operator alone, or the compute weights beside it, exceed the budget."""
+        """Numbers of the slots whose bytes exceed the budget; training will stall in these slots."""
         return tuple(int(slot) for slot in np.flatnonzero((self.slot_bytes > self.budget_bytes).any(axis=0)))
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the heaviest slot on the heaviest rank."""
+        """Bytes of the largest slot on any rank."""
         return int(self.slot_bytes.max())
 
 
 def choose_window(table: OperatorTable, order: Order, budget: Budget, kind: WindowKind = WindowKind.ALIGNED) -> Window:
-    """Return the smallest window whose slots keep to the budget, with slots of about equal weight.
+    """Return the smallest window whose slots stay within the budget; the slots have about equal bytes.
 
-    It is the window of one rank, or of all ranks of a stage at once: a slot must fit on each of them. The window of a
-    job is the largest one of its stages, and :func:`impose_window` gives the other stages its size.
+    The window is for one rank, or for all ranks of a stage. A slot must fit on each rank of the table. A job uses the
+    largest window of its stages; the other stages get the same size from :func:`impose_window`.
 
-    Greedy cuts are optimal. With the same end, a slot that begins later in the order weighs less. So a slot that
-    reaches as far as possible never costs another slot later.
+    Greedy cuts give the fewest slots, for this reason: of two slots with the same end, the one that begins later in the
+    order has fewer bytes. So it is never a disadvantage if a slot ends as late as possible.
     """
     cutter = _Cutter(table, order, kind)
     ends = cutter.greedy(budget.bytes)
@@ -219,7 +227,7 @@ def impose_window(
     kind: WindowKind = WindowKind.ALIGNED,
     budget_bytes: float = math.inf,
 ) -> Window:
-    """Return a window of exactly ``size`` slots of about equal weight.
+    """Return a window of exactly ``size`` slots with about equal bytes.
 
     If there are fewer operators than slots, the last slots are empty.
 
@@ -227,7 +235,7 @@ def impose_window(
         WindowError: ``size`` is below one.
     """
     if size < 1:
-        raise WindowError(f"a window of {size} iterations; needs at least 1")
+        raise WindowError(f"window has {size} iterations; needs at least 1")
     cutter = _Cutter(table, order, kind)
     slots = min(size, len(table))
     ends = cutter.split_to(slots, cutter.balanced(slots, low=0.0, high=float(cutter.heaviest())))
@@ -235,37 +243,38 @@ def impose_window(
 
 
 def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: int) -> int:
-    """Return the iterations from the beginning of a window to that of the next: as few as ``bytes_to_save`` allows.
+    """Return the shortest period of windows for which saving stays within ``bytes_to_save`` per iteration.
 
-    Algorithm 1 gives the number of snapshots in a window, so that copies from the device stall no iteration. The period
-    is another question, because links and processors can use all iterations until the next window begins.
+    The period is the number of iterations from the beginning of a window to the beginning of the next one. Algorithm 1
+    gives the number of snapshots in a window, so that copies from the device stall no iteration. The period may be
+    longer, because links and processors can use all iterations until the next window begins.
 
     Args:
         window_bytes: bytes of all snapshots of a window on the rank with the most.
         size: number of snapshots in a window.
-        bytes_to_save: bytes that an iteration may save, a mean over a window and the rest after it.
-        most: most iterations of a period, unless ``size`` is larger.
+        bytes_to_save: bytes that an iteration may save, as a mean over the period.
+        most: longest period in iterations, unless ``size`` is larger.
     """
     period = math.ceil(window_bytes / bytes_to_save - ROUNDING) if bytes_to_save > 0 else most
     return max(size, min(most, period))
 
 
 def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:
-    """Return the smallest budget in bytes that allows a window of ``size`` slots or fewer (to within 0.1%)."""
+    """Return the smallest budget, in bytes, with which ``size`` slots suffice, to within 0.1%."""
     return impose_window(table, order, min(size, len(table)), kind).peak_bytes
 
 
 class _Cutter:
     """Division of one order into slots.
 
-    ``F`` and ``C`` are the running sums of full and compute bytes along the order. A slot from ``s`` to ``e`` weighs
-    ``F[e] - F[s] + C[n] - C[e]`` (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` (rolling). Full state is never
-    smaller than compute weights. So ``G = F - C`` never falls, and bisection finds the farthest end of a slot.
+    ``F`` and ``C`` are the running sums of full and compute bytes along the order. A slot from ``s`` to ``e`` has
+    ``F[e] - F[s] + C[n] - C[e]`` bytes (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` bytes (rolling). Full state
+    is never smaller than compute weights. So ``G = F - C`` never falls, and bisection finds the farthest end of a slot.
     """
 
     def __init__(self, table: OperatorTable, order: Order, kind: WindowKind) -> None:
         if not _is_permutation(order, len(table)):
-            raise WindowError(f"an order of {len(order)} entries that is no permutation of the {len(table)} operators")
+            raise WindowError(f"order has {len(order)} entries; it must be a permutation of the {len(table)} operators")
         if kind not in tuple(WindowKind):
             raise WindowError(f"window kind {kind!r}; needs one of {', '.join(WindowKind)}")
         self._kind = kind
@@ -275,7 +284,7 @@ class _Cutter:
         self._gain = [row.tolist() for row in self._full - self._compute]
 
     def _before(self, start: int) -> npt.NDArray[np.int64]:
-        """Return the bytes that do not depend on the end of a slot that begins at ``start``, int64 ``[ranks]``."""
+        """Return the part of a slot's bytes that depends on ``start`` and not on the end, int64 ``[ranks]``."""
         before = self._compute[:, -1] - self._full[:, start]
         return before + self._compute[:, start] if self._kind is WindowKind.ROLLING else before
 
@@ -293,11 +302,12 @@ class _Cutter:
         return min(bisect_right(gain, budget - fixed) - 1 for gain, fixed in zip(self._gain, before, strict=True))
 
     def greedy(self, budget: float, most: int | None = None) -> list[int]:
-        """Return the ends of slots that each reach as far as ``budget`` allows, but over one operator at least.
+        """Return the ends of slots. Each slot ends as late as ``budget`` allows, and has at least one operator.
 
         Args:
-            budget: bytes that a slot may have.
-            most: most slots, for which every slot must keep to ``budget``. If that is impossible the result is empty.
+            budget: most bytes that a slot may have.
+            most: largest number of slots. With ``most``, no slot may exceed ``budget``, and the result is empty if that
+                is impossible. Without it, a slot with one operator may exceed ``budget``.
         """
         ends: list[int] = []
         start = 0
@@ -310,7 +320,10 @@ class _Cutter:
         return ends
 
     def balanced(self, slots: int, low: float, high: float) -> list[int]:
-        """Return the ends of at most ``slots`` slots with about the least possible peak; ``high`` must suffice."""
+        """Return the ends of at most ``slots`` slots whose largest slot is about as small as possible.
+
+        The budget ``high`` must suffice for ``slots`` slots.
+        """
         best = self.greedy(high, most=slots)
         for _ in range(_BALANCE_STEPS):
             middle = (low + high) / 2
@@ -319,7 +332,7 @@ class _Cutter:
         return best
 
     def split_to(self, slots: int, ends: list[int]) -> list[int]:
-        """Return ``ends`` with ``slots`` slots, after splitting the heaviest slots that hold several operators."""
+        """Split the largest slots that hold several operators until there are ``slots`` slots; return the new ends."""
         while len(ends) < slots:
             weights = self.weights(ends)
             starts = [0, *ends]
@@ -346,4 +359,4 @@ def _running_sum(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def _positive(what: str, value: float, unit: str, remedy: str) -> None:
     if not value > 0 or math.isnan(value):
-        raise WindowError(f"{what} of {value} {unit}; needs more than 0: {remedy}")
+        raise WindowError(f"{what} is {value} {unit}; needs more than 0: {remedy}")

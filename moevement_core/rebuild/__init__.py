@@ -1,1 +1,1 @@
-"""Part of one rank in a recovery: prepare, execute, and compare with digests."""
+"""Part of one rank in a recovery: prepare it, execute it, and compare the result with digests."""

@@ -1,4 +1,4 @@
-"""Execution of a prepared recovery: stages that lost their state replay, the others feed them, and all ranks verify it.
+"""Execution of a prepared recovery: lost stages replay, other stages feed them, and all ranks verify the result.
 
 Every rank calls :func:`execute` at the same point. An error that one rank finds is raised on all.
 """
@@ -29,7 +29,7 @@ def execute(
     lost: LostTokens,
     recapture: Recapture | None,
 ) -> tuple[Recovery, Mapping[str, Any]]:
-    """Execute a prepared recovery, and compare its result. Every rank calls it, inside the training loop.
+    """Execute a prepared recovery, and compare the result with digests. Every rank calls it in the training loop.
 
     Stages that keep their state feed those that replay, and wait.
 
@@ -37,13 +37,14 @@ def execute(
         parts: parts of this rank.
         prepared: prepared recovery, with the snapshots of this rank.
         lost: tokens of this stage whose updates are missing in the restored state.
-        recapture: function that captures snapshots again, if the earlier ones are invalid; see :class:`Reexecution`.
+        recapture: function that captures snapshots again; None if earlier snapshots stay valid.
 
     Returns:
-        Summary over all ranks, and the record of the last iteration that this rank re-executed; empty without one.
+        Summary over all ranks, and the record of the last iteration that this rank re-executed. The record is empty if
+        this rank re-executed none.
 
     Raises:
-        RecoveryError: the recovered state differs from the lost one (on every rank alike), or a snapshot belongs to
+        RecoveryError: the recovered state differs from the lost one (every rank raises this), or a snapshot belongs to
             another model.
     """
     began, began_cpu = time.perf_counter(), time.process_time()

@@ -29,7 +29,7 @@ class Feeder(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Send the logged tensors of all iterations. The thread calls it."""
+        """Send the logged tensors of all iterations. This method is the body of the thread."""
         log, transport = self._parts.binding.boundary_log, self._parts.topology.channels.feeds
         assert log is not None
         assert transport is not None
@@ -37,7 +37,7 @@ class Feeder(threading.Thread):
             self.fed_bytes = feed(
                 self._parts.topology.rank, self._peer, self._direction, self._iterations, log, transport
             )
-        except Exception as error:  # finish() raises it on the training thread
+        except Exception as error:  # finish() raises the error on the training thread
             self._error = error
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 """Source of state for failed ranks: a live replica holds the same state, so no iteration and no update is repeated.
 
-Without sharding, every data-parallel replica holds all of the state, and each saves a part of it. A live replica makes
-a snapshot of the part that the failed rank saved, when a recovery opens it. The recovery uses it like any other dense
-snapshot.
+Without sharding, every data-parallel replica holds the whole state and saves a part of it. When a recovery opens a
+snapshot of a failed rank, a live replica makes this snapshot from live tensors. It holds the part that the failed rank
+saved. The recovery uses it like any other dense snapshot.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.commit import Mark
 
 LIVE = "live"
-"""Marker in the place of a schedule's id: the snapshot was made of live state, and belongs to no window."""
+"""Marker in place of a schedule's id: the snapshot was made from live state, and belongs to no window."""
 
 
 class LiveReplicas(SnapshotSource):
-    """Source of live state that this rank can give to failed ranks that held the same.
+    """Source of snapshots that this rank makes from live state, for failed ranks that held the same state.
 
     Args:
         binding: binding of the trainer.
@@ -50,7 +50,7 @@ class LiveReplicas(SnapshotSource):
         self._binding, self._topology, self._mark = binding, topology, mark
 
     def stands_for(self, until: int, lost: Collection[int]) -> Mapping[int, int]:
-        """Return the failed ranks whose state is live on this rank, each with its stage's number of operators."""
+        """Return the failed ranks whose state is live on this rank, with the number of operators of their stage."""
         if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
             return {}
         return {rank: len(self._topology.table) for rank in self._binding.live_replicas() if rank in lost}
@@ -65,7 +65,7 @@ class LiveReplicas(SnapshotSource):
         if mark is None or mark.iteration != iteration:
             return None
         states, table = self._binding.states_of_replica(owner), self._topology.table
-        # A snapshot is taken when the next iteration begins, after any evaluation or save scheduled between the two.
+        # Snapshots are captured when the next iteration begins, after any evaluation or save scheduled before it.
         boundary = mark.boundary if mark.resumed is None else mark.resumed
         marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})
         tensors = [tensor for name in table.names if name in states for tensor in states[name].full if tensor.nbytes]

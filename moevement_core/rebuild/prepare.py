@@ -1,4 +1,4 @@
-"""Preparation of a recovery, alike on every rank: report -> plan -> fetch, until all planned snapshots are fetched."""
+"""Preparation of a recovery on every rank: report, plan and fetch, repeated until all planned snapshots are there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.trainer.equal_bits import placed_since, why_replay_may_differ
 
 ATTEMPTS = 3
-"""Attempts to fetch a snapshot that was damaged on its way."""
+"""Number of attempts to fetch a snapshot that arrives damaged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Plans, one for each segment of stages that replay together, and the snapshots of this rank, checked."""
+    """Result of a preparation: a plan for each segment of stages that replay together, and checked snapshots."""
 
     plans: tuple[RecoveryPlan, ...]
     own_plan: RecoveryPlan | None
@@ -40,23 +40,25 @@ class Prepared:
     """Outcomes of recent iterations, from ranks of the same model replica."""
     fetch_s: float
     is_comparable: bool = True
-    """True if the recovered state has the lost bits. False where another number of ranks executes iterations again:
-    sums have another order.
+    """True if the recovered state is to be compared with digests of the lost one.
+
+    False if another number of ranks re-executes iterations, because sums then have another order.
     """
     other_arithmetic: str = ""
-    """Reason, in words, why the last bits may differ from the lost ones; empty if they may not.
+    """Reason why the last bits may differ from the lost ones, in words; empty if they may not.
 
     With a reason, a difference is reported and is no error. Snapshots of replayed iterations are then captured again,
     because a window must not mix two histories.
     """
     keeps_first: bool = True
-    """True if the snapshots that the replay began from are kept, because the next recovery may begin from them. False
-    for those written on other processors, with which no replay here can be compared.
+    """True if this rank keeps the snapshots that the replay began from, because the next recovery may begin from them.
+
+    False for snapshots that other processors wrote, because no replay here can be compared with them.
     """
     placed_since: int = NONE
     """Iteration after which all iterations were computed under the current placement, as far as any rank knows."""
     other_data: Sequence[str] = ()
-    """Data flags that differ from those of the job that wrote the window, in words."""
+    """Descriptions of the data flags that differ from those of the job that wrote the window."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Scope:
 
     pipeline: Pipeline
     lost: frozenset[int]
-    """Stages without their state."""
+    """Stages that lost their state."""
     left_out: Collection[int]
     """Iterations that never ran, so ranks sent nothing in them."""
 
@@ -93,14 +95,14 @@ def prepare(
     Args:
         report: report of this rank, without its snapshots.
         sources: sources of this rank's snapshots, by kind.
-        until: iteration whose state is recovered; None for the first dense state that the snapshots give.
+        until: iteration whose state is recovered; None for the newest dense state that snapshots lead to.
         transport: channel between ranks for fetches; None for a single rank.
         scope: stages to roll back; None for all stages.
-        lost_ranks: ranks that lost their state, if other ranks of their stages have not.
+        lost_ranks: ranks that lost their state, if other ranks of their stages kept it.
         may_redo: True if failed ranks may repeat their updates from logged gradients.
 
     Raises:
-        RecoveryError: the state is unrecoverable. On every rank alike.
+        RecoveryError: the state is unrecoverable. Every rank raises it.
     """
     began = time.perf_counter()
     of_sums, unavailable, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
@@ -127,7 +129,7 @@ def prepare(
                 other_arithmetic=why_replay_may_differ(reports, plans), placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
-            log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
+            log.warning(f"{len(failed)} snapshots could not be fetched from where they were reported; planning again")
         asked_again += 1
         unavailable |= _gone(failed, asked_again)
 
@@ -150,8 +152,9 @@ def _of_all(report: Report) -> list[Report]:
 def _plans(
     reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
 ) -> tuple[RecoveryPlan, ...]:
-    """Return one plan for the failed ranks alone, or one for each segment, or, if a segment cannot recover alone, one
-    for all stages.
+    """Return one plan for the failed ranks alone, else one plan for each segment, else one plan for all stages.
+
+    All stages roll back if a segment cannot recover alone.
     """
     if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
         return (from_replicas,)
@@ -203,10 +206,10 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
 
 
 def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
-    """Return the outcomes that this rank's replica remembers, of iterations that every replica remembers.
+    """Return the recorded outcomes of this rank's model replica, for iterations that every replica has recorded.
 
-    All ranks recompute the other outcomes together. A rank that took a norm from its record would miss the reduction
-    in which the others compute it. Without a pipeline, no rank remembers the outcomes of a failed replica.
+    All ranks recompute the outcomes of other iterations together. A rank that took a norm from its record would miss
+    the reduction in which the other ranks compute it. Without a pipeline, no rank has the outcomes of a failed replica.
     """
     known: dict[int, set[int]] = {}
     for report in reports:
@@ -216,7 +219,7 @@ def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any
 
 
 def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
-    """Return the outcomes that ranks of this rank's model replica remember: they clipped by the same norm."""
+    """Return the outcomes that ranks of this rank's model replica have recorded; all clipped by the same norm."""
     known: dict[int, Any] = {}
     for report in reports:
         if report.replica == own.replica:
@@ -225,8 +228,9 @@ def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Return the fetches that are not repeated from the same source. A snapshot that was damaged on its way is still
-    whole there.
+    """Return the fetches that are not repeated from the same source.
+
+    A snapshot that arrived damaged is still whole at the source. Its fetch is repeated up to attempt :data:`ATTEMPTS`.
     """
     return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
 

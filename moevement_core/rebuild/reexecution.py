@@ -26,14 +26,14 @@ class Recapture(Protocol):
 
 
 class Reexecution(Observer):
-    """Execution of iterations again on one rank.
+    """Re-execution of iterations on one rank.
 
     Args:
         parts: parts of this rank.
         prepared: prepared recovery.
         plan: plan of this rank.
-        recapture: function that captures the snapshot of a re-executed iteration again, called on every rank for each
-            iteration but the last; None if earlier snapshots are still valid.
+        recapture: function that captures the snapshot of a re-executed iteration again; None if earlier snapshots stay
+            valid. Every rank calls it for each re-executed iteration but the last.
     """
 
     def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
@@ -45,7 +45,7 @@ class Reexecution(Observer):
         self._gradients_stay = True
 
     def adopt(self) -> None:
-        """Adopt the snapshots that the replay begins from; snapshots of an unfinished window belong to that window."""
+        """Adopt the snapshots that the replay begins from, so that training can complete an unfinished window."""
         parts, prepared, plan = self._parts, self._prepared, self._plan
         if not prepared.keeps_first:
             return
@@ -68,7 +68,7 @@ class Reexecution(Observer):
             with_all: True if all ranks replay; otherwise the other stages feed this one and wait.
 
         Returns:
-            Record of the last iteration that was re-executed; empty without one.
+            Record of the last re-executed iteration; empty if there was none.
         """
         parts, prepared, plan = self._parts, self._prepared, self._plan
         topology, binding = parts.topology, parts.binding
@@ -111,7 +111,7 @@ class Reexecution(Observer):
         if iteration in self._prepared.snapshots and not self._prepared.other_arithmetic:
             checkpointer.adopt(self._prepared.snapshots[iteration])
         elif record.get("step") and checkpointer.takes(iteration):
-            if iteration > plan.dense_at and self._gradients_stay:  # before, some operators had no gradients
+            if iteration > plan.dense_at and self._gradients_stay:  # earlier, frozen operators had no gradients
                 checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
@@ -121,5 +121,5 @@ class Reexecution(Observer):
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:
-            raise NotImplementedError(f"{type(binding).__name__}: its trainer has no record() of a step")
+            raise NotImplementedError(f"{type(binding).__name__}: record() of the trainer has no step; implement it")
         recapture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)

@@ -1,4 +1,4 @@
-"""Comparison of compute weights that several ranks hold alike, kept or replayed, after a recovery."""
+"""Comparison, after a recovery, of compute weights that must be equal on several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moevement_core.trainer.binding import Replicas
 
 
 def unequal_replicas(per_rank: Sequence[Sequence[Replicas]]) -> list[str]:
-    """Return in words the groups whose ranks hold different weights.
+    """Return a description of each group of ranks whose weights differ although they must be equal.
 
     Args:
         per_rank: result of ``Binding.replicas`` of every rank.
@@ -18,7 +18,7 @@ def unequal_replicas(per_rank: Sequence[Sequence[Replicas]]) -> list[str]:
         for what, ranks, digest in reported:
             digests.setdefault((what, ranks), set()).add(digest)
     return [
-        f"compute weights{f' of {what}' if what else ''} of ranks {', '.join(map(str, ranks))}, which have them alike"
+        f"compute weights{f' of {what}' if what else ''} differ between ranks {', '.join(map(str, ranks))}"
         for (what, ranks), distinct in digests.items()
         if len(distinct) > 1
     ]

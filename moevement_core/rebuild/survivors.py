@@ -1,8 +1,8 @@
-"""Comparison of the state that survivors kept with digests of it, before training continues.
+"""Comparison of the state that survivors kept with digests, before training continues.
 
-A replay proves what it recomputed, but a survivor recomputed nothing. Its state is compared with two other things: its
-newest snapshot, if that belongs to the resume iteration, and its data-parallel replicas. A snapshot may hold digests of
-some operators or of all. No gradients of the interrupted iteration may be left.
+A replay proves the state that it recomputes, but survivors recompute nothing. Their state is compared with two other
+sources. One is each survivor's newest snapshot, if it belongs to the resume iteration; it may hold digests of some
+operators or of all. The other source is data-parallel replicas. No gradients of the interrupted iteration may be left.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from moevement_core.trainer.binding import Replicas
 
 @dataclass(frozen=True)
 class SurvivorChecks:
-    """Number of survivors by how much of their state was compared; the same on every rank."""
+    """Numbers of survivors by the part of their state that was compared; the same numbers on every rank."""
 
     ranks: int
-    """Ranks that kept their state."""
+    """Number of ranks that kept their state."""
     in_part: int
-    """Survivors compared with a snapshot of some full state and of compute weights."""
+    """Number of survivors compared in part: with a snapshot of some full state and of compute weights."""
     whole: int
-    """Survivors compared with digests of the whole state."""
+    """Number of survivors compared with digests of the whole state."""
 
     def __str__(self) -> str:
         if not self.ranks:
             return "no rank kept its state"
         rest = self.ranks - self.in_part - self.whole
         return (
-            f"{self.ranks} ranks kept their state, without gradients left over; compared with their newest snapshot: "
-            f"{self.whole} in whole, {self.in_part} in part, {rest} not; replicas have the same weights"
+            f"{self.ranks} ranks kept their state, and no gradients are left over; compared with the newest snapshot: "
+            f"{self.whole} in whole, {self.in_part} in part, {rest} not at all; replicas have equal weights"
         )
 
     @property
     def summary(self) -> str:
-        """Return in words how many ranks kept their state, and how many of them were compared."""
+        """Number of ranks that kept their state, and of those compared, in words."""
         if not self.ranks:
-            return "none kept its state"
+            return "no rank kept its state"
         return f"{self.in_part + self.whole} of {self.ranks} checked, unchanged"
 
 
@@ -60,11 +60,11 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     Args:
         parts: parts of this rank.
         until: iteration whose state the job resumes from.
-        is_kept: True if this rank kept its state and replayed nothing.
+        is_kept: True if this rank kept its state and re-executed nothing.
         replicas_are_known: True if the replay already compared the replicas.
 
     Raises:
-        RecoveryError: the state of a rank differs from the expected one. On every rank alike.
+        RecoveryError: the state of a rank differs from the expected one. Every rank raises it.
     """
     compared = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
     replicas = [] if replicas_are_known else parts.binding.replicas()
@@ -76,8 +76,8 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise RecoveryError(
-            f"what ranks kept is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. Nothing of it may "
-            "be used: start again from a dense checkpoint or a window on disk"
+            f"the kept state of ranks is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. It must "
+            "not be used: start again from a dense checkpoint or a window on disk"
         )
     return SurvivorChecks(*(sum(getattr(other, name) for other in per_rank) for name in ("kept", "in_part", "whole")))
 

@@ -19,7 +19,7 @@ from moevement_core.trainer.binding import Replicas
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one rank's part of a recovery, as it is sent to the others."""
+    """Result of one rank's part of a recovery, in the form that the rank sends to all others."""
 
     recovery: Recovery
     lost: LostTokens
@@ -43,7 +43,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
         other_data: data flags that differ, as in the same class.
 
     Raises:
-        RecoveryError: a rank found an unexplained difference. On every rank alike.
+        RecoveryError: a rank found an unexplained difference. Every rank raises it.
     """
     parts = all_gather_objects(own, Part)
     differences = [f"rank {rank}: {what}" for rank, part in enumerate(parts) for what in part.differences]
@@ -54,18 +54,17 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
             log.warning(
                 f"{other_arithmetic}: the replayed state does not have the lost bits ({_some(differences)}; "
                 f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
-                "Training continues from it, as from a checkpoint that was loaded on another machine"
+                "Training continues from this state, as from a checkpoint that another machine has loaded"
             )
     elif differences or unequal:
         advice = "start again from a dense checkpoint or an older window"
         if other_data:
             advice = (
-                f"the window was written with other data ({'; '.join(other_data)}). Load it with the data of then and "
-                "let that job save a dense checkpoint (--save, --exit-interval 1); go on from that one with other data"
+                f"the window was written with other data ({'; '.join(other_data)}). Load the window with that data, "
+                "and save a dense checkpoint (--save, --exit-interval 1); then load this checkpoint with the new data"
             )
         raise RecoveryError(
-            f"the replayed state is not the lost one: {_some(differences + unequal)}. Nothing of it may be "
-            f"used: {advice}"
+            f"the replayed state is not the lost one: {_some(differences + unequal)}. It must not be used: {advice}"
         )
     recoveries, lost = [part.recovery for part in parts], own.lost
     known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)

@@ -24,9 +24,12 @@ class RankStatus:
     committed: int | None = None
     """Last iteration that the rank committed; None if it has no state of any iteration."""
     has_begun_next: bool = False
-    """True if the rank had begun the next iteration, so that everything due between the two was done."""
+    """True if the rank had begun the next iteration, so that it had done any evaluation and save due before it."""
     goal: RankStatus | None = None
-    """Status of a rank that had committed the iteration to which an interrupted recovery was to bring this rank."""
+    """Status of a rank that had committed the target iteration of this rank's interrupted recovery.
+
+    None if no recovery of this rank was interrupted.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,18 @@ class ResumePoint:
     lost_stages: frozenset[int]
     """Pipeline stages of the ranks without state; other stages keep their state."""
     followers: frozenset[int]
-    """Ranks one update behind. They contributed to its last reduction, so they apply it without their peers."""
+    """Ranks one update behind. A follower contributed to the last reduction of this update, so it applies the update
+    without its peers."""
     reference: int
     """Rank whose record of the iteration all ranks use."""
     reference_is_goal: bool
-    """True if that rank did not commit the iteration itself, and has its record from :attr:`RankStatus.goal`."""
+    """True if the reference did not commit the iteration itself, and has the record from :attr:`RankStatus.goal`."""
     is_between: bool
     """True if an evaluation or dense save that is due after the iteration may not have been done."""
 
 
 class NothingToResume(Exception):
-    """Error that no iteration can be resumed, so the job restarts; the message says why."""
+    """Error of a job in which no iteration can be resumed, so that the job restarts; the message says why."""
 
 
 def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
@@ -69,29 +73,30 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     if not survivors:
         raise NothingToResume("no rank that trained is left")
     records = [(rank, status, False) for rank, status in enumerate(statuses) if status.was_training]
-    # A rank that was recovering to an iteration lacks its state, and keeps the status of a rank that committed it.
+    # A rank whose recovery was interrupted lacks the state of the target iteration. But it keeps the status of a rank
+    # that had committed that iteration.
     records += [
         (rank, status.goal, True) for rank, status in enumerate(statuses) if status.was_training and status.goal
     ]
     newest = max((status.committed for _, status, _ in records if status.committed is not None), default=None)
     if newest is None or newest == survivors[0].began_at:
-        raise NothingToResume("nothing was committed yet")
+        raise NothingToResume("no iteration was committed yet")
     holders = [status for status in statuses if status.committed is not None]
-    # The last rank prints and logs the results of what is due, so it must have trained, too.
+    # The last rank prints and logs the results of evaluations, so it must have trained as well.
     all_went_on = all(status.committed == newest and status.has_begun_next for status in holders)
     is_between = not (statuses[-1].was_training and holders and all_went_on)
     reference, _, reference_is_goal = next(
         record for record in records if record[1].committed == newest and (is_between or record[1].has_begun_next)
     )
     lost = frozenset(rank for rank, status in enumerate(statuses) if status.committed is None)
-    # Ranks of a lost stage follow, too, because the recovery may restore the failed rank alone.
+    # Survivors of a lost stage are followers as well, because the recovery may restore the failed rank alone.
     followers = frozenset(rank for rank, status in enumerate(statuses) if status.committed == newest - 1)
     lost_stages = frozenset(statuses[rank].stage for rank in lost)
     return ResumePoint(newest, lost, lost_stages, followers, reference, reference_is_goal, is_between)
 
 
 def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:
-    """Return a rank of the same model replica that applied the update which ``rank`` follows; None if none did."""
+    """Return a rank of the same model replica that has applied the update that ``rank`` lacks; None if none has."""
     replica = statuses[rank].replica
     return next(
         (

@@ -2,8 +2,8 @@
 
 A stage whose state is lost replays alone, and its neighbours feed it from their logs. The log keeps tensors in the
 order of sending, for each iteration and direction. The schedule receives them in the same order, so the order
-identifies a tensor. Its micro-batch and virtual chunk follow from the schedule. Buffers or micro-batches would not
-identify a tensor, because a stage may have several chunks.
+identifies a tensor. The schedule determines the micro-batch and the virtual chunk of a tensor. A micro-batch alone
+would not identify a tensor, because a stage may have several chunks.
 
 A background thread digests each tensor once its copy is complete. A recovery checks the digests before it feeds the
 tensors, and so finds later damage in memory. A replay compares its own sends with the digests.
@@ -32,7 +32,7 @@ class Direction(IntEnum):
     FORWARD = 0
     """Direction of activations, to the next stage."""
     BACKWARD = 1
-    """Direction of gradients, to the stage before."""
+    """Direction of gradients, to the previous stage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Logged:
 
 
 class _Digests:
-    """Digests of host memory, computed by a thread of their own."""
+    """Digests of host memory, which a separate thread computes."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class BoundaryLog:
 
     Args:
         device: device of the tensors.
-        cap_bytes: returns the bytes of host memory that the log may use now; beyond them it drops the oldest
+        cap_bytes: returns the bytes of host memory that the log may use now. At this cap, the log drops its oldest
             iterations.
         report: called with a message when the log begins to drop iterations.
     """
@@ -121,7 +121,7 @@ class BoundaryLog:
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration: later sends belong to it, and its earlier sends are dropped."""
-        # This comes first: an exception must not leave a partial iteration as complete.
+        # This assignment comes first. Otherwise, an exception could leave a partial iteration that counts as complete.
         self._iteration = iteration
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
@@ -155,7 +155,7 @@ class BoundaryLog:
             self._iteration = None
 
     def note(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Copy a tensor that is being sent to the log; ignore it outside an iteration, such as in an evaluation."""
+        """Add a copy of a sent tensor to the log; outside an iteration, as in an evaluation, do nothing."""
         if self._iteration is None:
             return
         source = as_bytes(tensor.detach().contiguous())
@@ -212,8 +212,8 @@ class BoundaryLog:
     def give_up(self, to_bytes: float) -> None:
         """Reduce the log to at most ``to_bytes`` of host memory: report it, and drop the oldest iterations."""
         self._report(
-            f"host memory is used up: the log of what crosses stage boundaries keeps {to_bytes / 1e9:.3f} GB; a single "
-            "stage cannot recover from earlier iterations"
+            f"host memory is used up: the boundary log is cut to {to_bytes / 1e9:.3f} GB and drops its oldest "
+            "iterations; a single stage cannot replay these iterations alone"
         )
         self._told = True
         self._buffers.trim()
@@ -222,15 +222,15 @@ class BoundaryLog:
             self._buffers.trim()
 
     def interrupted(self) -> None:
-        """Drop the present iteration, which an exception from another thread has interrupted at an unknown point."""
+        """Drop the present iteration, which an exception raised by another thread interrupted at an unknown point."""
         if (unfinished := self._iteration) is not None:
             self._iteration = None
             self._drop(unfinished)
         self._buffers.reclaim(logged.buffer for iteration in self._logged for logged in self._tensors_of(iteration))
 
     def _drop(self, iteration: int) -> None:
-        # The entry leaves the log first. An exception in between must not leave a buffer both in the log and among the
-        # free ones, where a later send would overwrite it.
+        # The entry leaves the log first. Otherwise, an exception could leave a buffer both in the log and among the
+        # free buffers, where a later send would overwrite it.
         dropped = list(self._tensors_of(iteration))
         self._logged.pop(iteration, None)
         for logged in dropped:
@@ -242,7 +242,7 @@ class BoundaryLog:
             yield from logged
 
     def _buffer(self, nbytes: int, element_bytes: int) -> torch.Tensor:
-        """Return a buffer of exactly this size; at the cap, drop the oldest iterations to make room."""
+        """Return a buffer of exactly this size; at the cap, drop the oldest iterations to free memory."""
         while (buffer := self._buffers.take(nbytes, element_bytes, self._cap_bytes())) is None:
             if (old := self._oldest()) is None:  # The present iteration stays, whatever its size.
                 buffer = self._buffers.take(nbytes, element_bytes, self._buffers.nbytes + nbytes)
@@ -251,8 +251,8 @@ class BoundaryLog:
             if not self._told:
                 self._told = True
                 self._report(
-                    f"the log of what crosses stage boundaries is at its cap of {self._cap_bytes() / 1e9:g} GB: the "
-                    f"oldest iterations go, {old} first; a single stage cannot be recovered before the next window"
+                    f"the boundary log has reached its cap of {self._cap_bytes() / 1e9:g} GB and drops its oldest "
+                    f"iterations, first iteration {old}; a single stage cannot recover alone before the next window"
                 )
         assert buffer is not None
         return buffer

@@ -1,12 +1,13 @@
-"""Comparison of a replayed state with digests of the lost state, up to a known iteration.
+"""Comparison of a replayed state with digests of the lost state.
 
-Every snapshot has digests of its tensors, and some have a digest of every operator's whole state. A replay compares at
-each iteration that has such digests. An operator is known up to the newest iteration at which all of its state was
-compared. A state is known up to the oldest such iteration of its operators, and counts as verified only that far.
+Every snapshot has digests of its tensors, and some snapshots have a digest of every operator's whole state. A replay
+compares its state with these digests at each iteration that it has digests for. An operator is *known* up to the newest
+iteration at which its whole state was compared and was equal. The state of a rank is known up to the oldest of these
+iterations over all its operators, and counts as verified only up to there.
 
-State that is compared with the snapshot it was loaded from, before any update, is only *restored*: its bytes were not
-recomputed. An operator counts as *recomputed* if it was compared after at least one update. If no operator was, nothing
-counts as verified.
+An operator is only *restored* if it was compared with the snapshot that it was loaded from, before any update. Its
+bytes were not recomputed. An operator is *recomputed* if it was compared after at least one update. If no operator was
+recomputed, nothing counts as verified.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20
-"""Differences that are described, at most."""
+"""Most differences that are described in words."""
 _PIECE = 1 << 24
-"""Elements that are subtracted at a time, because the device may have little free memory."""
+"""Most elements that are compared at a time, because the device may have little free memory."""
 
 
 def relative_difference(recomputed: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -67,7 +68,7 @@ class StateCheck:
         self.differences: list[str] = []
         """Texts that describe the first :data:`MOST_TOLD` differences."""
         self.differ_as_loaded = False
-        """True if an operator differs that was not updated since it was loaded.
+        """True if an operator differs although it was not updated since it was loaded.
 
         The arithmetic of another processor cannot explain such a difference.
         """
@@ -83,7 +84,7 @@ class StateCheck:
         self.losses_until = NONE
         """Newest iteration whose losses were compared and equal; ``NONE`` if there is none."""
         self.sends: set[int] = set()
-        """Iterations of which everything sent to other stages was compared and equal."""
+        """Iterations in which the tensors for other stages were compared and equal."""
         self._whole = whole
         self._enabled = enabled
         self._live = {
@@ -130,7 +131,7 @@ class StateCheck:
                 if digests[operator] == snapshot.header.whole[operator]:
                     self._is_known(operator, state, updated)
                 else:
-                    self._differs(f"state of {operator} at iteration {state}")
+                    self._differs(f"the state of {operator} differs at iteration {state}")
                     self.differ_as_loaded |= operator not in updated
 
     def _is_known(self, operator: str, state: int, updated: frozenset[str]) -> None:
@@ -144,10 +145,12 @@ class StateCheck:
         if not self._enabled or not recorded:
             return
         for name, value in recorded.items():
-            # The loss of an overflow may be NaN, so bits are compared.
+            # After an overflow, the loss may be NaN, so bits are compared.
             again = torch.as_tensor(losses.get(name, torch.nan)).detach().cpu()
             if again.dtype != value.dtype or not torch.equal(as_bytes(again.clone()), as_bytes(value.clone())):
-                self._differs(f"{name} of iteration {iteration}: {float(value):.9g}, replayed {float(again):.9g}")
+                self._differs(
+                    f"{name} of iteration {iteration} was {float(value):.9g}; the replay computed {float(again):.9g}"
+                )
                 self._note_difference(again.reshape(-1), value.reshape(-1))
                 return
         self.losses_until = iteration
@@ -157,8 +160,8 @@ class StateCheck:
 
         Args:
             iteration: iteration that was replayed.
-            digest: digest of all tensors for other stages, those included that a replay does not send again.
-            outcome: record of the first execution; without a digest in it nothing is compared.
+            digest: digest of all tensors for other stages, including those that a replay does not send again.
+            outcome: record of the first execution. If it has no digest, nothing is compared.
         """
         recorded = (outcome or {}).get("sent")
         if not self._enabled or recorded is None or digest is None:
@@ -166,7 +169,7 @@ class StateCheck:
         if digest == recorded:
             self.sends.add(iteration)
         else:
-            self._differs(f"what was sent to other stages in iteration {iteration}")
+            self._differs(f"tensors sent to other stages differ in iteration {iteration}")
 
     def _entries(self, snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[Entry]]:
         entries: dict[str, list[Entry]] = defaultdict(list)
@@ -179,7 +182,7 @@ class StateCheck:
         live = self._live.get((entry.operator, entry.saved, entry.key))
         if live is not None and digest_of(live.detach().cpu()) == entry.digest:
             return True
-        self._differs(f"{entry.key} of {entry.operator} at iteration {snapshot.header.state}")
+        self._differs(f"{entry.key} of {entry.operator} differs at iteration {snapshot.header.state}")
         if live is not None and live.is_floating_point():
             self._note_difference(live.detach().reshape(-1), snapshot.bytes_of(entry).view(live.dtype))
         return False

@@ -1,4 +1,4 @@
-"""Feeds of a replaying stage: healthy neighbours send it again what they sent in the first execution, in order."""
+"""Feeds of a replaying stage: healthy neighbours send the logged tensors of the first execution again, in order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def feed(
 ) -> int:
     """Send ``peer`` the logged tensors of ``iterations``; called on a separate thread, because the peer sets the pace.
 
-    Digests are those from the time of logging, so the peer detects later damage, in memory or on the way.
+    The digests were made when the tensors were logged. So the peer detects damage in memory since then, and damage on
+    the way.
 
     Returns:
-        Payload bytes sent.
+        Number of payload bytes that were sent.
     """
     total = 0
     for iteration in iterations:
@@ -69,7 +70,7 @@ class Feed:
         if (message.kind, message.iteration, about["order"]) != (Kind.TENSOR, self._iteration, self._order):
             raise RecoveryError(
                 f"rank {self._peer} fed tensor {about['order']} of iteration {message.iteration}; tensor {self._order} "
-                f"of iteration {self._iteration} was wanted"
+                f"of iteration {self._iteration} was expected"
             )
         self._order += 1
         self.received_bytes += payload.numel()
@@ -89,10 +90,10 @@ class Feed:
                 return about
         except SnapshotError:
             pass
-        damage.report("the checksums of what a neighbour feeds", what, "the recovery begins again")
+        damage.report("the checksums of fed tensors", what, "the recovery begins again")
         raise RecoveryError(
-            f"rank {self._peer} fed tensor {self._order} of iteration {message.iteration}, damaged on its way or in "
-            "its memory; the recovery begins again"
+            f"rank {self._peer} fed tensor {self._order} of iteration {message.iteration}, but the tensor was damaged "
+            "in that rank's memory or on the way; the recovery begins again"
         )
 
 
@@ -101,7 +102,7 @@ class Feeds:
 
     def __init__(self, before: Feed | None, after: Feed | None) -> None:
         self.before, self.after = before, after
-        """Feed of the stage before, and of the stage after; None if that stage replays too, or does not exist."""
+        """Feeds of the previous and of the next stage; None for a stage that replays itself or does not exist."""
 
     def begin(self, iteration: int) -> None:
         """Begin to receive the tensors of ``iteration`` from both neighbours."""
@@ -120,7 +121,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Neighbours of a rank on the stage before and after; None at the ends of a pipeline that is no ring."""
+    """Neighbours of a rank on the previous and the next stage; None at the ends of a pipeline that is not a ring."""
 
     before: Neighbour | None
     after: Neighbour | None
@@ -128,7 +129,7 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """Replay by some stages, while the others feed them and wait."""
+    """Replay by some stages, while the other stages feed them and wait."""
 
     neighbours: Neighbours
     stages: frozenset[int]

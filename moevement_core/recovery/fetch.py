@@ -24,7 +24,7 @@ Open = Callable[[Source, int, int], Snapshot | None]
 def fetch(
     rank: int, plan: RecoveryPlan, open_: Open, transport: Transport | None, open_sum: OpenSum = lambda *which: None
 ) -> dict[int, Snapshot | Fetch]:
-    """Carry out the fetches of a plan; every rank of the job calls this function with the same plan.
+    """Execute the fetches of a plan; every rank of the job calls this function with the same plan.
 
     Args:
         rank: this rank.
@@ -34,12 +34,13 @@ def fetch(
         open_sum: returns blocks of parity that this rank holds.
 
     Returns:
-        This rank's checked snapshot of each iteration of the plan, or the fetch if its holder could not provide it.
+        This rank's checked snapshots, by iteration of the plan. The fetch stands in place of a snapshot that its holder
+        could not provide.
     """
     fetched: dict[int, Snapshot | Fetch] = {}
     for request in plan.fetches:
         if request.sum is not None:
-            assert transport is not None, "other ranks have the rest"
+            assert transport is not None, "other ranks hold terms of the sum"
             if rank in request.sum.chain:
                 take_part(
                     rank, request.owner, request.iteration, request.sum,
@@ -59,7 +60,7 @@ def fetch(
             else None
         )
         if request.owner != request.holder:
-            assert transport is not None, "another rank has it, so there are others"
+            assert transport is not None, "another rank holds the snapshot"
             if rank == request.holder:
                 _send(rank, request, snapshot, transport)
                 continue
@@ -70,14 +71,17 @@ def fetch(
 
 
 def _checked(snapshot: Snapshot | None, request: Fetch) -> Snapshot | None:
-    """Return the snapshot if it is the requested one and intact; it may have been freed or damaged since its report."""
+    """Return the snapshot if it is the requested one and intact, else None.
+
+    The snapshot may have been freed or damaged since this rank reported it.
+    """
     if snapshot is None or snapshot.header.rank != request.owner or snapshot.iteration != request.iteration:
         return None
     try:
         snapshot.check(_PLACES[request.source])
     except SnapshotError as error:
         what, _, _ = str(error).partition(";")
-        damage.report("the digest of a snapshot that is fetched", what, "planning again without it")
+        damage.report("the digest of a fetched snapshot", what, "the recovery is planned again without it")
         return None
     return snapshot
 
@@ -105,7 +109,11 @@ def _send(rank: int, request: Fetch, snapshot: Snapshot | None, transport: Trans
 
 
 def _receive(request: Fetch, transport: Transport) -> Snapshot | Fetch:
-    """Return the snapshot that the holder sends; the request if it refuses, or sends a damaged or another snapshot."""
+    """Return the snapshot that the holder sends.
+
+    Returns:
+        The snapshot; the request if the holder refuses it, or sends another or a damaged snapshot.
+    """
     data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     transport.receive(request.holder, TO_OWNER, data)
     message = Message.decode(data)
@@ -119,10 +127,10 @@ def _receive(request: Fetch, transport: Transport) -> Snapshot | Fetch:
     try:
         message.refuse_unless_whole(header)
         snapshot = Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
-        snapshot.check(f"as it came from rank {request.holder}")
+        snapshot.check(f"as received from rank {request.holder}")
     except SnapshotError as error:
         what, _, _ = str(error).partition(";")
-        damage.report("the checksums of what another rank sends back", what, "it is asked for again")
+        damage.report("the checksums of a snapshot from another rank", what, "this rank fetches the snapshot again")
         return replace(request, was_sent=True)
     is_wanted = snapshot.header.rank == request.owner and snapshot.iteration == request.iteration
     return snapshot if is_wanted else request

@@ -1,8 +1,8 @@
-"""Flips of bits for drills (``--moevement-inject-flip``), after their digest was made and before they are used.
+"""Flips of bits for drills (``--moevement-inject-flip``), in data that was digested and is not used yet.
 
-Data that a recovery reads is flipped after the plan was made, so the damage always meets data that is needed. Data that
-is sent is flipped on its way. The flips change the real bytes of a snapshot, a parity sum, a file or a frame. No other
-part of the code knows about them.
+Data that a recovery reads is flipped after the plan was made, so the recovery needs the damaged data in any case. Data
+that is sent is flipped on its way. The flips change the real bytes of a snapshot, a parity sum, a file or a frame. No
+other part of the code knows about the flips.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ON_THE_WIRE = {
     "fetches": (FlipKind.FETCHES,),
     "feeds": (FlipKind.FEEDS,),
 }
-"""Kinds of flips by channel, those of payloads first."""
+"""Kinds of flips by channel; the kind that flips payloads comes first."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Place:
 
     kind: str
     rank: int
-    """Rank in whose memory or folder the bit is, or that sent it."""
+    """Rank in whose memory or folder the bit is, or that sent the bit."""
     owner: int
     """Rank that owns the data."""
     iteration: int
     what: str
     byte: int
-    """Byte within the named data."""
+    """Offset of the byte within the data that ``what`` names."""
     bit: int
 
 
@@ -172,7 +172,7 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
         if not sent or not _flipper.takes(number):
             continue
         direction, logged = draw.choice(sent)
-        _ = logged.digest  # it was made when the tensor was sent
+        _ = logged.digest  # Wait until the thread has made the digest of the undamaged tensor.
         at = draw.randrange(logged.buffer.numel())
         what = f"tensor {logged.order} that was sent {direction.name.lower()}"
         _flip(_byte(Buffer(logged.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
@@ -191,15 +191,16 @@ def flipping_transport(channel: str, inner: Transport) -> Transport:
 
 @dataclass(slots=True)
 class _Announced:
-    """Message to a peer whose payload is still to come."""
+    """Message that has announced a payload to a peer; the payload is still to come."""
 
     message: Message
     header: torch.Tensor | None = None
     """Header of the payload, once it has been sent."""
 
     def covered(self, payload: torch.Tensor, draw: random.Random) -> tuple[str, int]:
-        """Draw a byte of the first piece of the payload that a digest covers, so no padding between tensors. Return the
-        name of its data and its offset.
+        """Draw a byte in the first piece of the payload; return the name of the byte's tensor and the byte's offset.
+
+        A digest covers the byte, so the byte is never padding between tensors.
         """
         if self.message.kind is not Kind.SNAPSHOT or self.header is None:
             return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())
@@ -246,7 +247,7 @@ class _Flipping(Transport):
         if about.header is None:
             about.header = data
             return self._flipped(peer, data, about, FlipKind.HEADERS)
-        del self._announced[peer, tag]  # the rest of a payload goes by as it is
+        del self._announced[peer, tag]  # The rest of the payload is sent unchanged.
         return self._flipped(peer, data, about, self._kinds[0])
 
     def _flipped(self, peer: int, data: torch.Tensor, about: _Announced, kind: FlipKind) -> torch.Tensor:

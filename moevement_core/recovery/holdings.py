@@ -1,4 +1,4 @@
-"""Places of snapshots, and sums from which lost snapshots follow, as plain data."""
+"""Plain data about the places of snapshots, and about the parity sums that lost snapshots are computed from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from enum import IntEnum
 
 
 class Source(IntEnum):
-    """Source of a snapshot, quickest first."""
+    """Source of a snapshot; the quickest source has the smallest value."""
 
     MEMORY = 0
-    """Host memory of the rank that took it."""
+    """Host memory of the rank that took the snapshot."""
     PEER = 1
     """Host memory of a peer."""
     PARITY = 2
-    """Parity and other snapshots of the group, from which the snapshot follows; no rank holds it."""
+    """Parity and other snapshots of the group, from which the snapshot is computed, because no rank holds it."""
     REPLICA = 3
     """Live state of a live replica."""
     FILE = 4
@@ -34,11 +34,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sum from which a lost snapshot follows."""
+    """Sum whose result is a lost snapshot."""
 
     terms: tuple[Term, ...]
     nbytes: int
-    """Bytes of the snapshot, as it is sent."""
+    """Bytes of the snapshot in the form in which it is sent."""
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Holding:
     contents: str
     source: Source
     sum: Sum | None = None
-    """Sum from which the snapshot follows; None if a rank holds it."""
+    """Sum whose result is the snapshot; None if a rank holds the snapshot."""
 
 
 Place = tuple[Source, int, Holding]

@@ -1,7 +1,7 @@
-"""Plan of a recovery: the snapshots that it starts from and the ranks that hold them, from the reports of all ranks.
+"""Plan of a recovery: which snapshots it loads, and which ranks provide them. Ranks plan from the reports of all ranks.
 
-Stages that roll back together replay in step, so they begin at the same iteration: the newest one at which a
-recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
+Stages that roll back together replay in step, so they begin at the same iteration. It is the newest iteration at which
+a recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Report:
     outcomes: Mapping[int, Any] = field(default_factory=dict)
     """Records of recent iterations, by iteration."""
     replica: int = 0
-    """Number that ranks of one model replica, through all stages, have in common."""
+    """Number of the rank's model replica; the ranks of a replica have the same number in all stages."""
     summed: tuple[Summed, ...] = ()
     """Blocks of parity that the rank holds."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
-    """Ranks whose state is live on this rank, too, with the number of operators of their stage."""
+    """Failed ranks of which this rank is a live replica, each with the number of operators of its stage."""
     arithmetic: str = ""
-    """Text on everything in this process that bits of results depend on (:mod:`moevement_core.util.arithmetic`)."""
+    """Text on all properties of this process that affect bits of results (:mod:`moevement_core.util.arithmetic`)."""
     is_repeatable: bool = True
     """True if this process computes the same bits when it repeats a computation."""
     placed_since: int | None = None
-    """Iteration after which every rank was on its present node and device, as far as this rank has seen.
+    """Iteration after which every rank was on its present node and device, as far as this rank knows.
 
-    None if this rank has seen no iteration.
+    None if this rank has taken part in no iteration.
     """
 
 
@@ -67,7 +67,7 @@ class RecoveryPlan:
     runs: Mapping[int, RecoverableRun]
     """Run of snapshots of each stage."""
     fetches: tuple[Fetch, ...]
-    """Fetches of all snapshots that are used, of every rank, in the order of iterations."""
+    """Fetches of all snapshots that ranks use, in the order of iterations."""
     ranks: frozenset[int] = frozenset()
     """Ranks whose state is restored: all ranks of the stages, or the failed ranks alone."""
     redone_until: int | None = None
@@ -102,7 +102,7 @@ def plan_recovery(
         roll_back: stages that replay together; None for all.
 
     Raises:
-        RecoveryError: no run of snapshots is available for every rank; the message lists those that are.
+        RecoveryError: no run of snapshots is available for every rank; the message lists the available snapshots.
     """
     stages = {report.rank: report.stage for report in reports}
     if roll_back is not None:
@@ -173,7 +173,7 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
 
 
 def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, Usable, frozenset[int]]:
-    """Return places of the snapshots of the ranks in ``stages``, the usable snapshots by stage, and these ranks."""
+    """Return the places of snapshots of the ranks in ``stages``, the usable snapshots by stage, and these ranks."""
     everything = {rank: snapshots for rank, snapshots in _by_owner(reports).items() if rank in stages}
     usable = {stage: _usable(stage, stages, everything) for stage in sorted(set(stages.values()))}
     held = {
@@ -184,7 +184,10 @@ def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, 
 
 
 def _with_all_of(contents: Contents | None, places: list[Place]) -> list[Place]:
-    """Return the places with all of ``contents``: files may leave operators out, and memory may have freed parts."""
+    """Return the places whose snapshots have all of ``contents``.
+
+    Files may leave operators out, and memory may have freed parts of a snapshot.
+    """
     if contents is None:
         return places
     return [place for place in places if not (_lacks(contents_of(place[2].contents)) & ~_lacks(contents)).any()]
@@ -203,7 +206,8 @@ def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[i
     for first in sorted(everywhere, reverse=True):
         chosen = {stage: of_stage[first] for stage, of_stage in runs.items()}
         dense_at = max(run.last for run in chosen.values())
-        # Up to the dense state every rank needs every snapshot: only they have the new weights of frozen operators.
+        # Up to the dense state, every rank needs every snapshot, because only snapshots have the new weights of frozen
+        # operators.
         if all(set(range(first, dense_at + 1)) <= set(snapshots) for snapshots in usable.values()):
             end = _state_at(held, dense_at) if until is None else until
             begins = _state_at(held, first)
@@ -216,7 +220,7 @@ def _by_redo(
 ) -> RecoveryPlan | None:
     """Return the plan that repeats updates up to the newest iteration that gradients of every stage reach.
 
-    A dense snapshot, which needs no update, counts only with ``with_dense``.
+    A run that is only a dense snapshot, and needs no update, is used only with ``with_dense``.
     """
     runs = {
         stage: {run.last: run for run in redo_runs(snapshots, until, with_dense=with_dense)}
@@ -235,7 +239,10 @@ def _by_redo(
 
 
 def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[int, int]) -> RecoveryPlan | None:
-    """Return the plan that loads the newest snapshot of every stage, and older versions of operators it leaves out."""
+    """Return the plan that loads the newest snapshot of every stage.
+
+    Operators that this snapshot leaves out are loaded in older versions, from older snapshots.
+    """
     if not any(leaves_out(saved) for snapshots in usable.values() for saved in snapshots.values()):
         return None
     runs = {stage: {run.last: run for run in version_runs(snapshots, until)} for stage, snapshots in usable.items()}
@@ -291,7 +298,7 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
     usable = {}
     for iteration in sorted(common):
         schedules = {holding.schedule for rank in ranks for _, _, holding in held[rank][iteration]}
-        if len(schedules) == 1:  # otherwise some are left from another run of the job
+        if len(schedules) == 1:  # Otherwise some snapshots are left from another run of the job.
             usable[iteration] = _held_by_all([held[rank][iteration] for rank in ranks])
     return usable
 
@@ -315,7 +322,10 @@ def _left_out(contents: Contents) -> int:
 
 
 def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, ...]:
-    """Return fetches of all snapshots up to ``dense_at``, and of later ones of all ranks, which check the replay."""
+    """Return the fetches of all snapshots up to ``dense_at``, and of later snapshots, which check the replay.
+
+    A later snapshot is fetched only if the snapshots of all ranks are available for its iteration.
+    """
     fetches = []
     for iteration in range(first, max(until, dense_at) + 1):
         if iteration > dense_at and not all(iteration in snapshots for snapshots in held.values()):
@@ -338,8 +348,8 @@ def _missing(usable: Mapping[int, Mapping[int, Contents]], until: int | None) ->
         stages[_ranges(sorted(snapshots)) or "none"].append(str(stage))
     there = "; ".join(f"stage {', '.join(numbers)}: {ranges}" for ranges, numbers in stages.items())
     return (
-        f"{target} cannot be recovered: no run of snapshots that holds every operator is there for all ranks. "
-        f"Whole snapshots, by iteration: {there}. Start again from a dense checkpoint (--load), or from an older window"
+        f"{target} cannot be recovered: no run of snapshots with every operator is available for all ranks. Iterations "
+        f"with snapshots of all ranks: {there}. Start again from a dense checkpoint (--load), or from an older window"
     )
 
 

@@ -1,11 +1,12 @@
 """Replay from snapshots to a dense state: the state machine of MoEvement's figure 8 (section 3.3), and redo.
 
-Before iteration a+1 the first slot is loaded: full state of some operators, compute weights of the others. Iteration
-a+1 runs with the others frozen, the next slot is loaded, and so on. After the last slot every operator is active and
-the state is dense. From there iterations run as usual, up to the last committed one.
+Before iteration a+1, the replay loads the first slot: full state of some operators, and compute weights of the other
+operators. Iteration a+1 runs with the other operators frozen. Then the replay loads the next slot, and so on. After the
+last slot, every operator is active and the state is dense. From there, iterations run as usual, up to the last
+committed iteration.
 
-If snapshots hold gradients, no iteration is executed on the way to the dense state. Instead the updates of the
-operators whose full state is loaded are repeated.
+If snapshots hold gradients, no iteration is executed before the state is dense. Instead, the replay repeats the updates
+of the operators whose full state is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.snapshot.snapshot import Snapshot
 
 BOUNDARY, ITERATION = "boundary", "iteration"
-"""Keys of a snapshot's record: state between two iterations, and the outcome of the iteration before it."""
+"""Keys of a snapshot's record: the boundary state, and the outcome of the iteration before the boundary."""
 
 
 class Trainer(ABC):
@@ -36,29 +37,29 @@ class Trainer(ABC):
         Args:
             snapshot: snapshot of this rank.
             loads: kind of state to load, by operator.
-            is_shared: True if replicas of a state exchange the parts that each of them has saved; all of them call this
-                method then. False to wait for no rank; :meth:`gather_replicas` exchanges the parts in the end.
+            is_shared: True if the replicas of a state exchange the parts that each replica has saved; then all these
+                replicas call this method. False to wait for no rank; :meth:`gather_replicas` exchanges the parts later.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
         """Repeat the update of ``iteration`` for some operators, without waiting for other ranks.
 
-        It is called only if the binding provides gradients (``OperatorState.gradient``).
+        The replay calls this only if the binding provides gradients (``OperatorState.gradient``).
 
         Args:
-            iteration: iteration of the update; the boundary state before it is already set.
-            gradients: keys and values of the gradients of the update, by operator; flat, on the host. Operators that
-                are not named stay as they are.
+            iteration: iteration of the update; the boundary state before the iteration is already set.
+            gradients: keys and values of the gradients of the update, by operator; flat, on the host. Other operators
+                stay unchanged.
             outcome: record of the first execution.
         """
         raise NotImplementedError
 
     def gather_replicas(self) -> None:
-        """Exchange state among ranks after each has repeated its updates; see ``Binding.complete``."""
+        """Exchange state among ranks after each has repeated its updates; see ``Binding.gather_replicas``."""
         raise NotImplementedError
 
     def before_load(self, boundary: Any) -> None:
-        """Prepare for the next :meth:`load`; ``boundary`` is the boundary state that is set after it."""
+        """Prepare for the next :meth:`load`; ``boundary`` is the boundary state that is set after that load."""
 
     @abstractmethod
     def put_boundary(self, boundary: Any) -> None:
@@ -66,7 +67,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
-        """Freeze these operators of the stage, and activate all others, before ``iteration`` is executed."""
+        """Freeze the ``frozen`` operators of the stage, and activate all others, before ``iteration`` is executed."""
 
     @abstractmethod
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -74,8 +75,9 @@ class Trainer(ABC):
 
         Args:
             iteration: iteration to execute.
-            outcome: record of the first execution: if the update was skipped, and the norm that gradients were clipped
-                by. Without it the trainer computes both: every operator is active, or the iteration was left out.
+            outcome: record of the first execution. It says if the update was skipped, and by which norm gradients were
+                clipped. Without a record, the trainer computes both. It can, because then every operator is active, or
+                the iteration was left out.
 
         Returns:
             Losses by name; empty if this rank has none.
@@ -84,7 +86,8 @@ class Trainer(ABC):
     def record(self) -> Mapping[str, Any]:
         """Return the outcome of the last executed step in the form of a record: ``step``, and the trainer's own keys.
 
-        It matters only for iterations without a record of their first execution, which takes precedence.
+        A record of the first execution takes precedence. So the outcome matters only for iterations without such a
+        record.
         """
         return {}
 
@@ -94,7 +97,10 @@ class Trainer(ABC):
         return True
 
     def sent(self, iteration: int) -> str | None:
-        """Return a digest of what the last executed iteration sent to other stages, or would have; None if unknown."""
+        """Return a digest of the tensors that the last executed iteration sent to other stages; None if unknown.
+
+        The digest includes tensors that the iteration would have sent outside a replay.
+        """
         return None
 
 
@@ -136,7 +142,7 @@ def replay(
         trainer: training on this rank.
         check: compares the result with the lost state.
         observer: receives the progress of the replay.
-        outcomes: records of iterations that no snapshot of this rank has, from ranks that keep them.
+        outcomes: records of iterations for which this rank has no snapshot, from other ranks that keep the records.
 
     Returns:
         Record of the last executed iteration; empty if none was executed.
@@ -161,12 +167,12 @@ def replay(
         if iteration >= run.last:
             observer.is_dense(iteration, step_outcome if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
-            continue  # snapshots from before the job's first iteration: no iteration lies between this one and the next
+            continue  # These snapshots are from before the first iteration, so there is nothing to execute or redo.
         following = snapshots.get(iteration + 1)
         if iteration + 1 in plan.redone:
             redone = frozenset(_chosen(names, run.active_in(iteration + 1)))
             if not redone:
-                continue  # only other stages have operators whose newest full state is older
+                continue  # Only other stages have operators to redo here, because their newest full state is older.
             assert following is not None, "a run of snapshots has no gap where gradients are used"
             observer.redoes(iteration + 1)
             if outcome := following.record()[ITERATION] or None:
@@ -179,7 +185,7 @@ def replay(
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
         is_left_out = following is not None and outcome is None
-        if not is_left_out and not (outcome or {}).get("skipped"):  # an overflow updates nothing, either
+        if not is_left_out and not (outcome or {}).get("skipped"):  # After an overflow, the update is skipped.
             updated |= frozenset(_chosen(names, run.active_in(iteration + 1)))
         losses = trainer.run(iteration + 1, outcome)
         check.compare_losses(iteration + 1, losses, outcome)
@@ -192,7 +198,10 @@ def replay(
 
 
 def _gradients(snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """Return the gradients of ``active`` operators, by operator; those with full state in the snapshot have none."""
+    """Return the gradients of ``active`` operators, by operator.
+
+    An operator with full state in the snapshot has no gradients there.
+    """
     gradients: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in snapshot.tensors_of(dict.fromkeys(active, Saved.GRADIENT)):
         gradients.setdefault(entry.operator, []).append((entry.key, tensor))

@@ -1,7 +1,8 @@
-"""Scope of a recovery: the stages that roll back when some lost their state (MoEvement section 3.4 and appendix A).
+"""Scope of a recovery: the stages that roll back when some stages lost their state (MoEvement section 3.4, appendix A).
 
-Neighbouring stages that both lost their state have no log of each other. They replay together, with live sends between
-them, as a *segment*. Segments that do not touch replay at the same time, each fed by its healthy neighbours.
+Neighbouring stages that both lost their state have no logs to feed each other. They replay together as a *segment*, and
+send each other live tensors. Segments that do not touch replay at the same time, and healthy neighbours feed each of
+them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ class Pipeline:
     is_ring: bool = False
     """True if the last stage also sends to the first, as in interleaved schedules."""
     tied: frozenset[int] = frozenset()
-    """Stages with a copy of one embedding, whose gradient is a sum over all of them; empty if there is one copy.
+    """Stages that each have a copy of one embedding; the copies share one summed gradient. Empty for a single copy.
 
-    They are the first and the last stage with tied embeddings, and the first and those of multi-token prediction.
+    With tied embeddings, these are the first and the last stage. With multi-token prediction, these are the first stage
+    and the stages that predict further tokens.
     """
 
     def neighbours(self, stage: int) -> set[int]:

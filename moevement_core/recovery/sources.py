@@ -34,8 +34,9 @@ class SnapshotSource(ABC):
         return ()
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Return a leased parity block of an iteration, of the group whose first member is ``first``; None if it was
-        dropped meanwhile.
+        """Return a leased parity block of an iteration; None if the block was dropped meanwhile.
+
+        The block is of the group whose first member is ``first``.
         """
         return None
 
@@ -54,10 +55,10 @@ class MemorySource(SnapshotSource):
         self._leases.clear()
 
     def holdings(self) -> list[Holding]:
-        """Return all snapshots in memory. A damaged one is found when it is fetched; the plan is then made again
-        without it.
+        """Return all snapshots in memory, without a check of their bytes.
 
-        Checking every byte of all kept snapshots would take longer than the rest of a recovery.
+        To check every byte of all kept snapshots would take longer than the rest of a recovery. A damaged snapshot is
+        found when it is fetched; the recovery is then planned again without it.
         """
         own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
         kept = [
@@ -72,7 +73,7 @@ class MemorySource(SnapshotSource):
         if source is Source.MEMORY:
             if (lease := self._checkpointer.own.lease(iteration)) is None:
                 return None
-            self._leases.append(lease)  # without a lease it is dropped as soon as all peers have it
+            self._leases.append(lease)  # Without a lease, the snapshot would be dropped once all peers have it.
             return lease.snapshot
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
         return next((snapshot for store in stores if (snapshot := store.snapshots().get(iteration)) is not None), None)
@@ -94,6 +95,6 @@ class MemorySource(SnapshotSource):
 
 
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:
-    """Return the report of a snapshot."""
+    """Return the description of a snapshot that a rank reports to all ranks."""
     header = snapshot.header
     return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)

@@ -1,4 +1,4 @@
-"""Pure planning of snapshots that no rank holds, but that follow from parity and the rest of their group."""
+"""Pure planning of lost snapshots that can be computed from parity and the other snapshots of their group."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Block of parity that a rank holds; each member's snapshot is in it wholly or not at all."""
+    """Block of parity that a rank holds; it contains each member's snapshot wholly or not at all."""
 
     iteration: int
     members: tuple[int, ...]
     """Ranks of the group."""
     size: tuple[int, int]
-    """Members and blocks of parity of the code; see :attr:`~moevement_core.replication.parity.groups.Group.size`."""
+    """Numbers of members and of parity blocks of the code.
+
+    See :attr:`~moevement_core.replication.parity.groups.Group.size`.
+    """
     number: int
     parts: tuple[Part, ...]
     """Snapshots of the members that are in the block."""
@@ -39,7 +42,7 @@ class Summed:
 def places_in_sums(
     reported: Mapping[int, Sequence[Summed]], places: Mapping[int, Mapping[int, Sequence[Place]]]
 ) -> Iterator[Place]:
-    """Yield the snapshots that follow from parity and that no rank holds.
+    """Yield the snapshots that no rank holds and that can be computed from parity.
 
     Args:
         reported: blocks of parity that each rank holds.

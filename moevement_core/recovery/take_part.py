@@ -1,7 +1,8 @@
 """Computation of lost snapshots from parity and the remaining snapshots of a group, by a chain of ranks.
 
-Each rank of the chain adds its terms to the piece that it receives from the rank before, and passes the piece on. So
-the owner receives its snapshot about as quickly as from a single rank, and no rank needs more than its own terms.
+Each rank of the chain adds its terms to the piece that it receives from the previous rank, and sends the piece to the
+next rank. So the owner receives its snapshot about as quickly as from a single rank, and no rank needs more than its
+own terms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot
 
 PIECE = 4 << 20
-"""Bytes that a rank passes on at a time."""
+"""Bytes that a rank sends to the next rank at a time."""
 
 
 def summed(store: GroupStore) -> Iterator[Summed]:
@@ -43,15 +44,15 @@ Open = Callable[[Term, int], Snapshot | None]
 def take_part(
     rank: int, owner: int, iteration: int, sum_: Sum, open_: Open, open_sum: OpenSum, transport: Transport
 ) -> None:
-    """Add this rank's terms to the sum from the rank before, and send it to the next rank, or to the owner.
+    """Add this rank's terms to the sum from the previous rank, and send the sum to the next rank, or to the owner.
 
-    If a term is missing, the rank refuses instead, and so do all ranks after it.
+    If a term is missing, the rank sends a refusal instead, and so do all later ranks of the chain.
 
     Args:
         rank: this rank, which is in the chain of the sum.
         owner: rank whose snapshot is computed.
         iteration: iteration of the snapshot.
-        sum_: the sum from which it follows.
+        sum_: sum whose result is the snapshot.
         open_: returns snapshots of members that this rank holds.
         open_sum: returns blocks of parity that this rank holds.
         transport: connection between ranks.
@@ -63,7 +64,7 @@ def take_part(
     try:
         parts = [_open(term, iteration, open_, open_sum, leases) for term in sum_.terms if term.rank == rank]
         is_here = all(part is not None for part in parts)
-        if after == owner:  # the block must have the owner's header; it may have been begun anew without it
+        if after == owner:  # The block must have the owner's header, but may have been begun anew without it.
             is_here &= bool(leases) and owner in leases[-1][1].members
         comes = before is None or _receive(transport, before).kind is Kind.GO
         if not (is_here and comes):
@@ -103,7 +104,7 @@ def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, t
 
 
 _Added = tuple[int, Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]]
-"""Coefficient, and function that yields the bytes between two offsets of the sum, each with its offset."""
+"""Coefficient, and function that yields the bytes between two offsets of the sum; each piece has its offset."""
 
 
 def _open(

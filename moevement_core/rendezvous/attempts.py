@@ -11,18 +11,21 @@ DEATHS = 5
 BACK_OFF_S = 1.0
 """Seconds of backoff after the third failure without progress; the backoff doubles for each further failure."""
 LONGEST_BACK_OFF_S = 30.0
-"""Seconds of backoff at most."""
+"""Longest backoff, in seconds."""
 
 
 class Attempts:
-    """Counters of failures since the job last made progress: since it committed an iteration for the first time."""
+    """Counters of failures since the last progress. Progress is the commit of an iteration never committed before."""
 
     def __init__(self) -> None:
         self._committed = self._here = -1
-        """Newest committed iteration: of the job, and of this attempt, which may have resumed from an older window."""
+        """Newest iteration that the job has committed, and newest that the present attempt has committed; -1 for none.
+
+        They differ if the attempt resumed from an older window.
+        """
         self._failures = 0
         self._deaths: dict[tuple[int, int], int] = {}
-        """Number of deaths without progress, by rank and the iteration in which it died."""
+        """Number of deaths since the last progress, by rank and by the iteration in which the rank died."""
         self._in_a_row = 0
         """Number of failures in a row without progress."""
         self._generation = -1
@@ -51,8 +54,8 @@ class Attempts:
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
         """Count the failure of a generation, and decide if the job may be tried again.
 
-        The coordinator calls this again if more ranks of the same generation die before the next one starts. Those
-        ranks die while they wait, in no iteration, so their deaths do not count.
+        The coordinator calls this again if more ranks of the same generation die before the next generation starts.
+        Such a rank dies while it waits and not in an iteration, so its death does not count.
 
         Args:
             generation: the interrupted generation.
@@ -71,27 +74,27 @@ class Attempts:
             if self._deaths[rank, iteration] >= DEATHS:
                 return (
                     f"rank {rank} died {DEATHS} times in a row in iteration {iteration}, which was never committed; if "
-                    f"its batch is the cause, leave it out with --iterations-to-skip {iteration}"
+                    f"the batch of this iteration is the cause, leave it out with --iterations-to-skip {iteration}"
                 )
         if dead_ranks:
             self._failures = 0
         elif reasons and is_new:
             self._failures += 1
             if self._failures >= FAILURES:
-                return f"it failed {FAILURES} times in a row in the same place: {reasons[0]}"
+                return f"the job failed {FAILURES} times in a row at the same iteration; the last error: {reasons[0]}"
         return None
 
     def suspected(self, ranks: Collection[int]) -> int | None:
         """Choose the rank whose process is replaced because it may have computed a result that is not finite.
 
-        One process is replaced at a time, because each takes the snapshots that it keeps with it.
+        Only one process is replaced at a time, because the snapshots in the memory of a replaced process are lost.
 
         Args:
             ranks: ranks that computed such results.
 
         Returns:
-            The lowest rank that was not replaced since the last progress. None if all were: then the batch or the
-            model is the cause.
+            The lowest of these ranks that was not replaced since the last progress. None if all were replaced; then the
+            batch or the model is the cause.
         """
         rank = min(set(ranks) - self._replaced, default=None)
         if rank is not None:

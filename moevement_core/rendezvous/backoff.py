@@ -1,4 +1,4 @@
-"""Backoff of looks at values that take time to read, such as the values of all members in the job's store."""
+"""Backoff between reads of values that are slow to read, such as the values of all members in the job's store."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable
 from typing import Self
 
 SOONEST_S = 1.0
-"""Seconds of backoff at least."""
+"""Shortest backoff, in seconds."""
 SHARE = 20
-"""Ratio of the backoff to the duration of the last look, so that looks take at most a twentieth of the time."""
+"""Ratio of the backoff to the duration of the last read, so that reads take at most about a twentieth of the time."""
 
 
 class Backoff:
-    """Schedule of looks at a value: a look is due when the value's bell has rung, and otherwise after a backoff.
+    """Schedule of the reads of a value. A read is due when the value's bell has rung or when the backoff is over.
 
-    The caller enters the object as a context manager around each look. The writer of a value rings its bell. The bell
-    alone does not suffice, because a stranger may ring it or keep it from ringing.
+    The caller enters the object as a context manager around each read. The process that writes the value rings the bell
+    (:meth:`SignedStore.ring`). The bell alone does not suffice, because an unauthenticated peer may ring it or keep it
+    from ringing.
 
     Args:
         clock: returns monotonic seconds.
@@ -26,7 +27,7 @@ class Backoff:
         self._clock, self._next_at = clock, -float("inf")
 
     def is_due(self, *, rung: bool) -> bool:
-        """Return True if a look is due now.
+        """Return True if a read is due now.
 
         Args:
             rung: True if the bell has rung since the last call.

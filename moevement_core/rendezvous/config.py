@@ -12,7 +12,7 @@ from moevement_core.util.flags import flag, positive
 SHORTEST_LEASE_S = 1.0
 """Seconds of the shortest lease time that is accepted."""
 LEASES_TO_HANG = 6
-"""Number of lease times without progress of a rank's main thread after which it counts as hung."""
+"""Number of lease times after which a rank counts as hung if its main thread makes no progress."""
 
 
 def lease_seconds(text: str) -> float:
@@ -36,13 +36,13 @@ class TimeoutsConfig:
 
     peer_timeout: float | None = flag(
         "--moevement-peer-timeout", type=float, metavar="S", check=positive(None),
-        help="seconds after which a peer that does not answer is reported; training never waits for it (default: six "
-        "lease times)",
+        help="seconds after which a rank reports a peer that does not answer; training never waits for peers (default: "
+        "six lease times)",
     )  # fmt: skip
     lease_s: float = flag(
         "--moevement-lease-seconds", type=lease_seconds, default=LEASE_S, metavar="S",
-        help="seconds without a word of it after which a node, or a rank, is lost; every other timeout of a recovery "
-        f"derives from it (default: {LEASE_S:g})",
+        help="lease time: seconds of silence after which a node or a rank counts as failed; every other timeout of a "
+        f"recovery derives from the lease time (default: {LEASE_S:g})",
     )  # fmt: skip
 
     @property

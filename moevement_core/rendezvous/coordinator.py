@@ -5,7 +5,7 @@ that its supervisor renews. A member whose lease runs out counts as dead, even i
 
 Survivors keep their ranks, and a spare takes over each failed rank. An elastic job goes on with fewer ranks if no spare
 is left, and grows again when processes join. A roster is a proposal until all its members have acknowledged it. Only
-then do they enter training.
+then do the members enter training.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ The writer may be gone when a value is lost, so the coordinator keeps these valu
 
 
 MOST_REPORTED = 5
-"""Number of groups of ranks across nodes that are reported by name for one roster; further groups are counted."""
+"""Most groups of ranks on several nodes that the coordinator names for one roster; it only counts further groups."""
 
 
 class State(Enum):
@@ -80,12 +80,13 @@ class Coordinator:
         store: store of the job.
         ranks: number of ranks of the job.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
-        report: called with a line of text for the operator.
+        report: called with a line of text for the user.
         interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
-        respawn_wait_s: seconds to wait for the first process that is started on a node in place of another; 0: none is
-            started. The coordinator waits only if ranks that communicate in every layer would otherwise span nodes.
+        respawn_wait_s: seconds to wait for the first process that a supervisor starts in place of an ended one; 0:
+            supervisors start no such processes. The coordinator waits only if ranks that communicate in every layer
+            would otherwise span nodes.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Coordinator:
         self._form_at: float | None = None
         """Time in seconds of the clock at which the job may be formed again; None until the backoff is decided."""
         self._short_since: float | None = None
-        """Time in seconds of the clock since which the job waits for nothing but spares; None if it does not."""
+        """Time in seconds of the clock since which the job waits for missing spares; None while it does not wait."""
         self._grid: Grid | None = None
         """Grid of an elastic job, once a rank has published it; None for a job of fixed size."""
         self._is_winding_down = False
@@ -128,14 +129,14 @@ class Coordinator:
         self._judged = -1
         """Newest generation for which the coordinator has acted on results that are not finite."""
         self._suspect_nodes: set[str] = set()
-        """Nodes of processes that computed such results; spares on these nodes take over ranks last."""
+        """Nodes of processes that computed results that are not finite; spares on these nodes take over ranks last."""
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
         self._block = 1
         """Number of consecutive ranks that communicate in every layer, and should be on one node."""
         self._split: set[int] = set()
-        """Numbers of the blocks that span nodes and were reported."""
+        """Numbers of the blocks that span nodes, and that the coordinator has reported already."""
         self._adopts = Backoff(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
@@ -212,7 +213,7 @@ class Coordinator:
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if the job has committed an iteration, or was formed without ``member`` among its ranks.
 
-        Until then, an error of the member counts as a mistake that ends the job.
+        As long as the result is False, an error of the member counts as a mistake of the user and ends the job.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -220,8 +221,8 @@ class Coordinator:
     def wind_down(self) -> None:
         """Note that the job was asked to end at the next boundary.
 
-        If all ranks are lost before it, the job stops. Otherwise it would restart from a restore point or from the
-        beginning, only to end after one iteration.
+        If all ranks fail before that boundary, the coordinator stops the job. A restart would execute one iteration
+        and then end.
         """
         self._is_winding_down = True
 
@@ -237,7 +238,7 @@ class Coordinator:
 
     def _report_rejected(self) -> None:
         if rejected := self._store.rejected:
-            self._report(f"{rejected} values in the job's store were of none of its processes, and did not count")
+            self._report(f"{rejected} values in the job's store had no valid signature; the job ignored these values")
 
     def step(self) -> None:
         """Look at the store and the leases, and move the job to its next state if it is time; never block."""
@@ -249,7 +250,7 @@ class Coordinator:
             self._respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
-        # A process may be unable to end because of its device, so the coordinator does not wait for its end.
+        # The device may keep a process from ending, so the coordinator does not wait for the end of the process.
         if self._store.has_rung(UNUSABLE_DEVICE):
             for member in [number for number in self.members if self._store.check([f"{UNUSABLE_DEVICE}/{number}"])]:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
@@ -309,7 +310,7 @@ class Coordinator:
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
     def _take_back(self, node: str, unusable: UnusableDevice) -> str:
-        """Exclude the device of a member that has given its rank back, if it is broken.
+        """Exclude the device of a member that has given its rank back, if the device is broken.
 
         Returns:
             The description of the member's end, for log lines.
@@ -318,7 +319,7 @@ class Coordinator:
         if unusable.is_broken and unusable.device:
             self._broken.add(unusable.device)
             self._respawns.are_lost(node)
-            self._report(f"device {unusable.device} of {node} is left out from here on: {unusable.reason}")
+            self._report(f"device {unusable.device} of {node} is broken and is not used any more: {unusable.reason}")
         else:
             self._respawns.begins(node)
         return how
@@ -334,16 +335,16 @@ class Coordinator:
             self.waits_for_respawn = False
 
     def _leaving(self) -> bool:
-        """Read what survivors wrote when they left the generation; return True if any has left.
+        """Read the reports of the survivors that left the generation, and return True if any survivor has left.
 
-        If the state is still RUNNING, the coordinator also interrupts the other ranks.
+        If a survivor has left and the state is still RUNNING, the coordinator interrupts the other ranks.
         """
         for left in self._entered.leaving():
             self._attempts.committed(left["committed"])
             if left["had_recovered"]:
                 self.losses.recovered()
         if self._entered.left and self.state is State.RUNNING:
-            # The rank that left has interrupted the others itself, but that record may have been lost.
+            # The rank that left has interrupted the others itself, but its record in the store may be lost.
             self._interrupt(self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0)
         return bool(self._entered.left)
 
@@ -359,7 +360,8 @@ class Coordinator:
             return
         if self._is_winding_down and self._entered.generation >= 0 and not survivors:
             self.stop(
-                "it was asked to end, and no rank that trained is left; start it again to go on from what is saved"
+                "the job was asked to end, and no rank that trained is left; start the job again to continue from the "
+                "saved state"
             )
             return
         if self._replace_suspect():
@@ -391,8 +393,9 @@ class Coordinator:
     def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
         """Choose the size of the blocks that are kept on one node.
 
-        The ranks have published the sizes of their groups. The choice is the largest size of which some groups are on
-        one node when the job begins, or else the smallest size.
+        The ranks have published the sizes of the groups that communicate in every layer. The method takes the largest
+        size for which at least one group is on a single node when the job begins. If there is no such size, it takes
+        the smallest size.
         """
         if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
             sizes = sorted(map(int, text.split(b",")))
@@ -406,11 +409,13 @@ class Coordinator:
         return take_over(missing, kept, self.roster.nodes, waiting, self._block, avoided)
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
-        """Decide whether to wait for processes that are being started, because blocks would span nodes without them.
+        """Decide whether the job waits for starting processes.
+
+        The job waits if a block that was on one node would span nodes without these processes.
 
         Args:
             missing: the failed ranks.
-            ranks: the member of each rank, if the job does not wait.
+            ranks: member that each rank gets if the job does not wait.
         """
         block, before = self._block, self.roster.nodes
         nodes = {rank: self.members[member].node for rank, member in ranks.items()}
@@ -419,7 +424,7 @@ class Coordinator:
         expected = {node for node in expected - self._suspect_nodes if self._respawns.is_expected(node)}
         if expected and not self.waits_for_respawn:
             where = ", ".join(sorted(expected))
-            self._report(f"a process starts on {where}: it is waited for, so that groups of ranks stay on one node")
+            self._report(f"waiting for a process that starts on {where}, so that groups of ranks stay on one node")
         self.waits_for_respawn = bool(expected)
 
     def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
@@ -430,9 +435,9 @@ class Coordinator:
     def _report_split(self) -> None:
         for first, last in self.roster.split[:MOST_REPORTED]:
             nodes = ", ".join(self.roster.nodes_of(first, last))
-            self._report(f"ranks {first} to {last} communicate in every layer, and are on several nodes now: {nodes}")
+            self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {nodes}")
         if more := self.roster.split[MOST_REPORTED:]:
-            self._report(f"{len(more)} more groups of ranks are on several nodes now")
+            self._report(f"{len(more)} more groups of ranks that communicate in every layer are now on several nodes")
         self._split = split_blocks(self.roster.nodes, self._block)
 
     # Elastic jobs
@@ -443,9 +448,9 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Return True if waiting members can enlarge the job and no member has joined for a while.
+        """Return True if waiting members can enlarge the job, and no member has joined for the join wait.
 
-        The method then interrupts all ranks.
+        Before it returns True, the method interrupts all ranks.
         """
         grid = self._elastic()
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
@@ -459,7 +464,7 @@ class Coordinator:
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
-        """Propose the largest job that survivors and waiting members make, or wait if it is too small."""
+        """Propose the largest job for which survivors and waiting members suffice; if none, wait for spares."""
         waiting = self.waiting()
         replicas = grid.replicas(min(len(survivors) + len(waiting), self._ranks))
         if not replicas:
@@ -473,10 +478,10 @@ class Coordinator:
         self._propose(ranks, len(survivors) + len(waiting) - world)
 
     def _waits_for_the_first(self) -> bool:
-        """Return True while the job waits for its first members, which are to be the ranks in their order.
+        """Return True while the job waits for its first members; member N is to be rank N.
 
-        After the spare timeout, the job begins with other members in place of the absent ones. If too few have joined,
-        the method stops the job.
+        After the spare timeout, the job begins with other members in place of the absent ones. If too few members have
+        joined by then, the method stops the job.
         """
         absent = [
             member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
@@ -486,20 +491,20 @@ class Coordinator:
         if not self.members or self._clock() - self.membership.joined_at < self._spare_timeout_s:
             return True
         missing = ", ".join(map(str, absent[:5])) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        since = f"members {missing} have not come within {self._spare_timeout_s:g} s of the last one"
+        since = f"members {missing} did not join within {self._spare_timeout_s:g} s of the newest member"
         if len(self.members) < self._ranks:
-            self.stop(f"{since}: {len(self.members)} are there, and the job has {self._ranks} ranks")
+            self.stop(f"{since}; the number of members is {len(self.members)}, but the job has {self._ranks} ranks")
             return True
         if not self._is_reported:
-            self._report(f"{since}; the job begins without them")
+            self._report(f"{since}; the job begins with spares in their place")
             self._is_reported = True
         return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
-        """Return True if every survivor that had entered training has left it.
+        """Return True if every survivor that had entered training has left its generation.
 
-        The coordinator gives up a member that does not leave in time. A member that reports a further phase of leaving
-        gets the same time again.
+        The coordinator gives up a member that does not leave in time. The time begins again when a member reports a
+        further phase of leaving.
         """
         if self._entered.generation < 0:
             return True
@@ -520,7 +525,8 @@ class Coordinator:
     def _replace_suspect(self) -> bool:
         """Replace a process that computed results that are not finite, or stop the job.
 
-        Each process concerned is replaced once, one per failure, before the job stops and names the batch or the model.
+        Each failure replaces one process. Once every process that computed such results was replaced, the method stops
+        the job; the reason names the batch and the model as possible causes.
 
         Returns:
             True if a process was given up or the job was stopped.
@@ -534,8 +540,9 @@ class Coordinator:
         if rank is None:
             iteration = max(left["committed"] for left in entered.left.values()) + 1
             self.stop(
-                f"{reason}; other processes computed it, too, so the batch of iteration {iteration} or the model is "
-                f"the cause: leave the batch out with --iterations-to-skip {iteration}, or lower the learning rate"
+                f"{reason}; replacement processes computed such results as well, so the batch of iteration {iteration} "
+                f"or the model is the cause; leave the batch out with --iterations-to-skip {iteration}, or lower the "
+                "learning rate"
             )
             return True
         member = self.roster.ranks[rank]
@@ -555,7 +562,10 @@ class Coordinator:
             self.stop(reason)
             return 0.0
         if back_off_s := self._attempts.back_off_s:
-            self._report(f"no new iteration since the last failures; waiting {back_off_s:g} s before the next attempt")
+            self._report(
+                f"no new iteration was committed since the last failures; waiting {back_off_s:g} s before the next "
+                "attempt"
+            )
         return back_off_s
 
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
@@ -586,7 +596,8 @@ class Coordinator:
             identities={rank: identity(info, devices[rank]) for rank, info in members.items()},
         )
         generation = self.roster.generation
-        self._store.forget(f"generation/{generation - 2}/")  # New members begin with the newest generation.
+        # Nobody reads older keys, because new members begin with the newest generation.
+        self._store.forget(f"generation/{generation - 2}/")
         self._store.set(ROSTER.format(generation), self.roster.encode())
         self._store.set(NEWEST, str(generation))
         self._proposed_at = self._clock()
@@ -605,22 +616,24 @@ class Coordinator:
         elif self._clock() - self._proposed_at > self._acknowledge_s:
             key = ACKNOWLEDGED.format(generation)
             for member in [number for number in members if not self._store.check([f"{key}/{number}"])]:
-                self._lose(member, "did not acknowledge the roster that it was in", NoticedBy.TIMEOUT)
+                self._lose(member, "did not acknowledge the roster in time", NoticedBy.TIMEOUT)
 
     @property
     def _acknowledge_s(self) -> float:
-        """Seconds that a process has to acknowledge the rank that a proposal gives it, with a check of its device."""
+        """Seconds that a process has to check its device and to acknowledge the roster that gives it a rank."""
         has_devices = any(self.members[member].devices for member in self.roster.ranks.values())
         return LEASES_TO_LEAVE * self.lease_s + (CHECK_S if has_devices else 0.0)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
-            return  # The first members are still starting, and their supervisors notice if they cannot.
+            return  # The first members are still starting, and supervisors notice if a start fails.
         if self._short_since is None:
             self._short_since = self._clock()
             idle = len(self._without_rank()) - len(self.waiting())
-            why = f"no device that works is left for {_processes(idle)}" if idle else "no spare is left"
-            self._report(f"{why}; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
+            why = f"{_processes(idle)} no working device" if idle else "no spare is left"
+            self._report(
+                f"{why}; waiting up to {self._spare_timeout_s:g} s for processes to start (number needed: {missing})"
+            )
         elif self._clock() - self._short_since > self._spare_timeout_s:
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")
 

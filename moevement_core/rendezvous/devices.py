@@ -1,4 +1,4 @@
-"""Assignment of devices to ranks, by the identities of devices, because each process counts its devices from 0."""
+"""Assignment of devices to ranks. Identities tell devices apart, because each process numbers its devices from 0."""
 
 from __future__ import annotations
 
@@ -58,6 +58,9 @@ def identity(info: MemberInfo, number: int) -> str:
 
 
 def _free_device(info: MemberInfo, taken: Collection[str]) -> int | None:
-    """Return the number of a device that is not taken, if possible the one that the process was started for."""
+    """Return the number of a device that is not taken, or None.
+
+    The device for which the process was started is preferred.
+    """
     free = [number for number, device in enumerate(info.devices) if device not in taken]
     return info.device if info.device in free else min(free, default=None)

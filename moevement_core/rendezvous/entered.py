@@ -1,4 +1,4 @@
-"""Account of the generation whose ranks have entered training, from the values that they write into the store."""
+"""Account of the newest generation in training, from the values that its ranks write into the job's store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 
 class Entered:
-    """Account, for the coordinator, of the newest generation in training: its members, and which have left it or ended.
+    """Account of the newest generation in training: its members, and which of them have left or finished.
+
+    The coordinator keeps the account.
 
     Args:
         store: store of the job.
@@ -32,9 +34,9 @@ class Entered:
         self._phases: dict[int, bytes] = {}
         """Phase of leaving that each member last reported."""
         self._found: dict[str, int] = {}
-        """Number of values found in the last look, by key."""
+        """Number of values found in the last read, by key."""
         self._looks: dict[str, Backoff] = {}
-        """Backoff of looks by key, so that a step of a job of 1000 ranks does not read 1000 values from the store."""
+        """Backoff of reads, by key. Without it, each step of the coordinator would read 1000 values for 1000 ranks."""
         self._store, self._clock = store, clock
 
     def begin(self, generation: int, members: Collection[int]) -> None:
@@ -48,18 +50,20 @@ class Entered:
         """Return the values that members have written under a key of the store.
 
         Args:
-            key: key with a place for the generation; the bell of the key rings when a member has written.
+            key: key with ``{}`` in place of the generation, such as :data:`LEFT`. It is also the name of the bell that
+                a member rings after it has written.
             generation: the generation.
             members: members that may have written.
 
         Returns:
-            Values by member; None if no further member has written since the last look, or no look is due.
+            Values by member; None if no further member has written since the last read, or no read is due.
         """
         name = key.format(generation)
         look = self._looks.setdefault(name, Backoff(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
-        # Read each value once. A stranger may overwrite it between two reads, and a counted member is not read again.
+        # Read each value only once, because an unauthenticated peer may overwrite it between two reads. A member that
+        # was counted without its value would not be read again.
         with look:
             values = {member: self._store.read(f"{name}/{member}") for member in members}
             written = {member: value for member, value in values.items() if value is not None}
@@ -88,7 +92,7 @@ class Entered:
     def all_finished(self) -> bool:
         """Return True if every member has reached the end of the job."""
         self._finished |= (self.written_by(FINISHED, self.generation, self.members) or {}).keys()
-        # Dead members count too: a process that dies after all have reached the end takes nothing of the job with it.
+        # A member that died after it had finished still counts, because the job needs nothing more from it.
         return bool(self._finished) and set(self.members) <= self._finished
 
     @property

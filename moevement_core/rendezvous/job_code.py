@@ -1,9 +1,9 @@
 """Check that all processes of a job run the same code: script, flags, modules beside the script, and packages.
 
 A launcher reads the script and its ``--config`` files once, and passes both to every process that it starts. So an edit
-for the next experiment does not affect a running job. Processes on other nodes, and fresh interpreters, may still
-differ. So the first process that joins a job records its code in the store. Each later process compares its own code
-with the record, and does not join if it differs.
+for the next experiment does not affect a running job. Processes on other nodes, and newly started interpreters, may
+still load different code. So the first process that joins a job records its code in the store. Each later process
+compares its own code with the record. It does not join if the two differ.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CODE = "job/code"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "moevement")
 """Packages whose versions must be the same in all processes."""
 OURS = ("moevement_core", "megatron.moevement")
-"""Packages of this project, compared by source: they may be an edited checkout, whose version says little."""
+"""Packages of this project. Their sources are compared, because edits in a checkout do not change the version."""
 NODE_FLAGS = ("--data-cache-path", "--tensorboard-dir", "--wandb-save-dir", "--run-dir")
 """Flags for folders, whose values may differ between nodes without changing the computation."""
 _MOST_SHOWN = 3
@@ -51,26 +51,27 @@ class JobCode:
     flags: Mapping[str, Sequence[str]]
     """Values of each flag, including those from configuration files; the last occurrence of a flag counts."""
     modules: Mapping[str, str]
-    """Digests of the modules that the script had imported from its own folder when the process joined, by name."""
+    """Digests of the modules that the process had imported from the script's folder when it joined, by name."""
     packages: Mapping[str, str]
     """Versions of packages, and digests of the sources of this project's packages, by name."""
 
     def differences(self, job: JobCode) -> list[str]:
         """Return descriptions of the differences between this process and the job; empty if there are none."""
-        descriptions = ["the script is another one"] if self.script != job.script else []
+        descriptions = ["the script differs"] if self.script != job.script else []
         descriptions += [
-            f"{flag} {_shown(self.flags.get(flag))}, and {_shown(job.flags.get(flag))} in the job"
+            f"{flag} {_shown(self.flags.get(flag))} here, but {_shown(job.flags.get(flag))} in the job"
             for flag in sorted(self.flags.keys() | job.flags.keys())
             if flag not in NODE_FLAGS and self.flags.get(flag) != job.flags.get(flag)
         ]
-        # The modules that a process has imported by now may depend on its rank, so only common ones are compared.
+        # The modules that a process has imported by now may depend on its rank, so only common modules are compared.
         descriptions += [
-            f"module {name} is another one"
+            f"module {name} differs"
             for name in sorted(self.modules.keys() & job.modules.keys())
             if self.modules[name] != job.modules[name]
         ]
         descriptions += [
-            f"{name} {self.packages.get(name, 'is missing')}, and {job.packages.get(name, 'none')} in the job"
+            f"{name} {self.packages.get(name, 'not installed')} here, but {job.packages.get(name, 'not installed')} "
+            "in the job"
             for name in sorted(self.packages.keys() | job.packages.keys())
             if self.packages.get(name) != job.packages.get(name)
         ]
@@ -116,13 +117,15 @@ def join_with_same_code(store: SignedStore) -> None:
     try:
         job = msgspec.json.decode(recorded, type=JobCode)
     except msgspec.MsgspecError as error:
-        raise ExchangeError(f"{CODE} in the job's store: {error}; all processes need the same version") from None
+        raise ExchangeError(
+            f"{CODE} in the job's store cannot be decoded: {error}; all processes need the same version of moevement"
+        ) from None
     if differences := own_code.differences(job):
         shown = "; ".join(differences[:_MOST_SHOWN])
-        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
+        more = f"; and {len(differences) - _MOST_SHOWN} more differences" if len(differences) > _MOST_SHOWN else ""
         raise CodeDiffers(
-            f"this process would train with other code than its job: {shown}{more}; put it back, or start a job of its "
-            "own with it"
+            f"the code of this process differs from the code of its job: {shown}{more}; restore the job's code, or "
+            "start a new job with the changed code"
         )
 
 
@@ -144,7 +147,7 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _modules_beside(script: Path) -> dict[str, str]:
-    # Every process looks at thousands of modules when it joins, so most are excluded by the beginning of their paths.
+    # Every process checks thousands of modules when it joins, so the beginning of their paths excludes most of them.
     folders = tuple({f"{script.parent.absolute()}{os.sep}", f"{script.parent.resolve()}{os.sep}"})
     digests = {}
     for name, module in list(sys.modules.items()):
@@ -160,9 +163,10 @@ def _modules_beside(script: Path) -> dict[str, str]:
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Return versions of the packages that decide the computation, with digests of this project's packages.
+    """Return versions of the packages on which computed results depend, and digests of this project's packages.
 
-    The function reads the sources of this project, 2 MB. Ranks that are forked after a call inherit the cached result.
+    The function reads the sources of this project, about 2 MB. Ranks that are forked after a call inherit the cached
+    result.
     """
     versions = {}
     for name in PACKAGES:

@@ -17,19 +17,23 @@ BEATS = 10
 CONNECT_S = 1.0
 """Seconds that a connection may take to be made."""
 MOST_BEATS_BETWEEN_CALLS = 4
-"""Most beats from one attempt to connect to the next. Attempts back off to it, so that supervisors that all lost their
-connections at once do not keep the server from greeting any of them; it is well below a lease."""
+"""Longest backoff between two attempts to connect, in beats.
+
+Without a backoff, supervisors that all lost their connections at once could keep the server from greeting any of them.
+The longest backoff is well below a lease time.
+"""
 
 
 class LeaseClient:
-    """Client of a supervisor. One thread calls all methods, and none of them blocks for longer than a second.
+    """Lease client of one supervisor. One thread calls all methods, and no method blocks for longer than a second.
 
     Args:
         name: name of the supervisor, unique in the job.
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
-        started_by: name of the start of this supervisor's command, for
+        started_by: name of the start that this supervisor belongs to
+            (:data:`~moevement_core.util.environment.START_ENV`). The server lists these names in
             :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
     """
 
@@ -55,8 +59,8 @@ class LeaseClient:
         self._replaced: SignedLines | None = None
         """Silent connection that a newer one replaces.
 
-        It is closed after the first beat on the newer connection. To the server, its earlier end would mean that this
-        supervisor is gone.
+        The client closes it after the first beat on the newer connection. If it were closed earlier, the server would
+        count this supervisor as gone.
         """
         self._beat = 0
         """Number of the newest beat."""
@@ -64,7 +68,7 @@ class LeaseClient:
         """Time at which each recent beat was sent, in seconds of the boot-time clock."""
         self._beat_at = self._heard_at = self._tried_at = -float("inf")
         self._calls = 0
-        """Attempts to connect since an answer came."""
+        """Number of attempts to connect since the last answer."""
         self._random = random.Random(name)
         self._news: list[dict[str, Any]] = []
         """Unacknowledged deaths in the order in which they were seen, each with the beat that first reported it."""
@@ -72,7 +76,7 @@ class LeaseClient:
         """Unacknowledged request, with the beat that first carried it."""
 
     def died(self, member: int, pid: int, how: str) -> None:
-        """Report the end of a process of this supervisor, in every beat until the server acknowledges it.
+        """Report the end of a process of this supervisor, in every beat until the server acknowledges the report.
 
         Args:
             member: the member.
@@ -102,7 +106,8 @@ class LeaseClient:
         """
         now = time.monotonic()
         interval_s = self.lease_s / BEATS
-        # When the network is back, TCP may wait long before it retransmits on a silent connection. A new one is faster.
+        # When the network is back, TCP may wait long before it retransmits on a silent connection. A new connection is
+        # faster.
         is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
         if (self._lines is None or is_silent) and now - self._tried_at >= self._pause_s(interval_s):
             self._connect(now)
@@ -114,8 +119,10 @@ class LeaseClient:
         self._receive()
 
     def _pause_s(self, interval_s: float) -> float:
-        """Return the seconds between the last attempt to connect and the next: doubled each time, and drawn at random
-        from the upper half, so that supervisors do not call in step.
+        """Return the seconds from the last attempt to connect to the next attempt.
+
+        The longest pause doubles with each attempt, up to :data:`MOST_BEATS_BETWEEN_CALLS`. The pause is drawn at
+        random from the upper half, so that supervisors do not all connect at the same time.
         """
         if self._calls <= 1:
             return interval_s

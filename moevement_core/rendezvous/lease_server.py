@@ -1,11 +1,11 @@
-"""Lease server: the coordinator's side of leases, over connections to supervisors that carry nothing else.
+"""Lease server: the coordinator's side of leases. Supervisors connect to it, and use these connections for leases only.
 
 Several times in a lease time, a supervisor sends a beat: the list of its processes that are alive. Each answer renews
-their leases. The server notices a broken connection at once. It usually means that the supervisor has ended, and its
-processes end with it.
+the leases of these processes. The server notices a broken connection at once. Usually the supervisor has then ended,
+and its processes end with it.
 
-Messages are signed lines of JSON. The server limits the number of connections whose callers have not yet proved that
-they have the job's token. It closes those whose callers do not prove it in time.
+Messages are signed lines of JSON. A caller has to prove that it has the job's token. The server limits the number of
+connections whose callers have not proved this yet, and closes a connection if the proof does not arrive in time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ ADDRESS = "leases/address"
 GREETING_S = 10.0
 """Seconds that a caller has to prove that it has the job's token."""
 MOST_UNKNOWN = 64
-"""Most connections without that proof. Further callers wait in the listener's queue."""
+"""Most connections whose callers have not proved yet that they have the token. Further callers wait in the listener's
+queue."""
 SHORT_GREETING_S = 1.0
-"""Seconds for that proof while further callers wait: a greeting takes a round trip."""
+"""Seconds that a caller has for the proof while further callers wait. The proof takes one round trip."""
 
 
 class LeaseHolder(Protocol):
@@ -44,7 +45,7 @@ class LeaseHolder(Protocol):
         """Note that the connection of the supervisor of ``members`` broke."""
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """Record the end of a process that its supervisor saw; return the rank that it had, if any."""
+        """Record the end of a process that its supervisor saw; return the rank of the process, if it had one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +85,7 @@ class LeaseServer:
         self._is_accepting = True
         self._connections: dict[socket.socket, _Supervisor] = {}
         self._unknown: dict[_Supervisor, None] = {}
-        """Connections without that proof, the oldest first."""
+        """Connections whose callers have not proved yet that they have the token, the oldest first."""
         self._by_name: dict[str, _Supervisor] = {}
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
@@ -108,8 +109,8 @@ class LeaseServer:
     def _bound_unknown(self) -> None:
         """Drop callers that are too slow to greet, and accept no further ones while :data:`MOST_UNKNOWN` are greeting.
 
-        After a pause of the network all supervisors call at once. None of them that is being greeted is dropped for
-        another one, so each is heard after the time that greeting all of them takes.
+        After an interruption of the network, all supervisors connect at once. The server never drops a caller in favour
+        of another. So every supervisor is heard at the latest after the time of all greetings together.
         """
         now = time.monotonic()
         allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
@@ -148,7 +149,7 @@ class LeaseServer:
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
             supervisor.started_by = str(message.get("started_by", ""))
-        if "lease_s" in message:  # The lease time is a flag of the script, which only the tasks know.
+        if "lease_s" in message:  # The lease time is a flag of the script, and only the tasks know these flags.
             self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))

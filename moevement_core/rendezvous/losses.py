@@ -1,4 +1,4 @@
-"""List of the deaths of a job, with those from which the job has not recovered yet."""
+"""List of the deaths in a job, and of the deaths from which the job has not recovered yet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Losses:
             self._uncounted.append(rank)
 
     def entered(self) -> None:
-        """Note that a generation has entered training; it recovers from the new deaths and from earlier ones."""
+        """Note that a generation has entered training. It now recovers from the new deaths and from earlier ones."""
         self.unrecovered += self.new
         self.new.clear()
 

@@ -1,4 +1,4 @@
-"""Member: a process's side of the rendezvous, which the coordinator reads in the job's store."""
+"""Member of a job: a process that exchanges values with the coordinator through the job's store."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
-"""Time of one wait in the store; between two, the member looks if the job goes on without it."""
+"""Longest single wait in the store. Between two waits, the member checks if the job has stopped or given it up."""
 
 
 class Member:
-    """Member for this process. The main thread calls all methods.
+    """Member that represents this process. The main thread calls all methods.
 
     Args:
         store: store of the job.
@@ -52,8 +52,8 @@ class Member:
 
     def join(self) -> None:
         """Join the job, so that the coordinator may assign a rank to this member."""
-        # Read the newest generation before the coordinator knows of this member. Otherwise the member could miss a
-        # roster that it is in.
+        # Read the newest generation before the coordinator knows of this member. Otherwise the member could miss the
+        # first roster that includes it.
         self._generation = int(self._store.get(NEWEST))
         number = str(self._info.member)
         self._store.set(MEMBER.format(number, self._store.tag(number)), self._info.encode())

@@ -45,12 +45,12 @@ class Membership:
 
     @property
     def leave_s(self) -> float:
-        """Seconds that a rank has to leave a generation, and again for each phase of leaving that it reports."""
+        """Seconds that a rank has to leave a generation. The time begins anew with each phase that the rank reports."""
         has_devices = any(info.devices for info in self.alive.values())
         return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
     def welcome(self) -> list[MemberInfo]:
-        """Admit and return the members that have joined since the last look."""
+        """Admit and return the members that have joined since the last call."""
         new = list[MemberInfo]()
         if not self._look.is_due(rung=self._store.has_rung(JOINED)):
             return new
@@ -85,7 +85,7 @@ class Membership:
         """
         now = self._clock()
         if (paused_s := now - self._stepped_at) > self.lease_s / 4:
-            # This process was suspended, and has not read the messages of that time. So all leases are prolonged.
+            # This process was suspended, and has not read the messages of that time yet. So it prolongs all leases.
             self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
             self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
         self._stepped_at = now

@@ -1,4 +1,4 @@
-"""Resizing of an elastic job: the number of ranks that it goes on with, and the member for each rank."""
+"""Resizing of an elastic job: the new number of ranks, and the member for each rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 class Grid:
     """Grid of the ranks of an elastic job, and the sizes that the job may have.
 
-    Consecutive ranks are those of one *unit*, then those of the next data-parallel replica, then those of the next
-    pipeline stage. That is Megatron's default order.
+    The ranks of one *unit* are consecutive. Then come the ranks of the same stage's other units, one for each
+    data-parallel replica, and then the units of the next stage. This is Megatron's default order of ranks.
     """
 
     stages: int = 1
@@ -48,7 +48,7 @@ class Grid:
     def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], replicas: int) -> dict[int, int]:
         """Return the member for each rank of a job that goes on with ``replicas`` replicas.
 
-        Complete units keep their stage and their order, so that their state stays where it is. The survivors of other
+        Complete units keep their stage and their order, so that their state does not move. Survivors of incomplete
         units, and then waiting members, take the remaining ranks.
 
         Args:

@@ -1,36 +1,37 @@
-"""Account of processes that supervisors are starting in place of ended ones, by node, with the duration of a start."""
+"""Account of the processes that supervisors are starting in place of ended ones, with the duration of such starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 WAIT_S = 20.0
-"""Seconds for which a starting process is expected, before the job has measured any start."""
+"""Seconds for which the coordinator expects a starting process, before it has measured any start."""
 LONGEST_WAIT_S = 60.0
-"""Seconds for which a starting process is expected at most."""
+"""Longest time for which the coordinator expects a starting process, in seconds."""
 
 
 class Respawns:
-    """Account, for the coordinator, of the processes that are being started in place of ended ones.
+    """Account that the coordinator keeps of the processes that are being started in place of ended ones.
 
     Args:
         clock: returns monotonic seconds.
-        wait_s: seconds for which a process is expected, before any start was measured; 0: none is ever started.
+        wait_s: seconds for which a starting process is expected, before any start was measured; 0: supervisors never
+            start such processes.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """Times in seconds of the clock at which starts began whose processes have not joined yet, by node."""
+        """Begin times of the starts whose processes have not joined yet, in seconds of the clock, by node."""
 
     def begins(self, node: str) -> None:
-        """Note that a process of ``node`` has ended, and that its supervisor lives and starts another one."""
+        """Note that a process of ``node`` has ended, and that its supervisor lives and starts another process."""
         self._begun.setdefault(node, []).append(self._clock())
 
     def has_joined(self, node: str) -> None:
-        """Note that a process of ``node`` has joined; update how long others are expected.
+        """Note that a process of ``node`` has joined, and update the time for which other processes are expected.
 
-        That is twice the time of the slowest start so far, and a second.
+        The time is twice the duration of the slowest start so far, plus a second.
         """
         begun = [at for at in self._begun.pop(node, ()) if self._clock() - at < LONGEST_WAIT_S]
         if begun and self._wait_s:
@@ -39,7 +40,7 @@ class Respawns:
             self._wait_s = min(2.0 * self._slowest_s + 1.0, LONGEST_WAIT_S)
 
     def are_lost(self, node: str) -> None:
-        """Note that no process will join from ``node``, because the node is lost or has no device left for one."""
+        """Note that no process will join from ``node``, because the node is lost or has no device left."""
         self._begun.pop(node, None)
 
     def starting(self) -> dict[str, int]:

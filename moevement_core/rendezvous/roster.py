@@ -23,25 +23,25 @@ JOB_NAME = "job/name"
 RANKS = "job/ranks"
 """Key of the number of ranks of the job."""
 TASK = "tasks/{}"
-"""Key of the process that runs a task of the first start; has the task's number."""
+"""Key, by task number, of the process that runs a task of the first start."""
 LATE_TASK = "tasks/late/{}"
-"""Key of the process that runs a task that joined later, from a repaired or added node; has the task's number."""
+"""Key, by number, of the process that runs a task that joined later, from a repaired or added node."""
 JOINED = "members/joined"
 """Bell that rings when a member has joined."""
 CARDS = "members/card/"
 """Prefix of the keys in :data:`MEMBER`."""
 MEMBER = CARDS + "{}/{}"
-"""Key of a member's :class:`MemberInfo`; has the member's number and the tag of that number."""
+"""Key of a member's :class:`MemberInfo`. The member's number and the tag of that number are part of the key."""
 ROSTER = "generation/{}/roster"
 """Key of a generation's :class:`Roster`, which is a proposal until :data:`START` is ``go``."""
 ACKNOWLEDGED = "generation/{}/acknowledged"
 """Bell that rings when a member has acknowledged the roster; the member's value is empty."""
 START = "generation/{}/start"
-"""Key of the fate of a proposal: ``go``, or ``superseded`` if a member was lost before all had acknowledged it."""
+"""Key of the decision on a proposed roster: ``go``, or ``superseded`` if a member was lost before all acknowledged."""
 LEFT = "generation/{}/left"
 """Bell that rings when a survivor has left the generation; the value is what :meth:`Member.leave` writes."""
 LEAVING = "generation/{}/leaving"
-"""Prefix of the key, by member, of the current phase of leaving; members report it only if leaving takes long."""
+"""Prefix of the keys, by member, of the current phase of leaving; a member reports it only if leaving takes long."""
 FINISHED = "generation/{}/finished"
 """Bell that rings when a rank has reached the end of training; the member's value is empty."""
 INTERRUPTED = "generation/{}/interrupted"
@@ -107,7 +107,7 @@ class MemberInfo:
 
 @dataclass(frozen=True)
 class UnusableDevice:
-    """Notice of a member that it cannot use its device any more, and ends."""
+    """Notice from a member that cannot use its device any more and is about to end."""
 
     reason: str
     """Description of the device's fault, for log lines."""
@@ -149,7 +149,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Roster:
-    """Roster of a generation: the member for each rank, with the failures since the generation before."""
+    """Roster of a generation: the member for each rank, and the failures since the previous generation."""
 
     generation: int
     ranks: Mapping[int, int]
@@ -157,21 +157,21 @@ class Roster:
     deaths: tuple[Death, ...] = ()
     """Deaths of ranks since a generation last started; empty if ranks restart because of an error without a death."""
     earlier: tuple[Death, ...] = ()
-    """Earlier deaths of ranks, because the recovery from them was interrupted."""
+    """Earlier deaths of ranks from which the job has not recovered, because that recovery was interrupted."""
     reasons: tuple[str, ...] = ()
-    """Errors that survivors reported when they left the generation before."""
+    """Errors that survivors reported when they left the previous generation."""
     formed_at: float = 0.0
     """Time at which this roster was proposed, in seconds since the epoch."""
     first_formed_at: float = 0.0
     """Time at which the first roster of the job was proposed, in seconds since the epoch."""
     left_at: float = 0.0
-    """Time at which the last survivor had left the generation before, in seconds since the epoch."""
+    """Time at which the last survivor left the previous generation, in seconds since the epoch."""
     ranks_before: int | None = None
     """Number of ranks of the last generation in training; None if this roster has the same number."""
     spares: int = 0
-    """Number of waiting members, without those of this roster."""
+    """Number of waiting members that have no rank in this roster."""
     starting: int = 0
-    """Number of processes that are being started in place of ended ones, and will be spares."""
+    """Number of processes that are being started in place of ended ones; they will be spares."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Roster:
     """Identity of each rank's device; empty for a rank without one."""
 
     split: tuple[tuple[int, int], ...] = ()
-    """First and last rank of each block that spans nodes since this roster."""
+    """First and last rank of each block that spans nodes in this roster and was not reported before."""
 
     def nodes_of(self, first: int, last: int) -> tuple[str, ...]:
         """Return the nodes of ranks ``first`` to ``last``, sorted and without duplicates."""
@@ -208,4 +208,6 @@ def _decoded[T](text: str | bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ExchangeError(f"no {kind.__name__}: {error}; all processes need the same version") from None
+        raise ExchangeError(
+            f"value in the job's store is no {kind.__name__}: {error}; all processes need the same version of moevement"
+        ) from None

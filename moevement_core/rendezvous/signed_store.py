@@ -1,9 +1,9 @@
-"""Client of the job's store that signs values, because any stranger that reaches the port can write to the store.
+"""Client of the job's store that signs values, because any process that reaches the port can write to the store.
 
-All keys have a prefix that is derived from the job's token. Each value has a MAC over itself and its key. A value
+All keys have a prefix that is derived from the job's token. Each value has a MAC over the value and its key. A value
 without a valid MAC is ignored, as if it did not exist.
 
-A stranger that lists the keys can still delete and overwrite them. So the writer of a value restores it
+An unauthenticated peer that lists the keys can still delete and overwrite values. So the writer of a value restores it
 (:meth:`SignedStore.keep_written`). The store's own ``add`` is not used, because it breaks the caller's connection if
 the value is not a number.
 """
@@ -33,7 +33,7 @@ CLAIMED = "claimed"
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
 MOST_ADOPTED = 100
-"""Number of keys that :meth:`SignedStore.adopt` reads in one call at most."""
+"""Most keys that :meth:`SignedStore.adopt` reads in one call."""
 _LOOK_S = 0.05
 """Seconds between two reads of a key whose value has no valid MAC."""
 POLL = timedelta(seconds=1)
@@ -62,18 +62,18 @@ class SignedStore:
         self._holds_store = False
         """True if this process holds the store, and so keeps the claims of all processes."""
         self.rejected = 0
-        """Number of values that were ignored for want of a valid MAC."""
+        """Number of values that were ignored because they had no valid MAC."""
         self.restored = 0
         """Number of times that this process has restored one of its values."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a signed value; :meth:`keep_written` restores it if a stranger changes or deletes it."""
+        """Write a signed value. If an unauthenticated peer changes or deletes it, :meth:`keep_written` restores it."""
         signed = self._sign(key, value)
         self._written[key] = signed
         self._store.set(key, signed)
 
     def read(self, key: str) -> bytes | None:
-        """Return the value of a key; None if there is no value with a valid MAC. Never wait."""
+        """Return the value of a key; None if there is no value with a valid MAC. The method never waits."""
         return self._verified(key, self._raw(key))
 
     def check(self, keys: list[str]) -> bool:
@@ -84,7 +84,7 @@ class SignedStore:
         """Block until all keys have a value with a valid MAC.
 
         Raises:
-            dist.DistStoreError: some key has none within ``timeout``.
+            dist.DistStoreError: a key has no such value within ``timeout``.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for key in keys:
@@ -94,14 +94,14 @@ class SignedStore:
                 if self.read(key) is not None:
                     break
                 if left_s <= 0:
-                    raise dist.DistStoreError(f"{key}: nothing that this job has written")
+                    raise dist.DistStoreError(f"{key} in the job's store has no value with a valid signature")
                 time.sleep(min(_LOOK_S, left_s))
 
     def get(self, key: str) -> bytes:
         """Wait for a value with a valid MAC, and return it.
 
         Raises:
-            dist.DistStoreError: there is none within the timeout of this client.
+            dist.DistStoreError: the key has no such value within the timeout of this client.
         """
         deadline = time.monotonic() + self._timeout_s
         while (value := self.read(key)) is None:
@@ -114,7 +114,7 @@ class SignedStore:
         return value
 
     def claim(self, key: str, value: str) -> str:
-        """Write a value if no process of this job has written the key before; return the value that stands then."""
+        """Write a value if no process of this job has written the key before; return the key's value after that."""
         signed = self._sign(key, value)
         expected: Any = ""
         while True:
@@ -129,7 +129,10 @@ class SignedStore:
             expected = raw
 
     def ring(self, bell: str) -> None:
-        """Ring a bell, so that its listeners look at once. A bell is a hint: unauthenticated peers can change it."""
+        """Ring a bell, so that processes that listen to it read the values of its key at once.
+
+        A bell is only a hint, because unauthenticated peers can ring it or keep it from ringing.
+        """
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
@@ -140,9 +143,9 @@ class SignedStore:
         return is_new
 
     def tag(self, name: str) -> str:
-        """Return the tag of a name, which unauthenticated peers cannot compute.
+        """Return the tag of a name. An unauthenticated peer cannot compute the tag.
 
-        A key with a name and its tag was written by a process of the job. So readers need not read other keys.
+        Only a process of the job can write a key with a name and the tag of that name. So readers read only such keys.
         """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
@@ -151,9 +154,9 @@ class SignedStore:
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
 
     def keep_written(self) -> None:
-        """Restore the values of this process that a stranger has changed or deleted.
+        """Restore the values of this process that an unauthenticated peer has changed or deleted.
 
-        Callers call this often; it checks once in :data:`KEEP_S` seconds.
+        Processes call this often; the method checks the values once in :data:`KEEP_S` seconds.
         """
         if time.monotonic() - self._kept_at < KEEP_S:
             return
@@ -170,7 +173,7 @@ class SignedStore:
     def adopt(self, *prefixes: str) -> None:
         """Keep the values of other processes of the job under keys with ``prefixes``, as if this process wrote them."""
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
-        # Strangers may have written any number of these keys. A random sample bounds the time of a call.
+        # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):
             if (value := self.read(key)) is not None:
                 self._written[key] = self._sign(key, value)
@@ -235,11 +238,11 @@ class SignedStore:
         global _is_reported
         if not _is_reported:
             _is_reported = True
-            log.warning(f"a value in the job's store ({key}) is of none of its processes, and does not count")
+            log.warning(f"the value of {key} in the job's store has no valid signature; this process ignores it")
 
 
 _is_reported = False
-"""True if this process has logged a warning about ignored values; it logs one only."""
+"""True if this process has logged its only warning about ignored values."""
 
 
 def prefix_of(token: Token) -> str:
@@ -248,5 +251,5 @@ def prefix_of(token: Token) -> str:
 
 
 def _raw_of(store: Any, key: str) -> bytes:
-    # The store's get would wait if the key was deleted just now.
+    # The store's ``get`` would wait if another process had just deleted the key.
     return bytes(store.compare_set(key, _ABSENT, _ABSENT))

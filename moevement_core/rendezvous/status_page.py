@@ -1,7 +1,8 @@
-"""Status page: memory that a process shares with its supervisor, with its lease, its progress and requests to it.
+"""Status page: memory that a process shares with its supervisor.
 
-The supervisor makes the page (:class:`~moevement_core.util.memory_file.MemoryFile`), and both processes map it. Neither
-waits for the other, and the page needs no disk.
+The page holds the lease and the progress of the process, and the supervisor's requests to the process. The supervisor
+makes the page (:class:`~moevement_core.util.memory_file.MemoryFile`), and both processes map it. Neither process waits
+for the other, and the page needs no disk.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 from moevement_core.util.memory_file import MemoryFile
 
 PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
-"""Environment variable: path of the page. It is unset in a process without a supervisor, whose lease never ends."""
+"""Environment variable: path of the page. The variable is unset in a process without a supervisor; the lease of such a
+process never ends."""
 _FIELDS = struct.Struct("<dqqq")
 """Fields of the page, in this order:
 
@@ -29,7 +31,7 @@ _COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
 _NOTHING = -1
 """Value of the committed iteration before the first commit."""
 POLL_S = 0.02
-"""Seconds between two looks at the lease while the process waits for it."""
+"""Seconds between two checks of the lease while the process waits to hold it."""
 
 
 def boot_time_s() -> float:
@@ -62,7 +64,7 @@ class StatusPage:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close the maker's file; a process that has mapped the page keeps the memory."""
+        """Close the file if this object has made it. A process that has mapped the page keeps the memory."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -123,8 +125,9 @@ def own_page() -> StatusPage | None:
 def wait_until_held() -> None:
     """Block while this process does not hold its lease.
 
-    The process calls this before every effect that others see: an update, a manifest, a line of metrics. A replacement
-    may have the rank of a process whose lease has run out. The supervisor then renews the lease or kills the process.
+    The process calls this before every effect that other processes see: an update, a manifest, a line of metrics. Once
+    the lease of a process has run out, a replacement may have its rank. While the process waits here, its supervisor
+    renews the lease or kills the process.
     """
     page = own_page()
     while page is not None and not page.is_held:

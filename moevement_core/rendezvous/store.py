@@ -1,4 +1,4 @@
-"""Clients of the job's store, which the launcher or the coordinator holds so that any rank, even rank 0, may die."""
+"""Clients of the job's store. The launcher or the coordinator holds the store, so any rank may die, even rank 0."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def _to(port: int) -> set[Ends]:
 
 
 class GenerationStore(StoreMixin):
-    """Store for the interruption of one generation, by its ranks or the coordinator. One thread calls all methods.
+    """Store in which ranks or the coordinator record the interruption of a generation. One thread calls all methods.
 
-    The class implements the methods of ``StoreMixin`` that the monitoring thread uses. Those of the library do not sign
-    values, and would end a rank with an exception if a stranger wrote one.
+    The class implements the methods of ``StoreMixin`` that the monitoring thread uses. The library's own methods do not
+    sign values. If an unauthenticated peer wrote a value, they would end a rank with an exception.
 
     Args:
         store: store of the job.
-        generation: number of the generation, which has its own keys.
+        generation: number of the generation; each generation has its own keys.
     """
 
     def __init__(self, store: SignedStore, generation: int) -> None:
@@ -88,7 +88,7 @@ class GenerationStore(StoreMixin):
 
     @override
     def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
-        # Several processes may record at once, and the first claim stands. Appending to a signed value would break it.
+        # Several processes may record at once, and the first claim stands. An append would break the signature.
         self._store.claim(self._key, ",".join(f"{record.rank}:{record.interruption.name}" for record in records or ()))
 
     @override

@@ -1,8 +1,9 @@
-"""Choice of the waiting process that takes over each failed rank; it keeps blocks of ranks on one node.
+"""Choice of the waiting process that takes over each failed rank. The choice keeps blocks of ranks on one node.
 
 A *block* is a group of consecutive ranks that communicate in every layer (tensor, context and expert parallelism). All
-blocks have the same size, and the first rank of each is a multiple of it. In a node, ranks communicate over NVLink.
-Between nodes, each rank has one network interface, at a tenth of the bandwidth. All functions here are pure.
+blocks have the same size, and the first rank of a block is a multiple of this size. In a node, ranks communicate over
+NVLink. Between nodes, each rank has one network interface, with about a tenth of NVLink's bandwidth. All functions here
+are pure.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Free:
         self.taken: dict[int, int] = {}
         """Member by the rank that it takes over."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Pairs of position in the order and member, by node; the first process is the last element."""
+        """Pairs of position in the order and member, by node; each list ends with the process that comes first."""
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 
@@ -72,14 +73,17 @@ class _Free:
         return [node for node, members in self._on.items() if members]
 
     def take_together(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Take processes of one of ``nodes`` for all ``ranks``, if any has enough; prefer those first in the order."""
+        """Take processes of a single node for all ``ranks``, if one of ``nodes`` has enough.
+
+        Among several such nodes, the method prefers the one whose processes come first in the order.
+        """
         count = len(ranks)
         candidates = [(members[-count], node) for node in nodes if len(members := self._on.get(node, [])) >= count]
         for rank in ranks if candidates else ():
             self._take(rank, min(candidates)[1])
 
     def take(self, rank: int, near: Sequence[str]) -> None:
-        """Take a process of the first node of ``near`` that has one, or else the first of all processes."""
+        """Take a process of the first node of ``near`` that has one, or else the first process of all nodes."""
         first = min((self._on[node][-1], node) for node in self.nodes)[1]
         self._take(rank, next((node for node in near if self._on.get(node)), first))
 

@@ -1,4 +1,4 @@
-"""Host memory of a rank: one allowance for its own snapshots, its log, and the copies of all sources together."""
+"""Host memory of a rank: one allowance for its own snapshots, its boundary log, and the copies for other ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import threading
 from collections.abc import Collection
 
 Who = str | int | tuple[int, ...]
-"""Purpose of memory: :data:`OWN` snapshots, the :data:`LOG`, copies of a rank, or parity of several ranks."""
+"""Purpose of memory: :data:`OWN` for own snapshots, :data:`LOG` for the boundary log, or a source.
+
+A source is a rank whose copies are kept here, or a tuple of ranks whose parity is kept here.
+"""
 OWN, LOG = "own", "log"
 
 
 class Allowance:
     """Host memory that a rank may use, and the bytes of each purpose. Any thread may use it.
 
-    Sources have no fixed shares: they differ in size, and one source may need more than an equal share while another
-    needs less.
+    Sources have no fixed shares, because one source may need more than an equal share while another needs less.
 
     Args:
         total_bytes: bytes for all purposes together; infinite without a cap.
@@ -36,9 +38,9 @@ class Allowance:
             return self._taken.get(purpose, 0.0)
 
     def take(self, source: Who, nbytes: int) -> bool:
-        """Replace the bytes of ``source`` with ``nbytes``; return True if the allowance has room for them.
+        """Record that ``source`` uses ``nbytes``, and return True, if the allowance has that many bytes left for it.
 
-        Otherwise the source keeps its former bytes.
+        Otherwise the recorded bytes of ``source`` stay the same.
         """
         with self._lock:
             if nbytes > self._left_for(source):
@@ -52,7 +54,7 @@ class Allowance:
             self._taken[source] = nbytes
 
     def forget_sources(self, but: Collection[Who]) -> None:
-        """Forget the bytes of all sources except ``but``; own snapshots and the log keep theirs."""
+        """Forget the bytes of all sources except ``but``; the bytes of own snapshots and of the log stay recorded."""
         with self._lock:
             self._taken = {
                 purpose: taken for purpose, taken in self._taken.items() if isinstance(purpose, str) or purpose in but

@@ -1,4 +1,4 @@
-"""Byte counters of this host's network interfaces, which count the traffic of all processes."""
+"""Byte counters of this host's network interfaces. They count the traffic of all processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _WORD = 4
-"""Bytes for each count of an InfiniBand port's data counter."""
+"""Bytes in one unit of an InfiniBand port's data counter."""
 
 
 def bytes_moved(host: str) -> Callable[[], int] | None:
     """Return a function that reads the bytes sent and received so far; None if this host has no counter.
 
-    The function adds up the interface that has the address of ``host``, and all InfiniBand ports.
+    The function returns the sum over the interface with the address of ``host`` and all InfiniBand ports.
 
     Args:
         host: address of the interface, or a host name for it.

@@ -20,11 +20,11 @@ class LinkRate:
     def take(self, senders: Sequence[Sender], needed_bytes_per_s: float) -> float:
         """Return the total rate of the links in bytes per second; infinite without peers.
 
-        A send is usually slower than its link, because senders spread snapshots over time. So the rate that a sender
-        has learned of its link counts before the measured rate of its sends.
+        A send is usually slower than its link, because senders spread snapshots over time. If a sender has learned the
+        rate of its link, this method uses that rate instead of the measured rate of the sends.
 
-        A peer that has acknowledged nothing since the last call has a link slower than its sends, by an unknown factor.
-        The result is then half of the last result or of ``needed_bytes_per_s``, whichever is smaller.
+        If a peer has acknowledged nothing since the last call, its link is too slow, by an unknown factor. The result
+        is then half of the last result or of ``needed_bytes_per_s``, whichever is smaller.
 
         Args:
             senders: one sender for each peer.

@@ -1,7 +1,8 @@
-"""Timing of sends: copies leave in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
+"""Timing of sends: copies are sent in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
 
-In the first iterations without saving, a thread reads the network counters about every millisecond. Their profile shows
-when in an iteration training communicates. A copy that is late, because the next one already waits, is sent at once.
+In the first iterations without saving, a thread reads the network counters about every millisecond. The readings form a
+profile, which shows when in an iteration training communicates. If the next copy already waits, the present copy is
+late, and is sent at once.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from moevement_core import log
 from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
 
 PROFILED = 8
-"""Iterations in a profile."""
+"""Number of iterations in a profile."""
 PATIENCE = 100
 """Iterations after which profiling ends without a result, and copies are sent at once.
 
-Only iterations without saving are profiled, and a job whose copies never end has none."""
+Only iterations without saving are profiled. A job that always has copies under way has no such iteration.
+"""
 LOOK_S = 0.001
 """Seconds between two readings of the counters."""
 STEP_S = 0.01
@@ -26,7 +28,7 @@ STEP_S = 0.01
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk: before a rate is known, at least, and at most."""
+"""Bytes of a chunk: size before a rate is known, least size, and largest size."""
 
 
 class Pace:
@@ -52,7 +54,7 @@ class Pace:
         """Start the clock of an iteration.
 
         Args:
-            was_quiet: True if nothing was saved beside the previous iteration, from its beginning to its end.
+            was_quiet: True if nothing was saved during the whole previous iteration.
         """
         self._began_s = time.perf_counter()
         if self._is_over:
@@ -66,7 +68,7 @@ class Pace:
             self.spans, self._is_over = idle_spans(seen), True
             log.info(
                 f"the network is idle in {self.spans.idle_s:.3f} of {self.spans.iteration_s:.3f} s of an iteration, in "
-                f"{len(self.spans.spans)} spans; copies are sent there"
+                f"{len(self.spans.spans)} spans; copies are sent in these spans"
             )
 
     def allowed(self, nbytes: int, must_hurry: Callable[[], bool]) -> int:
@@ -136,7 +138,7 @@ class Profile:
             return self._iterations
 
     def look(self, now_s: float, moved: int) -> None:
-        """Record that the counters stood at ``moved`` at ``now_s``. A reading older than the newest one is ignored."""
+        """Add a reading: ``moved`` bytes at the time ``now_s``. A reading older than the newest one is ignored."""
         with self._lock:
             self._add(now_s, moved)
 

@@ -21,7 +21,7 @@ class PeerStore(ABC):
     def __init__(self, source: int) -> None:
         self.source = source
         self.growing = threading.Lock()
-        """Lock that a receiver holds while it compares memory with its need and allocates more."""
+        """Lock that a receiver holds while it compares allocated with requested memory and allocates more."""
 
     @property
     def key(self) -> Who:
@@ -32,7 +32,10 @@ class PeerStore(ABC):
     """First iteration whose snapshot is accepted; older snapshots are stale."""
 
     def lower_floor(self, iteration: int) -> None:
-        """Accept snapshots from ``iteration`` on again, because the job goes back to an older state than they had."""
+        """Accept snapshots from ``iteration`` on, even if they were stale before this call.
+
+        Called when the job goes back to an older state and captures these snapshots again.
+        """
         self.floor = min(self.floor, iteration)
 
     def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
@@ -46,12 +49,12 @@ class PeerStore(ABC):
 
     @property
     def room_bytes(self) -> int:
-        """Bytes of host memory that the source may count on: allocated now, or later when a snapshot arrives."""
+        """Bytes of host memory promised to the source: allocated now, or later when a snapshot arrives."""
         return self.memory_bytes
 
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
-        """Return the schedule id of each kept snapshot by iteration; every snapshot was whole when it arrived."""
+        """Return the schedule id of each kept snapshot, by iteration. All kept snapshots arrived whole."""
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
@@ -59,7 +62,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not here."""
+        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not kept."""
 
     @abstractmethod
     def free_before(self, iteration: int) -> None:
@@ -67,7 +70,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
+        """Free the parts of snapshots that are not needed by any restore point that ends at ``SS_last`` or later."""
 
     @abstractmethod
     def drop(self, first: int, count: int) -> None:
@@ -79,10 +82,10 @@ class PeerStore(ABC):
 
     @abstractmethod
     def make_room(self, nbytes: int) -> None:
-        """Allocate memory until there are ``nbytes`` bytes.
+        """Allocate memory up to a total of ``nbytes`` bytes.
 
         Raises:
-            RuntimeError: the host does not have so much memory.
+            RuntimeError: the host has too little memory.
         """
 
     @abstractmethod
@@ -93,5 +96,5 @@ class PeerStore(ABC):
     def trim(self) -> bool:
         """Free some unused memory that the source does not need; return True if any was freed.
 
-        A call frees only a part, so the receiver's thread calls it after every message.
+        One call frees only a part of that memory, so the receiver's thread calls it after every message.
         """

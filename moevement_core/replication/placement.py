@@ -19,13 +19,18 @@ class PlacementKind(StrEnum):
     """Rule by which the peers of a rank are chosen."""
 
     SPREAD = "spread"
-    """Rule with every copy on another node; each rank keeps as many copies as it makes."""
+    """Rule that puts every copy on another node.
+
+    All ranks keep the same number of copies if all nodes have the same number of ranks.
+    """
     REDUNDANCY = "redundancy"
-    """MoEtion's Algorithm 2: ranks with the same state come first, other ranks after them, and loads stay even."""
+    """Rule of MoEtion's Algorithm 2: ranks with the same state are preferred as peers, and loads stay even."""
     GROUPS = "groups"
-    """GEMINI's rule (SOSP '23, its Algorithm 1): nodes of a group keep each other's copies, and left-over nodes form a
-    ring. If the number of nodes is a multiple of the group size, no placement survives more of the cases in which as
-    many nodes as a group has are lost at once."""
+    """Rule of GEMINI (SOSP '23, Algorithm 1): nodes of a group keep each other's copies; left-over nodes form a ring.
+
+    A group has r + 1 nodes, for r copies. Suppose that r + 1 random nodes fail at once. If the number of nodes is a
+    multiple of r + 1, no other placement is more likely to survive.
+    """
 
 
 WANTED = 2
@@ -40,7 +45,7 @@ class Copies:
     same_node: bool
     """True if copies may be on the rank's own node, where they survive a process but not the node."""
     warning: str | None = None
-    """Warning for the job's operator if there are fewer copies than wanted."""
+    """Warning for users if there are fewer copies than wanted, or none on other nodes; None otherwise."""
 
 
 def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node: bool, is_running: bool) -> Copies:
@@ -48,27 +53,27 @@ def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node
 
     Args:
         nodes: node of each rank.
-        replicas: number of copies that the flags ask for; None: two, or as many as the nodes allow.
+        replicas: number of copies that flags set; None: :data:`WANTED`, or fewer if the nodes allow only fewer.
         same_node: True if copies may be on the rank's own node.
-        is_running: True if the job has begun. It then continues with the copies that the remaining nodes allow.
+        is_running: True if the job has begun. A running job continues with the copies that the remaining nodes allow.
     """
     ranks, others = len(nodes), len(set(nodes)) - 1
     if replicas is not None and not (is_running and replicas > (ranks - 1 if same_node else others)):
         return Copies(replicas, same_node)
     if is_running and ranks == 1:
-        return Copies(0, True, "one rank is left, and nobody to keep copies of its snapshots")
+        return Copies(0, True, "only one rank is left, so no other rank can keep copies of its snapshots")
     wanted = WANTED if replicas is None else replicas
     if others and not same_node:
         possible = min(wanted, others)
-        few = f"each snapshot has {possible} of {wanted} copies: the job has only {counted(others, 'other node')}"
+        few = f"each snapshot has {possible} of {wanted} copies; the job has only {counted(others, 'other node')}"
         return Copies(possible, False, few if possible < wanted else None)
     possible = min(wanted, ranks - 1)
     if others or not possible:
         return Copies(possible, True)
     copies = counted(possible, "copy", "copies")
     warning = (
-        f"all {ranks} ranks are on one node, and each snapshot's {copies} too: the loss of a process is survived, that "
-        "of the node is not"
+        f"all {ranks} ranks are on one node, which also holds the {copies} of each snapshot; the job survives the loss "
+        "of a process, but not the loss of the node"
     )
     return Copies(possible, True, warning)
 
@@ -90,23 +95,23 @@ def place(
         kind: rule that chooses the peers.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
         same_node: True if copies may be on the rank's own node, where they survive a process but not the node.
-        before: peers of every rank until now. Peers that still fit stay, so that their copies need not be rebuilt.
+        before: present peers of every rank. Peers that still fit stay, so that their copies need not be sent again.
 
     Raises:
         ConfigError: there are fewer other nodes, or other ranks, than copies.
     """
     ranks, node_count = len(nodes), len(set(nodes))
     if replicas < 0:
-        raise ConfigError(f"{replicas} replicas; needs 0 or more")
+        raise ConfigError(f"{replicas} replicas are impossible; the number must be 0 or more")
     if replicas == 0:
         return [()] * ranks
     if replicas >= ranks:
         raise ConfigError(f"{replicas} replicas among {ranks} ranks; needs more ranks than replicas")
     if not same_node and replicas >= node_count:
         raise ConfigError(
-            f"{replicas} replicas on other nodes, of which there are {node_count - 1}; needs at least {replicas}: ask "
-            f"for at most {node_count - 1} replicas (--moevement-replicas), or let copies stay on their own node "
-            "(--moevement-replicas-on-same-node)"
+            f"{replicas} replicas on other nodes, but the number of other nodes is {node_count - 1}; needs {replicas} "
+            f"or more. Give --moevement-replicas {node_count - 1} or less, or allow copies on the rank's own node with "
+            "--moevement-replicas-on-same-node"
         )
     if same_node and 1 < node_count <= replicas:
         return _at_home_too(nodes, replicas, kind, groups, before)
@@ -142,7 +147,7 @@ def _at_home_too(
 def _that_will_do(
     rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int, *, is_spread: bool
 ) -> tuple[int, ...]:
-    """Return the former peers on another node than ``rank`` and, if ``is_spread``, on different nodes."""
+    """Return the former peers that may stay: on other nodes than ``rank`` and, if ``is_spread``, on different nodes."""
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
     if is_spread:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
@@ -150,13 +155,16 @@ def _that_will_do(
 
 
 def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Shift all ranks by whole nodes: each shift is a permutation, so every rank keeps exactly ``replicas`` copies."""
+    """Choose peers by shifting all ranks by whole nodes.
+
+    Each shift is a permutation of the ranks, so every rank keeps exactly ``replicas`` copies.
+    """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         members[node].append(rank)
     order = [rank for ranks in members.values() for rank in ranks]
     widest = max(len(ranks) for ranks in members.values())
-    if (replicas + 1) * widest > len(order):  # nodes too unequal for shifts
+    if (replicas + 1) * widest > len(order):  # the nodes are too unequal for shifts
         return _near_redundancy(nodes, replicas, ())
     peers: Placement = [()] * len(order)
     for position, rank in enumerate(order):
@@ -165,7 +173,7 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Choose the rank with the same position on each other node of the group, or on the next nodes of the ring."""
+    """Choose the ranks with the same position on the other nodes of the group, or on the next nodes of the ring."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         members[node].append(rank)
@@ -178,7 +186,7 @@ def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def peer_nodes(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """Return for each node the other nodes of its group, or the next nodes of the ring of left-over nodes.
+    """Return the peers of each node: the other nodes of its group, or the next nodes in the ring of left-over nodes.
 
     Args:
         nodes: number of nodes, more than ``replicas``.
@@ -218,13 +226,13 @@ def _near_redundancy(
 class _Choice:
     """Choice of the best next peer of a rank, in time that usually does not grow with the number of ranks.
 
-    The first condition in which two peers differ decides which one is better:
+    The conditions below are compared in order. The first one that only one of two peers meets decides for that peer:
 
-    - It keeps fewer copies than a rank makes.
-    - Its node has no copy of this rank.
-    - It is in the rank's group.
-    - It keeps fewer copies than the other one.
-    - It follows the rank more closely.
+    - The peer keeps fewer than ``replicas`` copies.
+    - The peer's node has no copy of this rank.
+    - The peer is in the rank's group.
+    - The peer keeps fewer copies than the other peer.
+    - The peer's number follows the rank's number more closely.
     """
 
     def __init__(
@@ -257,7 +265,10 @@ class _Choice:
         return (peer - rank) % len(self._nodes)
 
     def _of_group(self, rank: int, used: set[Hashable]) -> int | None:
-        """Return the best peer of the rank's group that keeps few enough copies on a new node; None without one."""
+        """Return the best ideal peer in the rank's group; None if there is none.
+
+        An ideal peer keeps fewer than ``replicas`` copies, and its node has no copy of this rank.
+        """
         free = [
             peer
             for peer in self._group_of.get(rank, ())
@@ -266,7 +277,7 @@ class _Choice:
         return min(free, key=lambda peer: (self._load[peer], self._distance(rank, peer)), default=None)
 
     def _least_loaded(self, rank: int, used: set[Hashable]) -> Iterator[int]:
-        """Yield the peers that keep few enough copies and are on a new node, the best first."""
+        """Yield all ideal peers, as :meth:`_of_group` defines them, the best first."""
         for ranks in self._by_load:
             after = bisect_left(ranks, rank)
             for index in range(len(ranks)):
@@ -277,7 +288,7 @@ class _Choice:
     def _of_all(self, rank: int, chosen: Sequence[int], used: set[Hashable]) -> int:
         """Return the best peer if no peer is ideal.
 
-        Each peer then keeps as many copies as a rank makes, or its node already has a copy.
+        Each peer then keeps ``replicas`` copies or more, or its node already has a copy of this rank.
         """
         group = set(self._group_of.get(rank, ()))
         return min(
@@ -298,7 +309,7 @@ def sources_of(placement: Placement, rank: int) -> tuple[int, ...]:
 
 
 def all_sources(placement: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
-    """Return for each of ``ranks`` ranks the sources whose copies it keeps, ascending, in time linear in the copies."""
+    """Return, by rank, the sources whose copies the rank keeps, ascending; the time is linear in the copies."""
     sources: list[list[int]] = [[] for _ in range(ranks)]
     for source, peers in enumerate(placement):
         for peer in peers:

@@ -1,4 +1,4 @@
-"""Receiving side of a connection: a thread fills a store with one rank's snapshots, and checks each."""
+"""Receiving side of a connection: a thread receives one rank's snapshots, checks each of them and stores it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Receiver(ABC):
         rank: this rank.
         store: store for the snapshots; no other receiver may use it from now on.
         transport: transport from the source.
-        allowance: host memory of this rank for the copies of all sources; requests beyond it are refused.
+        allowance: host memory of this rank. The receiver refuses requests for more.
         report: callback that receives one sentence for each refusal, and one when the source is lost.
     """
 
@@ -60,7 +60,7 @@ class Receiver(ABC):
         except SnapshotError as error:
             self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
         except Exception as error:  # training continues after any error; the log must name it
-            self._report(f"rank {self.store.source}, whose snapshots are kept here, is gone: {_first_line(error)}")
+            self._report(f"rank {self.store.source}, whose snapshots this rank keeps, is lost: {_first_line(error)}")
         finally:
             self.ended.set()
 
@@ -69,12 +69,12 @@ class Receiver(ABC):
         self._transport.receive(self.store.source, TO_PEER, data)
         try:
             message = Message.decode(data)
-        except SnapshotError:  # the position of the next message is unknown
-            what, instead = f"a message of rank {self.store.source}", "what is kept of it stays, until ranks meet again"
+        except SnapshotError:  # the connection ends, because the position of the next message is unknown
+            what, instead = f"a message of rank {self.store.source}", "receives nothing more until ranks reconnect"
             damage.report("the checksum of a message", what, instead)
             raise
         if message.rank != self.store.source:
-            raise SnapshotError(f"a message of rank {message.rank} where rank {self.store.source} speaks")
+            raise SnapshotError(f"a message names rank {message.rank}, but only rank {self.store.source} may send here")
         return message
 
     def _answer_to(self, message: Message) -> None:
@@ -86,7 +86,7 @@ class Receiver(ABC):
             case Kind.SNAPSHOT:
                 self._receive(message)
             case _:
-                raise SnapshotError(f"an unexpected {message.kind.name}")
+                raise SnapshotError(f"needs a message OPEN, DROP, SNAPSHOT or BYE, but received {message.kind.name}")
 
     def _open(self, message: Message) -> Kind:
         with self.store.growing:
@@ -102,23 +102,23 @@ class Receiver(ABC):
     def _make_room(self, wanted: int) -> Kind:
         store = self.store
         if self._room_bytes() >= wanted:
-            return Kind.GO  # a repeated request after a failure, or one of another member of a group
+            return Kind.GO  # a repeated request after a failure, or the same request from another member of a group
         if not self._allowance.take(store.key, wanted):
             self._report(
-                f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
-                f"{self._allowance.left_for(store.key) / 1e9:.3f} GB are allowed here"
+                f"rank {store.source} requests {wanted / 1e9:.3f} GB of host memory for its copies; this rank has "
+                f"{self._allowance.left_for(store.key) / 1e9:.3f} GB left for them"
             )
             return Kind.REFUSED
         try:
             store.make_room(wanted)
         except RuntimeError as error:
             self._allowance.keep(store.key, self._room_bytes())
-            self._report(f"no host memory for the copies of rank {store.source}: {_first_line(error)}")
+            self._report(f"no memory could be allocated for copies of rank {store.source}: {_first_line(error)}")
             return Kind.REFUSED
         return Kind.GO
 
     def _room_bytes(self) -> int:
-        """Return the bytes that the source may count on."""
+        """Return the bytes of host memory promised to the source."""
         return self.store.room_bytes
 
     def _receive(self, message: Message) -> None:
@@ -130,7 +130,7 @@ class Receiver(ABC):
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
             self._say(Kind.DAMAGED, message.iteration)
             return
-        if message.iteration < self.store.floor:  # the ranks agreed on a newer window while it was on its way
+        if message.iteration < self.store.floor:  # ranks agreed on a newer window while the snapshot was on its way
             self._say(Kind.STALE, message.iteration)
             return
         try:
@@ -145,20 +145,22 @@ class Receiver(ABC):
     def _take_in(self, header: Header, message: Message) -> None:
         """Receive the payload of a snapshot whose header was checked, and answer with the result."""
 
-    def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a copy as it came") -> None:
+    def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a received copy") -> None:
         what = part if isinstance(part, str) else part.name
         text = f"snapshot {iteration} of rank {self.store.source} arrived damaged ({what})"
-        damage.report(by, text, "asked for it again")  # reported at once, before errors that follow from it
+        damage.report(by, text, "requested it again")  # reported at once, before any error that the damage causes
 
     def _checked(self, header: Header, message: Message) -> Header:
         store = self.store
         if header.rank != store.source or header.iteration != message.iteration:
             raise SnapshotError(
-                f"its header says rank {header.rank}, iteration {header.iteration}; rank {store.source}, iteration "
-                f"{message.iteration} was announced"
+                f"its header has rank {header.rank} and iteration {header.iteration}, but rank {store.source} and "
+                f"iteration {message.iteration} were announced"
             )
         if header.payload_bytes != message.payload_bytes:
-            raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
+            raise SnapshotError(
+                f"its tensors take {header.payload_bytes} bytes, but {message.payload_bytes} were announced"
+            )
         return header
 
     def _say(self, kind: Kind, iteration: int = 0) -> None:
@@ -178,7 +180,7 @@ class CopyReceiver(Receiver):
     def _checked(self, header: Header, message: Message) -> Header:
         if header.payload_bytes > self._copies.room_bytes:
             room = self._copies.room_bytes
-            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {room} were agreed on")
+            raise SnapshotError(f"it has {header.payload_bytes} bytes, but only {room} were set aside for its rank")
         return super()._checked(header, message)
 
     @override
@@ -213,7 +215,7 @@ class CopyReceiver(Receiver):
         try:
             self._copies.reallocate(message.payload_bytes)
         except RuntimeError as error:
-            self._report(f"no host memory for the copies of rank {self.store.source}: {_first_line(error)}")
+            self._report(f"no memory could be allocated for copies of rank {self.store.source}: {_first_line(error)}")
         return self._copies.begin(message.iteration, message.payload_bytes)
 
 

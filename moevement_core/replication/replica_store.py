@@ -1,4 +1,4 @@
-"""Store of copies of another rank's snapshots in host memory; it outlives the connection that brought them."""
+"""Store of copies of another rank's snapshots in host memory. The store outlives the connection to that rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ReplicaStore(PeerStore):
         self.floor = NONE
         self._arena = Arena(device)
         self._promised = 0
-        """Bytes that the source asked for and may count on; a part of them may have been freed since."""
+        """Bytes promised to the source. A part of this memory may be released, and is allocated again on demand."""
         self._is_fitting = False
         """True while unneeded memory is being freed."""
         self._replicas: dict[int, _Replica] = {}
@@ -54,7 +54,7 @@ class ReplicaStore(PeerStore):
         return max(self._arena.nbytes, self._promised)
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """Return the kept snapshots by iteration; every snapshot was whole when it arrived."""
+        """Return the kept snapshots by iteration. All of them arrived whole."""
         with self._lock:
             return {iteration: replica.snapshot for iteration, replica in self._replicas.items()}
 
@@ -63,7 +63,7 @@ class ReplicaStore(PeerStore):
         return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
+        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not kept."""
         with self._lock:
             replica = self._replicas.get(iteration)
             if replica is None:
@@ -83,7 +83,7 @@ class ReplicaStore(PeerStore):
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that no restore point needs if none ends before ``SS_last``."""
+        """Free the parts of snapshots that are not needed by any restore point that ends at ``SS_last`` or later."""
         with self._lock:
             held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
             for iteration, unneeded in superseded(held, last).items():
@@ -97,10 +97,10 @@ class ReplicaStore(PeerStore):
         self._arena.wait_for(nbytes, timeout_s)
 
     def make_room(self, nbytes: int) -> None:
-        """Allocate memory until there are ``nbytes`` bytes.
+        """Allocate memory up to a total of ``nbytes`` bytes.
 
         Raises:
-            RuntimeError: the host does not have so much memory.
+            RuntimeError: the host has too little memory.
         """
         self._arena.grow(nbytes)
         self._promised, self._is_fitting = nbytes, False
@@ -118,17 +118,17 @@ class ReplicaStore(PeerStore):
         return self._arena.nbytes < before
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
-        """Return memory for a snapshot, after freeing a copy of the same iteration; None if too little is free."""
+        """Free the copy of the same iteration, if any, and return memory for a snapshot; None if too little is free."""
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
         return self._arena.acquire(nbytes)
 
     def reallocate(self, nbytes: int) -> None:
-        """Allocate freed memory again for a snapshot of ``nbytes`` bytes, up to the promised bytes.
+        """Allocate released memory again for a snapshot of ``nbytes`` bytes, within the promised bytes.
 
         Raises:
-            RuntimeError: the host does not have so much memory.
+            RuntimeError: the host has too little memory.
         """
         self._arena.grow(min(self._promised, self._arena.nbytes + in_pages(nbytes)))
 

@@ -25,22 +25,29 @@ from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 ATTEMPTS = 3
-"""Attempts to send a snapshot that arrives damaged."""
+"""Most attempts to send a snapshot that arrives damaged."""
 RETRY_S = 0.05
 """Seconds until the next offer to a peer that has no free memory."""
 LAST_S = 1.0
-"""Seconds for which such a peer receives further offers at the end of the job."""
+"""Seconds at the end of the job for which a sender goes on with offers to a peer that has no free memory."""
 CHUNK_S = 0.01
-"""Seconds between two looks at a pause."""
+"""Seconds that sending a chunk should take. Before each chunk, the sender waits while sends are paused."""
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
-"""Bytes between two such looks: at least, and before any snapshot was sent. With each look, a thread of low priority
-takes the interpreter's lock. On busy processors a training thread may have to wait until that thread releases it."""
+"""Bytes of a chunk: least size, and size before any snapshot was sent.
+
+For each chunk, a thread of low priority takes the interpreter's lock. On busy processors a training thread may have to
+wait until that thread releases the lock, so chunks must not be too small.
+"""
 STEP_S = 0.1
-"""Seconds of one wait for the end. A main thread that executes no bytecode for long counts as hanging."""
+"""Longest single wait for a thread or an answer, in seconds.
+
+A longer wait is made of several such waits, because a main thread that executes no bytecode for long is taken for a
+hanging thread.
+"""
 
 
 _URGENT = object()
-"""Marker among the jobs: an OPEN or DROP message waits in the urgent queue."""
+"""Marker in the job queue: an OPEN or DROP message waits in the urgent queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +56,24 @@ class Delivery:
 
     snapshot: Snapshot
     begin: Callable[[], Snapshot | None]
-    """Function called before reading; returns the snapshot without parts freed meanwhile, or None if it was freed."""
+    """Function to call before the buffer is read; returns the snapshot without freed parts, None if all are freed."""
     end: Callable[[], None]
-    """Function that is called after reading."""
+    """Function to call after the buffer is read."""
 
 
 class Sender:
-    """Sender of snapshots to one peer, in order, on a thread of its own. No method but :meth:`wait_for_answer`,
-    :meth:`close` and :meth:`abandon` blocks its caller.
+    """Sender of snapshots to one peer, in order, on a thread of its own.
+
+    Only :meth:`wait_for_answer`, :meth:`close` and :meth:`abandon` block their caller.
 
     Args:
         rank: this rank.
         peer: rank that keeps the copies.
         transport: transport to the peer.
-        kept: callback on the sender's thread after the peer has acknowledged a snapshot.
-        lost: callback for a snapshot that the peer will never have.
+        kept: callback that is called on the sender's thread when the peer has acknowledged a snapshot.
+        lost: callback that is called for a snapshot that the peer will never have.
         report: callback that receives one sentence for each problem.
-        pace: timing of sends within an iteration; None sends at once.
+        pace: timing of sends within an iteration; None to send at once.
         pause: pause during which no snapshot is sent.
     """
 
@@ -85,18 +93,18 @@ class Sender:
         self.sent_bytes = 0
         """Payload bytes acknowledged by the peer so far."""
         self.send_s = 0.0
-        """Seconds that sending these bytes took, pauses excluded."""
+        """Seconds that it took to send :attr:`sent_bytes`, pauses excluded."""
         self._paused_s = 0.0
         """Seconds of pauses so far."""
         self.gone: str | None = None
-        """Reason why the sender sends nothing more; None while it works."""
+        """Reason why the sender has stopped; None while it works."""
         self._transport = transport
         self._kept = kept
         self._lost = lost
         self._report = report
         self._pace, self._pause = pace, pause or Pause()
         self.spread = Spread()
-        """Rate at which snapshots leave."""
+        """Rate at which snapshots are sent."""
         self._bytes_per_s = math.inf
         """Rate that is set for the connection, in bytes per second."""
         self._payload_bytes = 0
@@ -104,7 +112,7 @@ class Sender:
         self.cpu_s = 0.0
         """Processor seconds of the sender's thread so far."""
         self._delivered = self._taken = 0
-        """Snapshots that were queued so far, and those of them that the thread has begun to send."""
+        """Numbers of snapshots that were queued so far, and that the thread has begun to send so far."""
         self._waiting_since_s: float | None = None
         self._abandoned = False
         self._answered = threading.Event()
@@ -130,7 +138,10 @@ class Sender:
         return self._jobs.qsize()
 
     def open(self, nbytes: int) -> None:
-        """Ask the peer for ``nbytes`` bytes for all snapshots that it keeps, before the next snapshot is offered."""
+        """Request ``nbytes`` bytes of the peer's host memory for all snapshots that the peer keeps for this rank.
+
+        The request is sent before the next snapshot is offered.
+        """
         self._say_first(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
 
     def wait_for_answer(self, timeout_s: float) -> bool:
@@ -145,7 +156,7 @@ class Sender:
         """Queue a snapshot for the peer; report it as lost if the sender has ended."""
         self._delivered += 1
         self._jobs.put(delivery)
-        if self.gone is not None:  # checked after queueing: the thread may have emptied its queue just before
+        if self.gone is not None:  # checked after queueing: the ending thread may have emptied its queue before
             self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
@@ -157,7 +168,7 @@ class Sender:
         self._jobs.put(_URGENT)
 
     def close(self, timeout_s: float) -> bool:
-        """Send what is queued, then BYE; return True if that took no longer than ``timeout_s`` seconds."""
+        """Send all queued snapshots and messages, then BYE; return True if this ended within ``timeout_s`` seconds."""
         self._asks_until_s = time.monotonic() + LAST_S
         self._jobs.put(Message(Kind.BYE, self.rank))
         deadline_s = time.monotonic() + timeout_s
@@ -166,7 +177,7 @@ class Sender:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """End the thread, whose connection is broken. Queued snapshots stay unsent, and none is reported as lost."""
+        """End the thread after its connection broke. Queued snapshots are not sent, and not reported as lost."""
         self._abandoned = True
         self._jobs.put(None)
         self._thread.join()
@@ -190,7 +201,7 @@ class Sender:
             if self._abandoned:
                 return
             self.gone = (str(error).splitlines() or [type(error).__name__])[0]
-            self._report(f"peer {self.peer} keeps no more copies of rank {self.rank}: {self.gone}")
+            self._report(f"peer {self.peer} receives no further copies of rank {self.rank}: {self.gone}")
             self._lose_queued()
 
     def _open(self) -> None:
@@ -198,9 +209,9 @@ class Sender:
         was_answered = self._answered.is_set()
         self._answered.set()
         if self.is_refused and was_answered:  # the peer keeps the memory that it gave before
-            self._report(f"peer {self.peer} has no more host memory for copies of rank {self.rank} than it gave")
+            self._report(f"peer {self.peer} gives copies of rank {self.rank} no more host memory than before")
         elif self.is_refused:
-            raise ReplicationError("it refuses the host memory that the copies need")
+            raise ReplicationError("the peer refuses the host memory that the copies need")
 
     def _lose_queued(self) -> None:
         """Report every queued snapshot as lost."""
@@ -225,8 +236,8 @@ class Sender:
             if answer is Kind.STALE:
                 return
             self._report(
-                f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank}: "
-                f"{answer.name.lower()} after {ATTEMPTS if answer is Kind.DAMAGED else 1} attempts"
+                f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank} (last "
+                f"answer: {answer.name.lower()}; attempts: {ATTEMPTS if answer is Kind.DAMAGED else 1})"
             )
 
     def _attempts(self, delivery: Delivery) -> Kind | None:
@@ -236,10 +247,10 @@ class Sender:
         return answer
 
     def _offer(self, delivery: Delivery) -> Kind | None:
-        """Offer a snapshot to the peer until the peer has free memory; return its answer.
+        """Offer a snapshot to the peer until the peer has free memory.
 
         Returns:
-            None if the snapshot was freed before it could be sent.
+            Answer of the peer; None if the snapshot was freed before it could be sent.
         """
         while (snapshot := delivery.begin()) is not None:
             try:
@@ -253,7 +264,7 @@ class Sender:
                     self.send_s += seconds
             finally:
                 delivery.end()
-            # A peer frees memory when the job agrees on a newer window; at its end the job agrees on none.
+            # A peer frees memory when the job agrees on a newer window. At the end of the job no agreement follows.
             self.is_full = answer is Kind.FULL
             if answer is not Kind.FULL or time.monotonic() > self._asks_until_s:
                 return answer
@@ -291,7 +302,10 @@ class Sender:
         return pieces
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
-        """Send in chunks, at once or in idle spans of the network; pause during a quiet iteration."""
+        """Send ``pieces`` in chunks, at the set rate or in idle spans of the network; return the peer's answer.
+
+        Sending pauses during a quiet iteration.
+        """
         if self._pace is None:
             self._send_spread(pieces)
             return self._answer()
@@ -311,7 +325,7 @@ class Sender:
         return answer
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send at the rate that is set, in chunks between which the sender looks at the pause."""
+        """Send ``pieces`` at the set rate, in chunks; before each chunk, wait while sends are paused."""
         rate = self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
@@ -323,7 +337,7 @@ class Sender:
                 self._transport.send(self.peer, TO_PEER, chunk)
 
     def _set_rate(self) -> float:
-        """Return the rate for the next send, after setting it for the connection if it differs from the last one."""
+        """Set the rate for the next send on the connection if it has changed, and return it in bytes per second."""
         rate = self.spread.bytes_per_s(self._delivered - self._taken)
         if rate != self._bytes_per_s:
             self._transport.pace(self.peer, TO_PEER, rate)
@@ -331,7 +345,7 @@ class Sender:
         return rate
 
     def _must_hurry(self) -> bool:
-        """Return True if the next snapshot already waits, or the sender ends."""
+        """Return True if the next snapshot already waits, or the sender is ending."""
         return self._is_ending() or self._delivered > self._taken
 
     def _keep_to_pause(self) -> None:
@@ -340,7 +354,7 @@ class Sender:
         self._paused_s += time.perf_counter() - began_s
 
     def _is_ending(self) -> bool:
-        """Return True if the job or its generation ends."""
+        """Return True if the job or its generation is ending."""
         return self._abandoned or self._asks_until_s < float("inf")
 
     def _say_urgent(self) -> None:

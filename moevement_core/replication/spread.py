@@ -1,9 +1,8 @@
 """Rate at which copies are sent: a share of the link's rate, so that messages of training do not wait behind copies.
 
-A bulk stream that is sent as fast as it can fills the queues of a slow link, and every small message of training waits
-in them. On a link of 100 Mbit/s, training stood still while copies were sent. Well below the link's rate the queues
-stay empty, and the same bytes cost training about half as much. A sender learns the rate of the link from its own
-sends:
+A bulk stream at full speed fills the queues of a slow link, and every small message of training waits in these queues.
+On a link of 100 Mbit/s, training stood still while copies were sent. Well below the link's rate the queues stay empty,
+and the same copies delay training about half as much. A sender learns the rate of the link from its sends:
 
 - One of every :data:`TRIED_EVERY` sends runs at full speed.
 - A send that takes longer than its rate implies was limited by the link.
@@ -16,13 +15,13 @@ import math
 TIME_SHARE = 0.8
 """Share of the time until the next snapshot that a send may take."""
 LINK_SHARE = 0.4
-"""Share of the link's rate at which a send runs, unless it has to be faster to end in time."""
+"""Share of the link's rate at which a send runs, unless the send must be faster to end in time."""
 LATE = 1.3
-"""Factor by which a send takes longer than its rate implies if the link, or the peer, is slower than that rate."""
+"""Ratio of measured to expected seconds of a send above which the link, or the peer, is slower than the send's rate."""
 TRIED_EVERY = 32
-"""Sends from one full-speed send to the next. A full-speed send finds out if a slow link has become fast again."""
+"""Number of sends from one full-speed send to the next. A full-speed send shows if a slow link has become faster."""
 MEASURED_BYTES = 512 << 10
-"""Fewest bytes of a send that measures the link. A smaller send spends most of its time on the peer's answers."""
+"""Fewest bytes of a send that measures the link. A smaller send mostly waits for the peer's answers."""
 CATCH_UP = 2.0
 """Factor by which a sender that has fallen behind raises its rate."""
 
@@ -37,9 +36,9 @@ class Spread:
         self.needed_bytes_per_s = math.inf
         """Mean bytes of new snapshots per second; infinite while unknown."""
         self.usual_backlog = 1
-        """Snapshots that may wait before the sender counts as behind: those of a window."""
+        """Number of waiting snapshots above which the sender raises its rate: the snapshots of a window."""
         self.link_bytes_per_s = math.inf
-        """Rate of the link in bytes per second, as far as sends have measured it; infinite before that."""
+        """Newest measured rate of the link in bytes per second; infinite before the first measurement."""
         self._sends = 0
 
     def bytes_per_s(self, backlog: int) -> float:
@@ -59,7 +58,7 @@ class Spread:
 
         Args:
             nbytes: payload bytes of the send.
-            seconds: seconds until the peer had acknowledged it, pauses excluded.
+            seconds: seconds until the peer had acknowledged the send, pauses excluded.
             bytes_per_s: rate of the send in bytes per second; infinite for a full-speed send.
         """
         self._sends += 1

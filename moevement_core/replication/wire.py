@@ -1,7 +1,8 @@
 """Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
 
-A snapshot takes a message, a header and an answer. If the answer is GO, the payload and another answer follow. Nothing
-is pickled, so a receiver can only refuse foreign bytes.
+For each snapshot the rank sends a message and a header, and the peer answers. If the answer is GO, the rank sends the
+payload, and the peer answers a second time. Nothing is pickled, so foreign bytes can execute nothing: the receiver
+refuses them.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _FIELDS = struct.Struct("<8sIIqQQQQ")  # magic, kind, rank, iteration, header by
 MAX_HEADER_BYTES = 1 << 30
 
 TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
-"""Tags of messages from a source, of answers of its peer, and of snapshots that a holder sends back to their owner."""
+"""Tags of messages from a source, of the peer's answers, and of snapshots that a holder sends to their owner."""
 TO_STAGE = (4, 5)
-"""Tags of tensors that are sent to a stage that replays, forward and backward."""
+"""Tags of tensors for a stage that replays: forward tensors, and backward tensors."""
 
 
 class Kind(IntEnum):
     """Kind of a message."""
 
     OPEN = 1
-    """Request of a source for ``payload_bytes`` bytes of memory, for all snapshots that are kept at a time."""
+    """Request of a source for ``payload_bytes`` bytes of memory, for all snapshots that the peer keeps at a time."""
     SNAPSHOT = 2
-    """Announcement of a source: a snapshot of these sizes follows."""
+    """Announcement of a source: a snapshot with ``header_bytes`` and ``payload_bytes`` follows."""
     DROP = 3
     """Request of a source to drop ``count`` snapshots from ``iteration`` on, which no recovery can use."""
     BYE = 4
@@ -40,10 +41,13 @@ class Kind(IntEnum):
     TENSOR = 5
     """Announcement of a neighbouring stage: a tensor that crossed a stage boundary follows."""
     GO = 10
-    """Answer of a peer: send the payload. If ``payload_bytes`` is not 0, so many flags follow, one for each block, and
-    only the flagged blocks are wanted. As an answer to OPEN: the memory is ready."""
+    """Answer of a peer. After OPEN: the memory is ready. After SNAPSHOT: the source may send the payload.
+
+    If ``payload_bytes`` is not 0, the message is followed by that number of flags, one for each block. The source then
+    sends only the blocks whose flag is set.
+    """
     KEPT = 11
-    """Answer of a peer: it keeps the snapshot, whose digests match."""
+    """Answer of a peer: all digests match, and the peer keeps the snapshot."""
     FULL = 12
     """Answer of a peer: too little memory is free."""
     DAMAGED = 13
@@ -51,8 +55,10 @@ class Kind(IntEnum):
     REFUSED = 14
     """Answer of a peer: the snapshot does not belong here, or needs more memory than the peer may give."""
     STALE = 15
-    """Answer of a peer: no rank needs the snapshot, because a newer window is persisted everywhere. The source will
-    soon know of that window too."""
+    """Answer of a peer: no rank needs the snapshot, because a newer window is persisted on every rank.
+
+    The source learns of that window within an iteration.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +84,34 @@ class Message:
 
     @staticmethod
     def decode(data: torch.Tensor) -> Message:
-        """Return the message that :meth:`encode` made.
+        """Return the message from the bytes that :meth:`encode` returned.
 
         Raises:
-            SnapshotError: no sender of this version sends these bytes.
+            SnapshotError: ``data`` is damaged, or is not a message of this version of the protocol.
         """
         raw = data.numpy().tobytes()
         if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
-            raise SnapshotError("a message whose checksum is wrong; the connection carries something else")
+            raise SnapshotError("the checksum of a message is wrong; it was damaged, or is not a message of moevement")
         magic, kind, rank, iteration, header_bytes, payload_bytes, count, check = _FIELDS.unpack_from(raw)
         if magic != _MAGIC or kind not in tuple(Kind) or header_bytes > MAX_HEADER_BYTES:
-            raise SnapshotError(f"a message of kind {kind} with magic {magic!r}; the other side is another version")
+            raise SnapshotError(
+                f"a message has kind {kind} and magic {magic!r}; all ranks need the same version of moevement"
+            )
         return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count, check)
 
     def refuse_unless_whole(self, data: torch.Tensor) -> None:
-        """Compare the header or flags that followed this message with its checksum.
+        """Compare the header or flags that followed this message with the checksum in the message.
 
         Raises:
-            SnapshotError: ``data`` was damaged on its way.
+            SnapshotError: ``data`` was damaged on the way.
         """
         if checksum(data) != self.check:
-            raise SnapshotError(f"the header of iteration {self.iteration} was damaged on its way")
+            raise SnapshotError(f"the header or flags of iteration {self.iteration} were damaged on the way")
 
 
 def checksum(data: torch.Tensor) -> int:
     """Return the checksum of a header, or of flags, for :attr:`Message.check`.
 
-    Headers name every tensor and hold the record of an iteration. The digests of tensors cover neither.
+    Headers hold the names of tensors and the record of an iteration. The digests of tensors cover neither.
     """
     return xxhash.xxh3_64_intdigest(data.numpy())

@@ -20,13 +20,13 @@ DRAIN_S = 5.0
 class AbortAll(Abort):
     """Abort of every communication of this process with other ranks; it runs on the guard's monitoring thread.
 
-    The destruction of a gloo group does not end the waits in it (torch 2.13 has no abort for gloo). A rank that is only
-    stopped does not break its connections. Once its sockets are shut down, every wait of gloo ends at once with an
-    error.
+    Torch 2.13 has no abort for gloo, and the destruction of a gloo group does not end the waits in the group. A peer
+    that is only stopped keeps its connections open. So this process shuts down its own sockets, and every wait of gloo
+    in it ends at once with an error.
 
     Args:
         store: endpoints of the job's store; most connections to it stay.
-        groups: connections to the store through which process groups are made; they are shut down.
+        groups: connections to the store that process groups are made through; the abort shuts them down.
         before: called first, to note that errors from now on come from the abort.
         leaving: account that records the beginning of each phase.
         listeners: inodes of the sockets that listened before any process group was made; they stay.

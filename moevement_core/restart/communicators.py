@@ -19,9 +19,9 @@ def make_communicators(pipelines: Iterable[Any] = ()) -> int:
     """Use each process group of this rank once; every rank of the job calls this when its groups are made.
 
     NCCL makes a communicator at the first use of a group, in a call that waits for all ranks of the group. If a further
-    failure interrupted such a call in the middle of a replay, state would be half replaced. Here no state has been
-    touched. Ranks use groups in the order in which they made them, which is the same on all ranks. Gloo connects
-    groups when they are made.
+    failure interrupted such a call in the middle of a replay, state would be half replaced. When this function runs, no
+    state has changed yet. Each rank uses its groups in the order in which it made them, which is the same on all ranks.
+    Gloo connects groups when they are made.
 
     Args:
         pipelines: groups whose neighbours also send to each other, including the first and the last rank. NCCL has a

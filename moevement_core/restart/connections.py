@@ -17,9 +17,9 @@ from pathlib import Path
 from moevement_core.util.tcp import Ends, connections, duplicate, is_tcp, moved
 
 LOOK_S = 0.005
-"""Seconds between two looks at the bytes that have moved on connections."""
+"""Seconds between two checks of the bytes that have moved on connections."""
 _WATCHED_INODE = re.compile(r"^tfd:.*\bino:\s*([0-9a-f]+)", re.MULTILINE)
-"""Pattern of the line for each descriptor that an epoll watches, in ``/proc/PID/fdinfo`` (Linux 5.1)."""
+"""Pattern of a line in ``/proc/PID/fdinfo`` that names a descriptor watched by an epoll (Linux 5.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,13 @@ class Patience:
     idle_s: float = 0.02
     """Seconds without any movement after which a connection counts as idle."""
     moved_s: float = 0.06
-    """Seconds without movement for a connection on which data has moved: its sender may not be scheduled just then."""
+    """Seconds without movement after which a connection counts as idle if data has moved on it.
+
+    The limit is longer than ``idle_s``, because the sender may be waiting for a processor.
+    """
     limit_s: float = 0.5
-    """Seconds for all connections together, because a failed rank does not send the rest of its message."""
+    """Seconds for all connections together. They are limited because a failed rank never sends the rest of a message.
+    """
 
 
 def listening() -> set[int]:
@@ -42,8 +46,8 @@ def listening() -> set[int]:
 def shut_down_listeners(kept: Collection[int]) -> None:
     """Shut down listening sockets, so that threads that wait in ``accept`` get an error.
 
-    A socket that an epoll watches is left alone. No thread waits in ``accept`` on it, and the epoll would report the
-    shutdown to its gloo thread in an endless loop.
+    The function leaves a socket alone if an epoll watches it. No thread waits in ``accept`` on such a socket, and the
+    epoll would report the shutdown to a gloo thread in an endless loop.
 
     Args:
         kept: inodes of sockets to leave alone; see :func:`listening`.
@@ -79,12 +83,12 @@ def _watched() -> set[int]:
 def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:
     """Shut down connections, each once the data under way on it has arrived.
 
-    The function includes connections that are made during the call. Descriptors stay open, and their owners find the
-    connections broken and close them.
+    The function includes connections that are made during the call. Descriptors stay open. Their owners find that the
+    connections are broken, and close them.
 
-    A gloo receive that has got a part of its message never returns after its connection ends (torch 2.13,
-    ``scripts/half_received_gloo.py``). So if both sides live, the rest of the message arrives first. A receive that has
-    got nothing ends after ``patience.idle_s``.
+    If a connection ends in the middle of a message, a gloo receive of this message never returns (torch 2.13,
+    ``scripts/half_received_gloo.py``). So the function waits for the rest of the message, which arrives if both sides
+    live. If no data moves on a connection, it is shut down after ``patience.idle_s``.
 
     Args:
         is_meant: returns True for the ends of a connection that is to be shut down.
@@ -111,14 +115,14 @@ def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience())
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """State of a connection at the last look."""
+    """State of a connection at the last check."""
 
     moved: tuple[int, int]
     """Numbers of bytes so far: acknowledged by the other side, and received here."""
     since_s: float
     """Monotonic time in seconds at which data last moved or was pending."""
     has_moved: bool
-    """True if data has moved or was pending since the first look."""
+    """True if data has moved or was pending since the first check."""
 
     def is_quiet(self, now_s: float, patience: Patience) -> bool:
         return now_s - self.since_s >= (patience.moved_s if self.has_moved else patience.idle_s)

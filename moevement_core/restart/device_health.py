@@ -1,12 +1,13 @@
-"""Health check of this process's device: whether this process can go on with it, and whether another could use it.
+"""Health check of this process's device. It finds if this process, or any other process, can still use the device.
 
 A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call on the device
 fails or never returns. Such a process gives its rank back.
 
-Most faults end with the process. NVML reports those that do not: a reset is due, or memory was lost. A device that
-fails in the first check of a process is broken as well. No process gets a broken device.
+Most faults end with the process. NVML reports the other faults: the device needs a reset, or has lost memory. A device
+with such a fault is broken. A device that fails in the first check of a process counts as broken as well. No process
+gets a broken device.
 
-The check was tested with a stubbed NVML, and not run on a GPU.
+NVML's reports were tested with a stub only. A broken CUDA context was also tested on a GPU (check E6 in docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LIMIT_S = 20.0
 NVML_LIMIT_S = 5.0
 """Seconds that NVML has to answer.
 
-Both limits together are less than the coordinator waits for (:data:`~moevement_core.rendezvous.devices.CHECK_S`).
+The coordinator waits longer than both limits together (:data:`~moevement_core.rendezvous.devices.CHECK_S`).
 """
 HARDWARE_ERRORS = {214: "uncorrectable ECC error", 220: "uncorrectable NVLink error"}
 """Error codes of the CUDA runtime (driver_types.h) that mean a broken device."""
@@ -89,7 +90,7 @@ class DeviceHealth:
         return DeviceFault(reason, is_broken=is_first) if reason else None
 
     def fault_of(self, error: BaseException) -> DeviceFault | None:
-        """Return the fault of the device that caused an exception; None if no device did."""
+        """Return the fault of the device that caused an exception; None if the exception has another cause."""
         if (fault := fault_of(error)) is None or (broken := self._what_nvml_reports()) is None:
             return fault
         return DeviceFault(f"{fault.reason}; {broken}", is_broken=True)
@@ -110,12 +111,12 @@ class DeviceHealth:
         if action is not None:
             return action
         if errors.uncorrected > before.uncorrected:
-            return f"{errors.uncorrected - before.uncorrected} uncorrected ECC errors"
-        return "rows of its memory wait for a reset" if errors.is_remap_pending > before.is_remap_pending else None
+            return f"{errors.uncorrected - before.uncorrected} new uncorrected ECC errors"
+        return "device memory needs a reset" if errors.is_remap_pending > before.is_remap_pending else None
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
-    """Return the fault of a device that caused an exception, directly or through its chain; None if no device did."""
+    """Return the fault of a device that caused an exception, or an exception in its chain; None for other causes."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, _ACCELERATOR_ERROR):
         seen = seen.__cause__ or seen.__context__
@@ -126,7 +127,7 @@ def fault_of(error: BaseException) -> DeviceFault | None:
 
 
 def use_device(number: int) -> None:
-    """Have a device add two numbers, and wait for that and for all earlier work on the device.
+    """Have a device add two numbers, and wait for the sum and for all earlier work on the device.
 
     Args:
         number: local number of the device.
@@ -139,7 +140,7 @@ def use_device(number: int) -> None:
 
 
 def _read_nvml(identity: str) -> tuple[str | None, Errors] | None:
-    """Return the action that NVML asks for, if any, and the errors of a device; None without NVML for Python."""
+    """Return the repair that a device needs, if any, and the errors of the device; None without NVML for Python."""
     try:
         nvml = import_module("pynvml")
     except ImportError:
@@ -153,17 +154,20 @@ def _read_nvml(identity: str) -> tuple[str | None, Errors] | None:
 
 
 def _needed(nvml: ModuleType, device: Any) -> str | None:
-    """Return the action that a device needs before it can be used (reported by drivers from 570 on); None for none."""
+    """Return the repair that a device needs before it can be used, as text; None if it needs none.
+
+    Drivers report recovery actions from version 570 on.
+    """
     field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
     if field is not None:
         action = nvml.nvmlDeviceGetFieldValues(device, [field])[0]
         if action.nvmlReturn == nvml.NVML_SUCCESS and action.value.uiVal != nvml.NVML_GPU_RECOVERY_ACTION_NONE:
-            return f"NVML asks for a reset, or more (recovery action {action.value.uiVal})"
+            return f"the device needs NVML's recovery action {action.value.uiVal}, such as a reset"
     try:
         has_failed = nvml.nvmlDeviceGetRemappedRows(device)[3]
     except nvml.NVMLError:  # Older devices have no spare rows.
         return None
-    return "rows of its memory could not be replaced" if has_failed else None
+    return "the device could not replace faulty rows of its memory" if has_failed else None
 
 
 def _errors(nvml: ModuleType, device: Any) -> Errors:

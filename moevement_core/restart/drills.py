@@ -15,39 +15,40 @@ class DrillConfig:
 
     wipe_at: frozenset[int] = flag(
         "--moevement-wipe-at", type=int, nargs="+", default=(), metavar="N", check=each(at_least(1), frozenset),
-        help="to test recovery: when these iterations are committed, overwrite all model and optimizer memory of all "
-        "ranks with NaN, recover it by replay, and compare",
+        help="a drill: after the commit of each of these iterations, overwrite the model and optimizer memory of all "
+        "ranks with NaN, recover it by replay, and compare it with the lost state",
     )  # fmt: skip
     wipe_stages: frozenset[int] | None = flag(
         "--moevement-wipe-stages", type=int, nargs="+", metavar="S",
         check=lambda name, values: frozenset(values) if values else None,
-        help="with --moevement-wipe-at: only the ranks of these pipeline stages, which then replay alone while the "
-        "others keep their state and wait (default: all)",
+        help="with --moevement-wipe-at: overwrite memory only on these pipeline stages; they then replay alone while "
+        "the other stages keep their state and wait (default: all stages)",
     )  # fmt: skip
     faults: tuple[Fault, ...] = flag(
         "--moevement-inject", action="extend", nargs="+", default=(), metavar="rank=N,phase=P[,iteration=N][,signal=S]",
         check=each(lambda name, text: Fault.parse(text), tuple),
-        help="a drill: once, let signal (KILL, STOP, EXC, or WAIT: stay there until another rank fails) happen to a "
-        f"rank in a phase ({', '.join(Phase)}); several are several failures",
+        help=f"a drill: inject one failure into a rank in a phase ({', '.join(Phase)}); the signal is KILL, STOP, EXC "
+        "(raise an exception) or WAIT (stay in the phase until another rank fails); each further argument injects one "
+        "more failure",
     )  # fmt: skip
     flips: tuple[Flip, ...] = flag(
         "--moevement-inject-flip", action="extend", nargs="+", default=(),
         metavar="kind=K[,rank=N][,iteration=N][,seed=N]", check=each(lambda name, text: Flip.parse(text), tuple),
-        help=f"a drill: once, flip a bit of data of a kind ({', '.join(FlipKind)}) on a rank, after its digest was "
-        "made and before it is used; see moevement drill",
+        help=f"a drill: flip one bit, once, in data of a kind ({', '.join(FlipKind)}) on a rank, after the digest of "
+        "the data was made and before the data is used; see moevement drill",
     )  # fmt: skip
     mtbf_s: float | None = flag(
         "--moevement-inject-mtbf", type=float, metavar="S", check=positive(None),
-        help="a drill: kill ranks at random, one every so many seconds on average",
+        help="a drill: kill ranks at random, one every S seconds on average",
     )  # fmt: skip
     seed: int = flag(
-        "--moevement-inject-seed", type=int, default=0, metavar="N", help="of the random kills (default: 0)"
+        "--moevement-inject-seed", type=int, default=0, metavar="N", help="seed of the random kills (default: 0)"
     )
     trace: Path | None = flag(
         "--moevement-inject-trace", metavar="FILE", check=lambda name, value: Path(value) if value else None,
-        help="a drill: kill the ranks of a node when FILE, lines of milliseconds,add|remove,NODE, removes one",
+        help="a drill: kill the ranks of a node when FILE removes a node; its lines are milliseconds,add|remove,NODE",
     )  # fmt: skip
     speedup: float = flag(
         "--moevement-inject-speedup", type=float, metavar="X", check=positive(1.0),
-        help="let the trace run X times as fast (default: 1)",
+        help="with --moevement-inject-trace: run the trace X times as fast as recorded (default: 1)",
     )  # fmt: skip

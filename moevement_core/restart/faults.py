@@ -18,7 +18,7 @@ class Phase(StrEnum):
 
     START = "start"
     DECIDE = "decide"
-    """Decision about the window that begins; other ranks may have completed it."""
+    """Decision on the order of operators and the size of the next window; other ranks may have completed it."""
     FORWARD = "forward"
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"
@@ -26,7 +26,7 @@ class Phase(StrEnum):
     READY = "ready"
     """Counting of ready gradients whose reduction overlaps with the backward pass."""
     FORK = "fork"
-    """Exit from a forked random state (attention dropout): the state is restored, and its name is not yet."""
+    """Exit from a forked random state (attention dropout), when the state is restored but its name is not."""
     REDUCE = "reduce"
     COPY = "copy"
     """Moment at which the optimizer has copied the gradients, before any reduction that uses the copy."""
@@ -47,7 +47,7 @@ class Phase(StrEnum):
     """Moment after a failure at which process groups exist but are not used yet. The rank does not know its iteration
     yet."""
     RECOVER = "recover"
-    """Meeting of the ranks after a failure; its iteration is the one that the ranks resume."""
+    """Meeting of the ranks after a failure. The iteration of the fault is the one that the ranks resume."""
     REDO = "redo"
     """Repetition of updates from logged gradients."""
     REPLAY = "replay"
@@ -74,7 +74,7 @@ class Fault:
     phase: Phase
     signal: Signal
     iteration: int | None = None
-    """Iteration of the fault; None: the first entry of the rank into the phase."""
+    """Iteration of the fault; None: the fault occurs when the rank first enters the phase."""
 
     @staticmethod
     def parse(text: str) -> Fault:
@@ -86,10 +86,10 @@ class Fault:
         flag = f"--moevement-inject {text}"
         words = dict(word.partition("=")[::2] for word in text.split(","))
         if unknown := words.keys() - {"rank", "iteration", "phase", "signal"}:
-            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of rank, iteration, phase, signal")
+            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs rank, iteration, phase or signal")
         for name in ("rank", "phase"):
             if name not in words:
-                raise ConfigError(f"{flag}: needs rank=N,phase=P; {name} is missing")
+                raise ConfigError(f"{flag}: {name} is missing; needs rank=N,phase=P")
         for name in ("rank", "iteration"):
             if name in words and not words[name].isdecimal():
                 raise ConfigError(f"{flag}: {name}={words[name]}; needs a number")
@@ -97,7 +97,9 @@ class Fault:
             if name in words and words[name] not in list(known):
                 raise ConfigError(f"{flag}: {name}={words[name]}; needs one of {', '.join(known)}")
         if words["phase"] in (Phase.GROUPS, Phase.COMMUNICATORS) and "iteration" in words:
-            raise ConfigError(f"{flag}: a rank that makes process groups knows no iteration yet; leave iteration= out")
+            raise ConfigError(
+                f"{flag}: a rank does not know its iteration yet when it makes process groups; leave iteration= out"
+            )
         iteration = int(words["iteration"]) if "iteration" in words else None
         return Fault(int(words["rank"]), Phase(words["phase"]), Signal(words.get("signal", Signal.KILL)), iteration)
 
@@ -108,7 +110,7 @@ class FlipKind(StrEnum):
     COPIES = "copies"
     """Copy of a snapshot in a peer's memory that a recovery reads."""
     OWN = "own"
-    """Own snapshot of a rank that rolls back and reads it."""
+    """Own snapshot of a rank, which the rank reads when it rolls back."""
     PARITY = "parity"
     """Block of parity that a recovery reads."""
     LOGS = "logs"
@@ -137,7 +139,10 @@ class Flip:
     rank: int | None = None
     """Rank of the flip; None: the first rank that uses such data."""
     iteration: int = 0
-    """First iteration whose data may be flipped: the iteration that is sent or, for data not in transfer, recovered."""
+    """First iteration whose data may be flipped.
+
+    For data in transfer, it is the iteration that is sent. For other data, it is the iteration that is recovered.
+    """
     seed: int = 0
     """Seed of the random choice of a tensor and a bit."""
 
@@ -151,7 +156,7 @@ class Flip:
         flag = f"--moevement-inject-flip {text}"
         words = dict(word.partition("=")[::2] for word in text.split(","))
         if unknown := words.keys() - {"kind", "rank", "iteration", "seed"}:
-            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of kind, rank, iteration, seed")
+            raise ConfigError(f"{flag}: unknown key {sorted(unknown)[0]!r}; needs kind, rank, iteration or seed")
         if words.get("kind") not in list(FlipKind):
             raise ConfigError(f"{flag}: kind={words.get('kind', '')}; needs one of {', '.join(FlipKind)}")
         numbers = {name: value for name, value in words.items() if name != "kind"}

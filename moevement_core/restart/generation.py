@@ -17,7 +17,10 @@ from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
 
 NOTICED_S = 2.0
-"""Seconds until the death of a process is noticed at most; other ranks see its broken connections at once."""
+"""Longest time in seconds from the death of a process until it is noticed.
+
+Other ranks see the broken connections of that process at once.
+"""
 
 
 class Regroup(Exception):
@@ -37,15 +40,16 @@ class Generation:
     aborting: bool = False
     """True if an abort has begun, so that errors of communication from now on come from it."""
     interrupted_at: float = 0.0
-    """Time at which the generation before was interrupted, in seconds since the epoch; 0 in a new process."""
+    """Time at which the previous generation was interrupted, in seconds since the epoch; 0 in a new process."""
     aborted_at: float = 0.0
     """Time at which this process was interrupted in this generation, in seconds since the epoch; 0 before that."""
     left_in: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase in which this process left the generation before; empty if it was not in it."""
+    """Seconds of each phase in which this process left the previous generation; empty if it was not in that generation.
+    """
     free_before: int | None = None
-    """Bytes of device memory that were free after this process had left the generation before.
+    """Bytes of device memory that were free after this process had left the previous generation.
 
-    None if it was not in that generation, or has used no device.
+    None if the process was not in that generation, or has used no device.
     """
     leaving: Leaving = field(default_factory=Leaving)
     """Account of the phases in which this process leaves this generation."""
@@ -71,7 +75,7 @@ def generation() -> Generation | None:
 
 
 def enter_generation(roster: Roster, rank: int) -> Generation:
-    """Begin a generation in this process, and keep what is known of its exit from the generation before."""
+    """Begin a generation in this process, and keep the record of how the process left the previous generation."""
     global _generation
     before = _generation
     _generation = Generation(roster, rank)
@@ -82,17 +86,17 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 
 
 def is_aborting() -> bool:
-    """Return True if errors of communication now come from an abort, and so are not reported."""
+    """Return True if errors of communication now come from an abort, so that they are not reported."""
     return _generation is not None and _generation.aborting
 
 
 def refuse_if_interrupted() -> None:
     """Raise if any rank was interrupted in this generation, because results of collectives may then be garbage.
 
-    The caller calls this between the last collective whose result it uses and the use. On NCCL, a collective that
-    another rank has aborted may complete without an error, with a wrong finite number. A rank aborts its communication
-    only after the interruption is in the job's store. So a rank that reads the store after the collective finds it
-    there, however late its own monitoring thread is. On gloo, an aborted collective raises an error.
+    A rank calls this after its last collective and before it uses the results. On NCCL, a collective that another rank
+    has aborted may complete without an error, with a wrong finite number. A rank aborts its communication only after
+    the interruption is in the job's store. So a rank that reads the store after the collective finds the interruption
+    there, even if its own monitoring thread is late. On gloo, an aborted collective raises an error.
 
     A call costs one request to the job's store; see docs/recovery_internals.md.
 
@@ -106,7 +110,7 @@ def refuse_if_interrupted() -> None:
 def is_fault_of_others(in_generation: Generation | None = None, since_s: float | None = None) -> bool:
     """Return True if an error of communication came from a failure of another rank.
 
-    The function waits up to :data:`NOTICED_S` seconds from the error for that failure to be noticed.
+    The function waits until that failure is noticed, for at most :data:`NOTICED_S` seconds after the error.
 
     Args:
         in_generation: generation in which the error was raised; None: the current one.
@@ -120,24 +124,24 @@ def is_fault_of_others(in_generation: Generation | None = None, since_s: float |
 
 
 def atomic() -> AbstractContextManager[Any]:
-    """Return a context for a section that no interruption enters, once this process holds its lease.
+    """Wait until this process holds its lease, and return a context in which no interruption reaches it.
 
-    The section must not wait for any other process.
+    Code in the context must not wait for any other process.
     """
     wait_until_held()
     return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
 
 
 def has_committed() -> None:
-    """Note that this rank has committed an iteration, after which the guard's limit on hangs is the shorter one."""
+    """Note that this rank has committed an iteration; from then on, the guard uses its shorter limit on hangs."""
     if _generation is not None and _generation.guard is not None:
         _generation.guard.expect_progress()
 
 
 def waiting_for_others() -> AbstractContextManager[Any]:
-    """Return a context in which this rank waits for working ranks, and has ten times the limit on hangs.
+    """Return a context in which this rank waits for working ranks, with ten times the usual limit on hangs.
 
-    If one of those ranks hangs, its own guard notices it first.
+    If a working rank hangs, the guard of that rank notices it first.
     """
     if _generation is None or _generation.guard is None:
         return nullcontext()
@@ -151,5 +155,5 @@ def connecting() -> AbstractContextManager[Any]:
 
 
 def working() -> AbstractContextManager[Any]:
-    """Return a context in :func:`waiting_for_others` for a rank that works itself, with the usual limit on hangs."""
+    """Return a context with the usual limit on hangs, for a rank that works itself in :func:`waiting_for_others`."""
     return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

@@ -1,12 +1,12 @@
 """Creation of gloo groups on a separate thread, so that an interruption can reach the rank that makes them.
 
 Gloo (torch 2.13) connects all members of a group when it makes the group, and waits 30 seconds for each member. No
-timeout of a caller changes that. If a rank dies after it has published its address and before another rank calls it,
-the other ranks stay in this wait. There is no connection yet that could be shut down. After three lease times, 30
-seconds by default, the job would go on without survivors that have lost nothing.
+timeout of a caller changes that. If a rank dies after it has published its address and before another rank connects to
+it, the other ranks stay in this wait. There is no connection yet that could be shut down. After three lease times (30
+seconds by default), the job would go on without these ranks, although they have lost nothing.
 
 A rank that waits here runs Python code, so its guard does not count it as hung. If another rank hangs, the guard of
-that rank notices it. A hang in gloo itself ends with the timeout that torch is given.
+that rank notices it. A hang in gloo itself ends with the timeout that torch passes to gloo.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def interruptibly[T](make: Callable[[], T]) -> T:
 
 
 class _Interruptible(type):
-    """Metaclass of a stand-in for torch's class, with the same call, attributes and instances."""
+    """Metaclass of a class that stands in for ``ProcessGroupGloo`` in calls, attributes and ``isinstance``."""
 
     @override
     def __call__(cls, *args: Any, **options: Any) -> Any:

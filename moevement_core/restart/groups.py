@@ -11,8 +11,8 @@ def forget_groups() -> None:
     """Destroy the process groups that the abort has left, and reset torch's counter of groups.
 
     Torch names groups by a counter, and destroys nothing while there is no default group. A rank may be interrupted
-    while it makes the default group. Without the reset, it would then look for its peers under other names than a
-    process that has just started.
+    while it makes the default group. Without the reset, the names of its next groups would differ from those on a newly
+    started process.
     """
     c10d = dist.distributed_c10d
     if not dist.is_initialized() and c10d._world.pg_map:
@@ -20,5 +20,5 @@ def forget_groups() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
-    c10d._world.pg_coalesce_state.clear()  # A new group would inherit the state of an interrupted block.
+    c10d._world.pg_coalesce_state.clear()  # Otherwise a new group could inherit the state of an interrupted block.
     c10d._world.group_count = 0

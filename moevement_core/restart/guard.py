@@ -3,10 +3,10 @@
 The monitoring thread and the watchdog of the main thread are those of nvidia-resiliency-ext. They notice failures,
 abort communication and interrupt the main thread.
 
-The library's ``Wrapper`` around them is not used, for two reasons. Its ranks meet in barriers of the generation that
-has just failed, which a failed rank never enters. And it ends a rank whose monitor cannot be reached, although the
-memory of that rank is intact. With the guard, any outcome but a result makes the rank leave the generation. The
-coordinator then decides which processes take part in the next one.
+The library's ``Wrapper`` around them is not used, for two reasons. It makes ranks meet in barriers of the failed
+generation, which a failed rank never enters. And it ends a rank whose monitor cannot be reached, although the memory of
+that rank is intact. With the guard, a rank without a result leaves the generation. The coordinator then decides which
+processes take part in the next generation.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Guard:
         store: store of this generation, a ``StoreMixin`` of ``nvidia_resiliency_ext``.
         abort: ends every communication of this process; called on the monitoring thread.
         hang_s: seconds without Python code in the main thread after which the rank counts as hung.
-        interval_s: seconds between two looks of the monitoring thread.
-        set_up_s: limit in place of ``hang_s`` until :meth:`expect_progress`, in seconds, because single long calls set
-            up devices and their libraries; None: ``hang_s``.
+        interval_s: seconds between two checks of the monitoring thread.
+        set_up_s: limit in seconds that replaces ``hang_s`` until :meth:`expect_progress` is called. It is longer,
+            because single calls that set up devices and their libraries take long. None: ``hang_s``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Guard:
         self._usual_s = hang_s if set_up_s is None else set_up_s
         """Limit on hangs outside of any context, in seconds."""
         self._limited_s: float | None = None
-        """Limit on hangs of the innermost context, in seconds; None outside of any."""
+        """Limit on hangs of the innermost context, in seconds; None outside of all contexts."""
         self._main_thread = threading.get_ident()
         self.hang: str | None = None
         """Description of this rank's hang: the limit and the place in the code; None if it has not hung."""
@@ -118,18 +118,18 @@ class Guard:
     def waiting_for_others(self) -> AbstractContextManager[None]:
         """Return a context in which this rank waits for working ranks, with a limit :data:`PATIENCE` times as long.
 
-        If one of those ranks hangs, its own guard notices it first.
+        If a working rank hangs, the guard of that rank notices it first.
         """
         return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 
     def working(self) -> AbstractContextManager[None]:
-        """Return a context in :meth:`waiting_for_others` for a rank that works itself, with the usual limit."""
+        """Return a context with the usual limit, for a rank that works itself in :meth:`waiting_for_others`."""
         return self._limit(self._usual_s)
 
     def connecting(self) -> AbstractContextManager[None]:
         """Return a context in which ranks make communicators, with the limit ``hang_s`` even before a commit.
 
-        Each of these calls is short.
+        Each call that makes a communicator is short.
         """
         return self._limit(self._hang_s)
 
@@ -168,7 +168,7 @@ class Guard:
                     self._monitor.start()
                     threading.Thread(target=self._watch_for_hang, name="moevement-hang", daemon=True).start()
                     outcome = body()
-                except Exception:  # The body has reported it.
+                except Exception:  # The body has reported the error.
                     self.interrupt_all(Interruption.EXCEPTION)
                     self._watchdog.spin_till_paused()  # The monitoring thread now interrupts this thread as well.
                     self._monitor.maybe_join()
@@ -189,7 +189,7 @@ class Guard:
                 return
             limit_s = self.limit_s
             if self._seen.is_timed_out(timedelta(seconds=limit_s)):
-                self.hang = f"no progress for {limit_s:g} s in {self._place()}"
+                self.hang = f"the main thread made no progress for {limit_s:g} s in {self._place()}"
                 self.interrupt_all(Interruption.SOFT_TIMEOUT)
                 return
 
@@ -205,7 +205,7 @@ class Guard:
                 self._end_threads()
                 return
             except (RankShouldRestart, MonitorTimeout):
-                # Either one more interruption has come, or the abort takes long. This rank must wait for its end.
+                # Either one more interruption has come, or the abort takes long. This rank waits until the abort ends.
                 continue
 
     def _end_threads(self) -> None:

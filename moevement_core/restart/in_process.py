@@ -55,14 +55,15 @@ from moevement_core.util.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.util.exit_codes import BROKEN_DEVICE
 
 DUMP_AFTER = 1 / 3
-"""Share of the limit on hangs after which a rank that still leaves its generation prints the stacks of its threads.
+"""Share of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
 
-It is two lease times, of the three after which the job goes on without the rank.
+The share is two lease times. After three lease times, the job goes on without the rank.
 """
 QUIET = 1 / 6
 """Share of the limit on hangs (one lease time) after which a rank reports each phase of leaving to the coordinator."""
 REPORT_S = 5.0
-"""Seconds that a process has to report that it gives its rank back; then it ends with its exit code alone."""
+"""Seconds that a process has to report that it gives its rank back. After them it ends without the report, and only its
+exit code tells the reason."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class GuardSettings:
     hang_s: float
     """Seconds without Python code in the main thread after which the rank counts as hung."""
     interval_s: float = 0.5
-    """Seconds between two looks of the monitoring thread."""
+    """Seconds between two checks of the monitoring thread."""
     faults: Sequence[Fault] = ()
     """Faults to inject, for drills."""
     devices: tuple[str, ...] = ()
@@ -80,7 +81,7 @@ class GuardSettings:
 
 
 class Training(ABC):
-    """Interface of a trainer that restarts in place, once in each generation. The main thread calls all methods."""
+    """Interface of a trainer that restarts in place. The main thread calls all methods."""
 
     @property
     @abstractmethod
@@ -91,8 +92,8 @@ class Training(ABC):
     def enter(self, store: Any) -> Any:
         """Make process groups, recover, and train to the end; return the result of the job.
 
-        The restart calls this once in each generation, with ``RANK`` and ``WORLD_SIZE`` of the generation in the
-        environment. An exception is a failure, and leads to the next generation.
+        The process calls this once in each generation, with the generation's ``RANK`` and ``WORLD_SIZE`` in the
+        environment. An exception counts as a failure, and leads to the next generation.
 
         Args:
             store: store for ``torch.distributed.init_process_group``, with separate keys for each generation.
@@ -137,7 +138,7 @@ class Training(ABC):
     @property
     @abstractmethod
     def resumed_in(self) -> int:
-        """Newest generation in which training resumed after the recovery from all earlier failures; -1 before any."""
+        """Newest generation in which training resumed after the recovery from all earlier failures; -1 for none."""
 
 
 def is_restarted_in_process() -> bool:
@@ -186,7 +187,7 @@ class _Restarts:
 
     def run(self) -> Any:
         """Take part in every generation until the end of the job; return the result of the training."""
-        # nvidia-resiliency-ext logs every interruption at every level. The coordinator reports what operators need.
+        # nvidia-resiliency-ext logs every interruption at every level. The coordinator reports what users need.
         logging.getLogger(LogConfig.name).disabled = True
         make_gloo_interruptible()
         # Imported objects stay alive. The garbage collections of a recovery skip them from here on.
@@ -257,8 +258,8 @@ class _Restarts:
         unheard.daemon = True
         unheard.start()
         device = self._health.identity if self._health is not None else ""
-        with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop this.
-            print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
+        with guard.atomic() if guard is not None else nullcontext():  # An interruption must not stop the report.
+            print(f"moevement: this process gives its rank back because of its device: {fault.reason}", file=sys.stderr)
             self._member.report_unusable_device(UnusableDevice(fault.reason, device, fault.is_broken))
             if guard is not None:
                 guard.interrupt_all(Interruption.EXCEPTION)
@@ -318,7 +319,7 @@ class _Restarts:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
-                if not is_aborting():  # After an abort's own errors, the next check of the device decides.
+                if not is_aborting():  # The abort itself causes errors; then the next check of the device decides.
                     self._give_back_after(error, guard)
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
@@ -334,8 +335,8 @@ class _Restarts:
                 self._reason = f"rank {now.rank}: {guard.hang}"
             return ended
         except BaseException as end:
-            # The end of this process breaks its process groups. To the other ranks that is an abort, so the store must
-            # have the interruption first. If no rank has trained, each rank reports the mistake itself.
+            # The end of this process breaks its process groups, which the other ranks see as an abort. So the store
+            # must have the interruption first. If no rank has trained, each rank reports the mistake itself.
             if self._training.has_begun or now.roster.generation > 0:
                 guard.interrupt_all(Interruption.BASE_EXCEPTION)
             if isinstance(end, _Unfit):

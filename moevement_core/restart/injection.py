@@ -92,12 +92,12 @@ def strike(fault: Fault, where: str) -> None:
     """
     log.info(f"injecting {fault.signal} into rank {fault.rank} at {fault.phase} of {where}")
     if fault.signal is Signal.EXC:
-        raise InjectedFault(f"injected at {fault.phase} of {where}")
+        raise InjectedFault(f"fault injected at {fault.phase} of {where}")
     if fault.signal is Signal.WAIT:
         deadline = time.monotonic() + MOST_WAIT_S
         while time.monotonic() < deadline:  # The interruption by the guard is raised in this loop.
             time.sleep(0.01)
-        raise InjectedFault(f"nobody failed while rank {fault.rank} stayed at {fault.phase} of {where}")
+        raise InjectedFault(f"no other rank failed while rank {fault.rank} waited at {fault.phase} of {where}")
     os.kill(os.getpid(), signal.SIGKILL if fault.signal is Signal.KILL else signal.SIGSTOP)
     time.sleep(1)  # The signal is delivered within this call.
 
@@ -199,4 +199,4 @@ def _job_began() -> float:
 def _kill_after(seconds: float, rank: int, armed_in: Generation | None) -> None:
     time.sleep(seconds)
     if generation() is armed_in:  # A later generation has its own schedule.
-        strike(Fault(rank, Phase.START, Signal.KILL), "what it does now")
+        strike(Fault(rank, Phase.START, Signal.KILL), "an unknown iteration, at a random or recorded time")

@@ -29,8 +29,9 @@ class Leaving:
     """Account of the phases of one rank in one generation. Phases follow each other, on different threads.
 
     Args:
-        quiet_s: seconds from the first phase in which no phase is reported; a rank usually leaves in less.
-        report: called with each phase that begins later than that; its exceptions are ignored.
+        quiet_s: seconds after the beginning of the first phase in which no phase is reported. A rank usually leaves in
+            less time.
+        report: called with each phase that begins after ``quiet_s``; exceptions of the call are ignored.
         clock: returns monotonic seconds.
     """
 
@@ -63,7 +64,10 @@ class Leaving:
         self._end_phase(now)
         self._phase = None
         if self.seconds and now - self._began_at > self._quiet_s:
-            log.warning(f"it took {now - self._began_at:.1f} s to stop after an interruption: {in_words(self.seconds)}")
+            log.warning(
+                f"this rank took {now - self._began_at:.1f} s to leave its generation after an interruption; seconds "
+                f"by phase: {in_words(self.seconds)}"
+            )
 
     def _end_phase(self, now: float) -> None:
         if self._phase is not None:

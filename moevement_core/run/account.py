@@ -1,4 +1,4 @@
-"""Account of a recovery for the operator of the job: a block in the log, an event, and a timeline."""
+"""Account of a recovery for people who run jobs: a block in the log, an event, and a timeline."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fet
 
 @dataclass(frozen=True)
 class Account:
-    """Account of one recovery, from the failure to the first new iteration; the same on every rank. Times are seconds
-    since the epoch, each the latest of all ranks.
+    """Account of one recovery, from the failure to the first new iteration; the same on every rank. Times are in
+    seconds since the epoch. If ranks reached a phase at different times, the account has the latest time.
     """
 
     kind: ClassVar[str] = "failure"
     generation: int
     failures: Sequence[str]
-    """Failed ranks, and how each of them failed, as text."""
+    """Texts, one for each failed rank: rank, process id and cause of the failure."""
     noticed_by: str
-    """Source that reported the failure (supervisor, reset, lease), and its delay in seconds, as text."""
+    """Text that names the detector of the failure (supervisor, reset, lease) and the seconds until the detection."""
     failed_at: float
-    """Time at which the first failed process was seen to end, or was last heard from."""
+    """Time at which the first failed process ended, or at which it last gave a sign of life."""
     interrupted_at: float
-    """Time at which ranks were interrupted and their communication was aborted."""
+    """Time at which all ranks had been interrupted and their communication had been aborted."""
     left_at: float
     """Time at which the last rank had left the interrupted generation."""
     formed_at: float
-    """Time at which every rank was assigned to a process again."""
+    """Time at which every rank had a process again."""
     usable_at: float
-    """Time at which process groups were ready again."""
+    """Time at which the new process groups were ready."""
     prepared_at: float
-    """Time at which state was found and fetched, and replacements were built."""
+    """Time at which ranks had fetched the lost state, and replacements had built the model."""
     replay_at: float
     """Time at which ranks had entered the training loop and the replay began."""
     resumed_at: float
@@ -46,28 +46,28 @@ class Account:
     recovery: Mapping[str, Any] | None
     """Fields of the recovery event; None if no state was lost."""
     effective: float | None
-    """Effective training time ratio so far: time of committed iterations, each once, over time since the job formed."""
+    """Effective training time ratio so far: time of committed iterations, each counted once, divided by the time since
+    the job was first formed."""
     kept: str
-    """Result of comparing the state that survivors kept, as text."""
+    """Text on the comparison of the state that survivors kept, with details."""
     spares: int
-    """Number of spares that were ready when the job was formed again."""
+    """Number of spares that were ready when every rank had a process again."""
     copies: str
-    """State of replication as text: complete, or the snapshots that are still to be copied to peers."""
+    """State of replication as text: ``complete``, or the number of snapshots that are still to be copied to peers."""
     starting: int = 0
-    """Number of spares that were being started then, in place of processes that ended."""
+    """Number of spares that were starting when every rank had a process again."""
     survivors: str = ""
-    """Number of ranks that kept their state, and of these the number compared, as text."""
+    """Text with the number of ranks that kept their state, and the number of these ranks that were compared."""
     earlier: Sequence[str] = ()
-    """Earlier failures, as text, whose recovery this failure interrupted."""
+    """Texts, one for each failed rank of earlier recoveries that this failure interrupted."""
     first_failed_at: float | None = None
-    """Time of the first earlier failure; None if there is none."""
+    """Time of the first failure in :attr:`earlier`; None if there is none."""
     leaving: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase in which ranks left the interrupted generation, on the slowest rank: ``shut_down``
-    connections, ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused
-    memory."""
+    """Seconds that the slowest rank took to leave the interrupted generation, by phase: ``shut_down`` connections,
+    ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused memory."""
     free_bytes: int | None = None
-    """Bytes of device memory that were free on the rank with the least, after all ranks had left and before
-    communicators were created again (on CPUs: host memory); None if no rank has used a device."""
+    """Bytes of free device memory after all ranks had left and before communicators were created again, on the rank
+    with the least (on CPUs: host memory). None if no rank has used a device."""
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the recovery, in order."""
@@ -83,7 +83,10 @@ class Account:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the failure to the resumption; from the first failure if earlier recoveries were interrupted."""
+        """Seconds from the failure to the end of the recovery.
+
+        If the failure interrupted an earlier recovery, the seconds count from the first failure.
+        """
         return max(0.0, self.resumed_at - self._began_at)
 
     @property
@@ -91,11 +94,11 @@ class Account:
         return self.failed_at if self.first_failed_at is None else self.first_failed_at
 
     def lines(self, *, is_verbose: bool = False) -> list[str]:
-        """Return the lines of the block in the log, with all details if ``is_verbose``."""
+        """Return the lines of the block in the log; ``is_verbose`` adds details."""
         recovery = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
             ("failed", "; ".join(self.failures) or "no rank; all ranks restarted"),
-            ("before", f"{'; '.join(self.earlier)}; this failure interrupted that recovery" if self.earlier else ""),
+            ("before", f"{'; '.join(self.earlier)}; the new failure interrupted that recovery" if self.earlier else ""),
             ("noticed", self.noticed_by),
             ("scope", self.scope),
             ("restored", _restored(recovery)),
@@ -109,7 +112,7 @@ class Account:
             ("spares", spares_words(self.spares, self.starting)),
             ("ETTR", f"{self.effective:.1%} so far" if self.effective is not None else ""),
             ("leaving", self._left if is_verbose and self.leaving else ""),
-            ("fed", f"{recovery.fed_bytes / 1e6:.1f} MB from logs" if is_verbose and recovery is not None else ""),
+            ("fed", f"{recovery.fed_bytes / 1e6:.1f} MB of logs" if is_verbose and recovery is not None else ""),
         ]
         return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows if text)]
 
@@ -124,19 +127,19 @@ class Account:
 
 
 def _restored(recovery: Recovery | None) -> str:
-    """Return a text on the snapshots that state was restored from, and their sources."""
+    """Return a text on the snapshots from which the state was restored, and on the sources of the snapshots."""
     if recovery is None:
         return "no state was lost"
     sources = ", ".join(f"{count} from {name}" for name, count in recovery.sources.items() if count)
-    return f"iteration {recovery.until}, from snapshots of iteration {recovery.first} on ({sources})"
+    return f"iteration {recovery.until}, from snapshots of iteration {recovery.first} and later ({sources})"
 
 
 def _replayed(recovery: Recovery | None) -> str:
-    """Return a text on the iterations executed again, by stage, and on redone updates."""
+    """Return a text on the iterations that each stage executed again, and on the updates that ranks repeated."""
     if recovery is None:
         return ""
     redone = (
-        f"{counted(recovery.redone, 'update')} from logged gradients, by {_ranks(recovery.ranks)}"
+        f"{counted(recovery.redone, 'update')} repeated from logged gradients, by {_ranks(recovery.ranks)}"
         if recovery.redone
         else ""
     )
@@ -156,7 +159,7 @@ _TRACKS = {"recoveries": 0, "parts of recoveries": 1, "other events": 2, "window
 
 
 def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a timeline in the trace event format that Perfetto opens, from the events of a run."""
+    """Return a timeline of the events of a run, in the trace event format that Perfetto opens."""
     begun: float | None = None
     shown: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}

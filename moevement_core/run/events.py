@@ -65,18 +65,19 @@ class Resized(_Plain):
     """Number of operators whose whole state had equal digests before and after the event and on all replicas; 0 without
     digests."""
     seconds: dict[str, float]
-    """Seconds by part. ``until_usable``: from the first failure to usable process groups; ``state``: creation of model
-    and optimizer, and transfer of the state; ``until_resumed``; ``total``."""
+    """Seconds by part. ``until_usable``: from the first failure to usable process groups. ``state``: creation of model
+    and optimizer, and transfer of the state. ``until_resumed``: from the transferred state until training continues.
+    ``total``: sum of these parts."""
 
     def sentence(self) -> str:
         """Return the event as a sentence for the log."""
         size = f"{self.world_size} ranks"
         if self.world_size != self.world_before:
             size += f" instead of {self.world_before}"
-        proof = f"; digests of {self.digests_equal} operators are as they were" if self.digests_equal else ""
+        proof = f"; digests of {self.digests_equal} operators are unchanged" if self.digests_equal else ""
         return (
-            f"{self.lost + '; ' if self.lost else ''}the job goes on with {size} from iteration {self.iteration}, "
-            f"after {self.seconds['total']:.1f} s; {self.moved_bytes / 1e6:.1f} MB of state moved{proof}"
+            f"{self.lost + '; ' if self.lost else ''}the job continues with {size} from iteration {self.iteration}, "
+            f"after {self.seconds['total']:.1f} s; ranks sent {self.moved_bytes / 1e6:.1f} MB of state{proof}"
         )
 
 
@@ -99,8 +100,8 @@ class Evaluated(_Plain):
     iteration: int
     """Iteration after which the model was evaluated."""
     loss: float | str | None
-    """Loss of the language model; ``nan``, ``inf`` or ``-inf`` as text, for which JSON has no number; None without such
-    a loss."""
+    """Loss of the language model; None if there is none. It is the text ``nan``, ``inf`` or ``-inf`` where JSON has no
+    number."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,13 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """Planned cost of checkpoints for the rank that writes the record, from a start or a change of the window on."""
+    """Planned cost of checkpoints on the rank that writes the record, at a start and after a change of the window."""
 
     kind: ClassVar[str] = "plan"
     iteration: int
     """Iteration from which the plan holds."""
     window: int
-    """Iterations from the first snapshot of a window to that of the next."""
+    """Iterations from the first snapshot of a window to the first snapshot of the next one."""
     strategy: str
     """Value of ``--moevement-strategy``."""
     copied_bytes: float
@@ -156,10 +157,10 @@ class Planned(_Plain):
     replicated_bytes: float
     """Bytes per iteration that the rank sends to all peers together, as a mean over a window."""
     memory_bytes: int | None
-    """Bytes of host memory for own snapshots, for copies or parity of other ranks and for the boundary log; None if the
-    memory has no cap to compare with."""
+    """Bytes of host memory for own snapshots, for copies or parity of other ranks, and for the boundary log; None
+    without a memory cap."""
     memory_limit_bytes: float | None
-    """Bytes of host memory that the rank may use; None: no cap."""
+    """Bytes of host memory that the rank may use; None without a cap."""
     expected_rollback: float
     """Iterations of work that a failure at a random moment costs on average, if replication does not lag."""
     most_replayed: int
@@ -174,7 +175,7 @@ class AboveCap(_Plain):
 
     kind: ClassVar[str] = "above_cap"
     text: str
-    """The warning."""
+    """Text of the warning."""
     iteration: int
     """Newest committed iteration."""
     overhead: float
@@ -187,11 +188,11 @@ class AboveCap(_Plain):
 
 @dataclass(frozen=True)
 class NothingPersisted(_Plain):
-    """Warning that no newer window has reached all peers for long, so that a failure costs more than planned."""
+    """Warning that no newer window has been persisted for a long time, so that a failure costs more than planned."""
 
     kind: ClassVar[str] = "nothing_persisted"
     text: str
-    """The warning."""
+    """Text of the warning."""
     iterations: int
     """Number of consecutive iterations without a newly persisted window."""
     persisted_from: int | None
@@ -204,9 +205,9 @@ class WindowsNotOnDisk(_Plain):
 
     kind: ClassVar[str] = "windows_not_on_disk"
     text: str
-    """The warning."""
+    """Text of the warning."""
     failed: int | None = None
-    """Number of windows so far that could not be written; None if the whole folder is unusable."""
+    """Number of windows that could not be written so far; None if the whole folder is unusable."""
 
 
 @dataclass(frozen=True)
@@ -215,20 +216,20 @@ class WindowsOnDiskAgain(_Plain):
 
     kind: ClassVar[str] = "windows_on_disk_again"
     text: str
-    """Message of the log, in words."""
+    """Text of the log message."""
 
 
 @dataclass(frozen=True)
 class RecoveredFromDisk(_Plain):
-    """Recovery from a window on disk, because memory and peers lacked snapshots that it needed."""
+    """Recovery from a window on disk, because memory and peers lacked snapshots."""
 
     kind: ClassVar[str] = "recovery_from_disk"
     text: str
-    """The warning."""
+    """Text of the warning."""
     window: str
     """Name of the window on disk."""
     until: int
-    """Iteration that the ranks recovered."""
+    """Iteration whose state the ranks recovered."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,12 @@ class Figure:
     """Meaning of the figure, as Prometheus and ``docs/metrics.md`` show it."""
     kind: Kind = Kind.GAUGE
     field: str = ""
-    """Field of ``metrics.jsonl`` that holds the value; empty: another source. A counter adds up its field's values."""
+    """Field of ``metrics.jsonl`` with the value; empty if the value has another source. A counter is the sum of the
+    field's values."""
     is_sum: bool = False
     """True if the field of a counter already holds the sum so far."""
     label: str | None = None
-    """Name of the label that distinguishes several values of the figure; None: the figure has one value."""
+    """Name of the label that distinguishes several values of the figure; None if the figure has a single value."""
     is_in_tensorboard: bool = True
 
     @property
@@ -50,16 +51,16 @@ class Figure:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the figure in TensorBoard; None if it is not shown there.
+        """Tag of the figure in TensorBoard; None if TensorBoard does not show the figure.
 
-        For a counter with a field, TensorBoard shows what each iteration adds to it.
+        For a counter with a field, TensorBoard shows the amount that each iteration adds.
         """
         return f"moevement/{self.field or self.name}" if self.is_in_tensorboard else None
 
 
 EFFECTIVE = Figure(
-    "effective_training_time_ratio", "", "Time of committed iterations, each once, over the time since the first of "
-    "them began; failures, what they repeat, and evaluations make it less than 1.",
+    "effective_training_time_ratio", "", "Time of committed iterations, each counted once, divided by the time since "
+    "the first iteration began. Failures, repeated iterations and evaluations make it less than 1.",
 )  # fmt: skip
 RECOVERIES = Figure("recoveries", "", "Failures that the job has recovered from.", Kind.COUNTER)
 RECOVERY_S = Figure(
@@ -67,17 +68,17 @@ RECOVERY_S = Figure(
 )
 LAST_RECOVERY_S = Figure("last_recovery_seconds", "seconds", "Seconds of the last recovery, by part.", label="part")
 LAST_RECOVERED_AT = Figure(
-    "last_recovery_timestamp_seconds", "seconds", "End of the last recovery, since the epoch.",
+    "last_recovery_timestamp_seconds", "seconds", "Time at which the last recovery ended, since the epoch.",
     is_in_tensorboard=False,
 )  # fmt: skip
 REPLAYED = Figure("replayed_iterations", "iterations", "Iterations that recoveries re-executed.", Kind.COUNTER)
 LOST_TOKENS = Figure(
-    "lost_tokens", "tokens", "Routed tokens whose updates recoveries have lost, under strategies that lose any.",
+    "lost_tokens", "tokens", "Routed tokens whose updates recoveries have lost; 0 with strategies that lose none.",
     Kind.COUNTER,
 )  # fmt: skip
 WARNINGS = Figure(
-    "warnings", "", "Events that an operator must not miss: nothing persisted for long, windows not on disk, a dense "
-    "checkpoint not saved.", Kind.COUNTER,
+    "warnings", "", "Events that need attention: no window persisted for a long time, windows not on disk, a recovery "
+    "from disk, a dense checkpoint not saved.", Kind.COUNTER,
 )  # fmt: skip
 RANKS = Figure(
     "processes", "processes", "Live processes by role: active ranks, and spares.", label="role",
@@ -99,38 +100,38 @@ OF_TRAINING = (
     Figure("gradient_norm", "", "Norm of the gradients of the newest iteration, before clipping.", field="grad_norm"),
     Figure("learning_rate", "", "Learning rate of the newest iteration.", field="learning_rate"),
     Figure("iteration_seconds", "seconds", "Duration of the newest iteration.", field="iteration_s"),
-    Figure("tokens_per_second", "tokens/s", "Tokens a second in the newest iteration.", field="tokens_per_s"),
+    Figure("tokens_per_second", "tokens/s", "Tokens per second in the newest iteration.", field="tokens_per_s"),
 )  # fmt: skip
 OF_CHECKPOINTS = (
     Figure(
-        "window_iterations", "iterations", "Iterations from the first snapshot of a window to the next window's first.",
+        "window_iterations", "iterations", "Iterations from the start of a window to the start of the next one.",
         field="window",
     ),
     Figure(
-        "window_snapshots", "snapshots", "Snapshots of a window (W), one in each of its first iterations; together "
-        "they hold all state.", field="window_snapshots",
+        "window_snapshots", "snapshots", "Number of snapshots in a window (W). They belong to the first W iterations "
+        "of the window, and together hold all state.", field="window_snapshots",
     ),
     Figure(
         "persisted_iteration", "", "First iteration of the newest run of snapshots that all peers have; a failure "
         "rolls back to it.", field="persisted_from",
     ),
     Figure(
-        "replication_lag_iterations", "iterations", "Iterations by which the newest snapshot that all peers have "
-        "trails the newest captured one.", field="replication_lag",
+        "replication_lag_iterations", "iterations", "Iterations from the newest snapshot that all peers have to the "
+        "newest captured snapshot.", field="replication_lag",
     ),
     Figure(
         "copies_under_way", "snapshots", "Copies of snapshots that peers do not have yet.",
         field="copies_under_way",
     ),
     Figure(
-        "snapshot_memory_bytes", "bytes", "Host memory set aside for own snapshots and for those kept for other "
-        "ranks.", field="snapshot_memory_bytes",
+        "snapshot_memory_bytes", "bytes", "Host memory allocated for own snapshots and for snapshots of other ranks.",
+        field="snapshot_memory_bytes",
     ),
     Figure(
         "log_memory_bytes", "bytes", "Host memory of the boundary log, from which a single stage replays.",
         field="log_memory_bytes",
     ),
-    Figure("on_disk_iteration", "", "Iteration whose state the newest window on disk gives.", field="on_disk"),
+    Figure("on_disk_iteration", "", "Iteration whose state the newest window on disk restores.", field="on_disk"),
     Figure(
         "disk_written_bytes", "bytes", "Bytes of windows that this process has written to disk.", Kind.COUNTER,
         field="disk_written_bytes", is_sum=True,
@@ -145,38 +146,38 @@ OF_CHECKPOINTS = (
     ),
     Figure("stall_seconds", "seconds", "Seconds that training waited for a copy.", Kind.COUNTER, field="stall_s"),
     Figure(
-        "overhead_ratio", "", "Share of training time that saving costs: iterations compared with quiet ones next to "
-        "them.", field="overhead",
+        "overhead_ratio", "", "Share of training time that saving costs, from comparing iterations with neighbouring "
+        "quiet ones.", field="overhead",
     ),
     Figure(
-        "overhead_low_ratio", "", "Lower end of the confidence interval (95%) of that share.", field="overhead_low"
+        "overhead_low_ratio", "", "Lower end of the 95% confidence interval of the overhead.", field="overhead_low"
     ),
     Figure(
-        "overhead_high_ratio", "", "Upper end of the confidence interval (95%) of that share.", field="overhead_high"
+        "overhead_high_ratio", "", "Upper end of the 95% confidence interval of the overhead.", field="overhead_high"
     ),
     Figure(
-        "overhead_copy_ratio", "", "Part of that share in which the training thread issues copies.",
+        "overhead_copy_ratio", "", "Part of the overhead in which the training thread issues copies.",
         field="overhead_copy",
     ),
-    Figure("overhead_digest_ratio", "", "Part of that share for digests of copied bytes.", field="overhead_digest"),
-    Figure("overhead_send_ratio", "", "Part of that share for sending and receiving copies.", field="overhead_send"),
+    Figure("overhead_digest_ratio", "", "Part of the overhead for digests of copied bytes.", field="overhead_digest"),
+    Figure("overhead_send_ratio", "", "Part of the overhead for sending and receiving copies.", field="overhead_send"),
     Figure(
-        "overhead_policy_ratio", "", "Part of that share in which the training thread decides order and window.",
+        "overhead_policy_ratio", "", "Part of the overhead in which the training thread decides on order and window.",
         field="overhead_policy",
     ),
     Figure(
-        "overhead_stall_ratio", "", "Part of that share in which training waits for a copy.", field="overhead_stall"
+        "overhead_stall_ratio", "", "Part of the overhead in which training waits for a copy.", field="overhead_stall"
     ),
     Figure(
         "windows_abandoned", "windows", "Windows that this process gave up because host memory was full.",
         Kind.COUNTER, field="windows_abandoned", is_sum=True,
     ),
     Figure(
-        "tokens_owed", "tokens", "Tokens that experts still get extra capacity for, with --moevement-capacity-boost.",
+        "tokens_owed", "tokens", "Tokens for which experts still get extra capacity, with --moevement-capacity-boost.",
         field="tokens_owed",
     ),
     Figure(
-        "expert_imbalance", "", "Load of the busiest rank over the mean, with --moevement-expert-slots.",
+        "expert_imbalance", "", "Load of the busiest rank divided by the mean load, with --moevement-expert-slots.",
         field="expert_imbalance",
     ),
 )  # fmt: skip
@@ -197,7 +198,7 @@ class Sample:
 
 @dataclass
 class RunFigures:
-    """Figures of one run, from the lines and events of its record; each is taken once and in order."""
+    """Figures of one run; the caller passes each line and each event of the run record once, in order."""
 
     line: dict[str, Any] = field(default_factory=dict)
     """Newest line of ``metrics.jsonl``."""
@@ -210,11 +211,11 @@ class RunFigures:
     _began_at: float | None = None
     """Time at which the first recorded iteration began, in seconds since the epoch."""
     _timed: int = 0
-    """Number of iterations with a known duration, so without those that a recovery recorded for a failed rank."""
+    """Number of iterations with a known duration; iterations that a recovery recorded for a failed rank have none."""
     _timed_s: float = 0.0
     """Total duration in seconds of the timed iterations."""
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums of counters, by the name of the figure; with a label by ``NAME/LABEL``."""
+    """Sums of counters, by the name of the figure, or by ``NAME/LABEL`` for a figure with labels."""
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunFigures:
@@ -292,9 +293,9 @@ class RunFigures:
                 yield Sample(figure, self.recoveries[-1]["resumed_at"])
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """Yield tag and value of each figure that TensorBoard shows.
+        """Yield the tag and the value of each figure that TensorBoard shows.
 
-        A figure with a field has its value in the newest line, even if it is a counter.
+        For a figure with a field, the value is that of the newest line, even if the figure is a counter.
         """
         for figure in FIGURES:
             if figure.tag and figure.field and (value := _number(self.line.get(figure.field))) is not None:
@@ -326,7 +327,7 @@ def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sam
 
 
 def _number(value: Any) -> float | None:
-    """Return a value of the record as a number; None if it is none.
+    """Return a value of the record as a float; None if it is not a number.
 
     The record holds numbers that JSON cannot express (NaN, infinity) as strings.
     """

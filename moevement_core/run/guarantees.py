@@ -1,8 +1,8 @@
 """Guarantees of a job after a failure: equal bits, or values that are equal up to the order of sums.
 
 Two questions have separate answers. *Is the restored state equal to the lost state?* *Do later iterations have the bits
-of a job without a failure?* :func:`table` makes the table in ``docs/guarantees.md``, and a test compares the two. A job
-on GPUs logs its own row of the table at its start (:func:`of_job`).
+of a job without a failure?* :func:`table` makes the table in ``docs/guarantees.md``, and a test checks that the page is
+up to date. A job on GPUs logs its guarantees when it starts (:func:`of_job`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,35 @@ class Place(StrEnum):
 
 
 class Restored(StrEnum):
-    """Way in which the state of a failed rank is restored."""
+    """Method that restores the state of a failed rank."""
 
     REDO = "redo"
     REPLAY = "replay"
 
 
 SAFE_SUM = 2
-"""Most ranks whose sum has the same value in any order: two numbers have the same sum either way round."""
+"""Largest number of ranks whose sum has the same bits in any order of ranks."""
 
 MOST_GATHERED_BYTES = 64 << 20
-"""Most bytes that a rank receives for a sum in rank order; the library computes larger sums."""
+"""Most bytes that a rank receives to compute a sum in rank order; NCCL computes larger sums in its order."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Arithmetic of a job, as far as the bits of its results depend on it."""
+    """Properties of a job's arithmetic that determine the bits of results."""
 
     uses_gpus: bool
     """True if ranks compute on GPUs and sum with NCCL; False on CPUs, where gloo sums in rank order."""
     is_deterministic: bool = True
-    """True if kernels add in a fixed order (``--deterministic-mode``), as they always do on CPUs."""
+    """True if kernels add in a fixed order: on GPUs with ``--deterministic-mode``, and always on CPUs."""
     widest_sum: int = SAFE_SUM
-    """Number of ranks in the largest group whose sums NCCL computes in its own order."""
+    """Number of ranks in the largest group whose sums NCCL computes in an order that NCCL chooses."""
 
     def follows(self, place: Place) -> bool:
-        """Return True if sums have other last bits for a rank in ``place``, because rings follow nodes and devices."""
+        """Return True if sums may have other last bits when a rank moves to ``place``.
+
+        The reason is that NCCL's rings, and so the order of sums, follow nodes and devices.
+        """
         return self.uses_gpus and self.widest_sum > SAFE_SUM and place is not Place.SAME_DEVICE
 
     def restored(self, restored: Restored, place: Place) -> Promise:
@@ -77,14 +80,14 @@ class Arithmetic:
 
 
 def of_job(arithmetic: Arithmetic, restored: Restored) -> list[str]:
-    """Return sentences for the log of a job: the equality after a failure, for each place of the replacement."""
+    """Return sentences for the log of a job: what is equal after a failure, for each place of the replacement."""
     if all(arithmetic.later(restored, place) is Promise.EQUAL for place in Place):
-        return ["after a failure the job goes on with equal bits, wherever replacements run"]
+        return ["after a failure the job continues with equal bits, wherever replacements run"]
     return [
-        f"a replacement on {_ARTICLES[place]}: restored state {arithmetic.restored(restored, place)}, later iterations "
-        f"{arithmetic.later(restored, place)}"
+        f"after a failure with the replacement on {_ARTICLES[place]}: restored state: "
+        f"{arithmetic.restored(restored, place)}; later iterations: {arithmetic.later(restored, place)}"
         for place in Place
-    ] + ["docs/guarantees.md says why"]
+    ] + ["docs/guarantees.md has the reasons"]
 
 
 _ARTICLES = {Place.SAME_DEVICE: "the same device", Place.SAME_NODE: "the same node", Place.OTHER_NODE: "another node"}
@@ -98,7 +101,7 @@ _CASES = (
 
 
 def table() -> list[str]:
-    """Return the lines of the table in Markdown, with a row for each arithmetic and way to restore."""
+    """Return the lines of the table in Markdown, with a row for each arithmetic and each method to restore state."""
     return [
         f"| | state restored by | {' | '.join(f'replacement on {_ARTICLES[place]}' for place in Place)} |",
         "|---|---|---|---|---|",

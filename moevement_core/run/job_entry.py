@@ -16,7 +16,10 @@ from moevement_core.util.versions import versions
 
 @dataclass(frozen=True)
 class JobEntry:
-    """Job as its launching process describes it: the launcher, or the coordinator of a job on several hosts."""
+    """Launch and end of a job, as the launching process records them.
+
+    The launching process is the launcher, or the coordinator of a job on several hosts.
+    """
 
     command: str
     """Command line, quoted for a shell; empty if a program launched the job."""
@@ -33,12 +36,12 @@ class JobEntry:
     """Number of cores, processor and GPUs of ``host``, in words."""
     ranks: int
     spares: int | None
-    """Number of processes beyond the ranks; None if the first failure ends the job, or if other hosts count the spares.
-    """
+    """Number of spares. None in two cases: the first failure ends the job, or the launching process does not start the
+    spares."""
     versions: Mapping[str, str]
     """Version of each package on which results depend."""
     ended_at: float | None = None
-    """Time of the end, in seconds since the epoch; None while the job runs, and after the death of its launcher."""
+    """Time of the end, in seconds since the epoch. None while the job runs, or if the launching process was killed."""
     code: int | None = None
     """Exit code of the job; None while it runs."""
     reason: str = ""
@@ -55,7 +58,9 @@ class JobEntry:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the launching process has ended without recording an end; False if this machine cannot know."""
+        """True if the launching process has ended without recording an end; False otherwise, or if this machine cannot
+        know.
+        """
         return self.ended_at is None and is_gone(self.machine, self.pid, self.started)
 
 
@@ -69,7 +74,10 @@ def _hardware() -> str:
 
 
 def _first_of(path: Path | str, field: str) -> list[str]:
-    """Return the first value of a field in a file with lines like ``field: value``; an empty list if it has none."""
+    """Return the first value of ``field`` in a file with lines like ``field: value``, as a list of one element.
+
+    The list is empty if the file or the field is missing.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

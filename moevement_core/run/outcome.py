@@ -1,4 +1,4 @@
-"""Outcome of a recovery, for the log, the record of the run, and the report."""
+"""Outcome of a recovery, for the log, the run record and the report."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ class Recovery:
     replayed: int
     """Number of iterations that were executed again."""
     verified_until: int | None
-    """Iteration up to which the state is verified; None if no recomputed state, or not every operator, was compared."""
+    """Iteration up to which the state is verified. None if an operator was never compared, or if no operator was
+    compared after an update."""
     restored_until: int | None
-    """Iteration up to which every operator was compared, even if only as it was loaded; None if not every one was."""
+    """Iteration up to which every operator was compared, either as loaded or after updates; None if an operator was
+    never compared."""
     recomputed: int
-    """Operators that were compared after at least one update; each rank counts the operators that it holds state of."""
+    """Number of operators that were compared after at least one update, as a sum over ranks."""
     restored: int
-    """Operators that were compared only as they were loaded, from bytes whose digests were checked."""
+    """Number of operators that were compared only as loaded, before any update, as a sum over ranks."""
     largest_difference: float
-    """Largest difference of a recomputed tensor or loss from the lost one, on any rank, relative to the largest
-    magnitude in either: 0 unless bits may differ. Comparisons by digest alone do not count."""
+    """Largest difference between a recomputed tensor or loss and the lost one, on any rank, relative to the largest
+    magnitude in either. It is 0 unless bits may differ, and ignores state that is compared by digest alone."""
     losses_until: int | None
-    """Iteration up to which recomputed losses were compared with the recorded ones; None if none were."""
+    """Iteration up to which recomputed losses were compared with the recorded ones; None if no losses were compared."""
     sends: int
-    """Iterations of which everything sent to other stages was compared with the first execution, on the rank with the
-    most."""
+    """Number of iterations whose sends to other stages were all compared with the first execution, on the rank with
+    the most."""
     sources: Mapping[str, int]
     """Number of snapshots by source: own memory, peers, parity, a replica's live state, and files."""
     replayed_by_stage: Mapping[str, int]
-    """Iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
+    """Number of iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
-    """Updates that were repeated from logged gradients, on the rank with the most."""
+    """Number of updates that were repeated from logged gradients, on the rank with the most."""
     lost_tokens: Mapping[str, int]
-    """Routed tokens whose updates are lost, by expert that is older than the rest of the state."""
+    """Number of routed tokens whose updates are lost, for each expert that is older than the rest of the state."""
     proportion_lost: float
     """PLT of MoC-System: share of all routed tokens so far that recoveries have lost, as a mean over layers."""
     ranks: Sequence[int]
@@ -53,16 +55,16 @@ class Recovery:
     fetch_s: float
     replay_s: float
     replay_cpu_s: float
-    """Processor seconds of all ranks during the replay, waiting ranks included."""
+    """Processor seconds of all ranks during the replay, including ranks that wait."""
 
     def sentence(self) -> str:
         """Return a sentence for the log: the work that was done, and how far it is verified."""
         sources = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
-        snapshots = f"snapshots of iteration {self.first} on ({sources})"
+        snapshots = f"snapshots of iteration {self.first} and later ({sources})"
         losses = f"{self.losses}; " if self.losses else ""
         return (
             f"state of iteration {self.until} restored by {self.scope} from {snapshots}; {self.work} in "
-            f"{self.replay_s:.2f} s; {losses}verified: {self.verified}"
+            f"{self.replay_s:.2f} s; {losses}verification: {self.verified}"
         )
 
     @property
@@ -72,8 +74,8 @@ class Recovery:
         if not lost:
             return ""
         return (
-            f"updates by {lost:,} routed tokens are lost, of {len(self.lost_tokens)} experts that are older than the "
-            f"rest ({self.proportion_lost:.2%} of all tokens so far, earlier losses included)"
+            f"updates by {lost:,} routed tokens are lost, because {len(self.lost_tokens)} experts are older than the "
+            f"rest of the state ({self.proportion_lost:.2%} of all tokens so far, including earlier losses)"
         )
 
     @property
@@ -90,23 +92,23 @@ class Recovery:
     @property
     def work(self) -> str:
         """Text on the updates and iterations that were repeated."""
-        updates = f"{counted(self.redone, 'update')} from logged gradients, " if self.redone else ""
+        updates = f"{counted(self.redone, 'update')} repeated from logged gradients, " if self.redone else ""
         return f"{updates}{counted(self.replayed, 'iteration')} replayed"
 
     @property
     def verified(self) -> str:
-        """Text on the parts of the state that were compared, and the result."""
+        """Text on the parts of the state that were compared, and on the result of the comparison."""
         parts, how = self.recomputed + self.restored, f"{self.recomputed} by recomputing, {self.restored} by checksum"
         if self.verified_until is None:
             return f"not verified; {parts} parts of the state were compared ({how})"
-        sent = f", and so has what {counted(self.sends, 'iteration')} sent to other stages" if self.sends else ""
+        sent = f"; sends of {counted(self.sends, 'iteration')} to other stages are equal too" if self.sends else ""
         if self.largest_difference:
             return (
                 f"{parts} parts of the state were compared with those before the failure ({how}); the largest relative "
                 f"difference is {self.largest_difference:.1e}"
             )
-        until = "" if self.verified_until == self.until else f", up to iteration {self.verified_until}"
-        return f"all {parts} parts of the state have the bits they had before the failure ({how}){sent}{until}"
+        until = "" if self.verified_until == self.until else f"; verified up to iteration {self.verified_until}"
+        return f"all {parts} parts of the state have the same bits as before the failure ({how}){sent}{until}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for the event and the summary."""

@@ -69,7 +69,7 @@ class Progress:
         self._console.print(f"{OURS}{text}", markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, log: Path) -> None:
-        """Follow the output of another process from now on, after the remaining lines of the present one.
+        """Show the remaining lines of the present log, and then follow the log of another process.
 
         Args:
             log: file with the output of the process that is rank 0 now.
@@ -128,7 +128,7 @@ class Progress:
     def _newest_line(self) -> dict[str, Any] | None:
         assert self._record is not None
         path = self._record.metrics_path
-        # A file of an earlier run counts only after this run has replaced it.
+        # Until this run has replaced the file, it belongs to an earlier run.
         if not path.exists() or path.stat().st_size == self._offset or _identity(path) == self._earlier:
             return None
         self._offset = path.stat().st_size
@@ -136,7 +136,7 @@ class Progress:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file, which change when another file takes its name; None if there is none."""
+    """Return the device and inode of a file, which change when another file takes its path; None if it is missing."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks of the lines, events and summary of a run, whose files may be damaged or of another version.
+"""Checks of the lines, events and summary in a run directory. Files may be damaged or from another version.
 
 Each function returns a description of the first error, or None. The checks skip fields that no code computes with.
 """
@@ -31,7 +31,7 @@ _NUMBERS = (
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Fields that may hold ``nan``, ``inf`` or ``-inf`` as text, because JSON has no such numbers."""
 _OF_SPARSE = ("copied_bytes", "replicated_bytes", "snapshot_memory_bytes", "log_memory_bytes")
-"""Fields that a line of a checkpointing rank has together."""
+"""Fields that a line has if the rank saves checkpoints; they come together or not at all."""
 _COST = (
     "stall_s", "stall_share", "training_thread_s", "training_thread_share", "copied_bytes", "replicated_bytes",
     "windows", "window", "windows_abandoned", "memory_bytes",
@@ -42,11 +42,11 @@ def line_complaint(line: Mapping[str, Any]) -> str | None:
     """Return a description of the error in a line of ``metrics.jsonl``; None if the line is valid."""
     iteration: Any = line.get("iteration")
     if "iteration" not in line:
-        return "no iteration; another version wrote it"
+        return "the line has no iteration; another version wrote it"
     if not isinstance(iteration, int) or not _is_whole(iteration) or not 0 <= iteration < _MOST:
-        return f"iteration {_shown(iteration)}; needs a whole number"
+        return f"iteration is {_shown(iteration)}; needs a whole number"
     if "copied_bytes" in line and (missing := _missing(line, _OF_SPARSE)):
-        return f"no {missing[0]}; another version wrote it"
+        return f"the line has no {missing[0]}; another version wrote it"
     return _numbers(line)
 
 
@@ -54,12 +54,12 @@ def event_complaint(event: Mapping[str, Any]) -> str | None:
     """Return a description of the error in a line of ``events.jsonl``; None if the line is valid."""
     kind = event.get("event")
     if not isinstance(kind, str):
-        return f"event {_shown(kind)}; needs the kind of one"
+        return f"event is {_shown(kind)}; needs the name of an event"
     if not _is_number(event.get("time")):
-        return f"time {_shown(event.get('time'))}; needs a number"
+        return f"time is {_shown(event.get('time'))}; needs a number"
     world_size = event.get("world_size")
     if world_size is not None and not _is_whole(world_size):
-        return f"world_size {_shown(world_size)}; needs a whole number"
+        return f"world_size is {_shown(world_size)}; needs a whole number"
     if kind not in _OF_EVENTS:
         return None
     if complaint := _fields_of(_OF_EVENTS[kind], event):
@@ -67,7 +67,7 @@ def event_complaint(event: Mapping[str, Any]) -> str | None:
     if kind == Account.kind:
         return _account(event)
     if kind == Resized.kind and "total" not in event["seconds"]:
-        return "resized: no total of seconds; another version wrote it"
+        return "resized: seconds has no total; another version wrote it"
     return None
 
 
@@ -75,33 +75,33 @@ def summary_complaint(summary: Any) -> str | None:
     """Return a description of the error in ``summary.json``; None if it is valid."""
     digest = summary.get("state_digest") if isinstance(summary, dict) else None
     if not isinstance(digest, dict) or _missing(digest, ("all", "parts", "ranks")):
-        return "holds no state_digest; another version wrote it"
+        return "the file has no state_digest; another version wrote it"
     ranks = digest["ranks"]
     if not isinstance(digest["all"], str) or not isinstance(digest["parts"], dict):
-        return "its state_digest is none; it was damaged after writing"
+        return "the state_digest is not valid; the file was damaged after writing"
     if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
-        return "its state_digest has no ranks; it was damaged after writing"
+        return "the state_digest has no ranks; the file was damaged after writing"
     checkpointing = summary.get("checkpointing")
     if checkpointing is not None:
         if not isinstance(checkpointing, dict) or not all(_is_number(checkpointing.get(name)) for name in _COST):
-            return "its checkpointing lacks numbers; another version wrote it"
+            return "the field checkpointing lacks numbers; another version wrote the file"
         recoveries = checkpointing.get("recoveries")
         if not isinstance(recoveries, list) or any(_fields_of(Recovery, recovery) for recovery in recoveries):
-            return "its recoveries are none; another version wrote it"
+            return "the recoveries are not valid; another version wrote the file"
     return _numbers(summary)
 
 
 def processes_complaint(processes: Any) -> str | None:
     """Return a description of the error in ``ranks.json``; None if it is valid."""
     if not isinstance(processes, list):
-        return f"holds {type(processes).__name__}, not a list; it was damaged after writing"
+        return f"the file holds {type(processes).__name__}, not a list; it was damaged after writing"
     for process in processes:
         if not isinstance(process, dict) or process.get("role") not in ("active", "spare", "starting"):
-            return f"{_shown(process)} is no process; it was damaged after writing"
+            return f"{_shown(process)} is no process; the file was damaged after writing"
         if not isinstance(process.get("host"), str) or not isinstance(process.get("node", ""), str):
-            return f"a process of host {_shown(process.get('host'))}; needs its name"
+            return f"host of a process is {_shown(process.get('host'))}; needs a name"
         if process["role"] == "active" and not _is_whole(process.get("rank")):
-            return f"a process of rank {_shown(process.get('rank'))}; needs a whole number"
+            return f"rank of a process is {_shown(process.get('rank'))}; needs a whole number"
     return None
 
 
@@ -110,7 +110,7 @@ def job_complaint(job: Any) -> str | None:
     if complaint := _fields_of(JobEntry, job):
         return complaint
     if job.get("ended_at") is not None and job.get("code") is None:
-        return "ended without a code; it was damaged after writing"
+        return "the job has ended but has no exit code; the file was damaged after writing"
     return None
 
 
@@ -118,16 +118,16 @@ def rejected_values_complaint(rejected: Any) -> str | None:
     """Return a description of the error in ``rejected_values.json``; None if it is valid."""
     values = rejected.get("values") if isinstance(rejected, dict) else None
     if not isinstance(values, int) or not _is_whole(values) or values < 0:
-        return f"{_shown(rejected)} is no count; it was damaged after writing"
+        return f"{_shown(rejected)} is no count; the file was damaged after writing"
     return None
 
 
 def _account(event: Mapping[str, Any]) -> str | None:
     parts = event.get("parts")
     if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
-        return "failure: no parts; another version wrote it"
+        return "failure: the event has no parts; another version wrote it"
     if not _is_number(event.get("total_s")):
-        return f"failure: total_s {_shown(event.get('total_s'))}; needs a number"
+        return f"failure: total_s is {_shown(event.get('total_s'))}; needs a number"
     if event["recovery"] is not None and (complaint := _fields_of(Recovery, event["recovery"])):
         return f"failure: recovery: {complaint}"
     return None
@@ -138,21 +138,21 @@ def _numbers(fields: Mapping[str, Any]) -> str | None:
         value = fields.get(name)
         if value is None or _is_number(value) or (name in _MAY_BE_NAMED and value in ("nan", "inf", "-inf")):
             continue
-        return f"{name} {_shown(value)}; needs a number"
+        return f"{name} is {_shown(value)}; needs a number"
     return None
 
 
 def _fields_of(kind: type, fields: Any) -> str | None:
     """Return a description of the error in fields of the dataclass ``kind``; None if they are valid."""
     if not isinstance(fields, Mapping):
-        return f"{_shown(fields)} has no fields"
+        return f"{_shown(fields)} is not an object with fields"
     for name, (wanted, is_optional) in _annotated(kind).items():
         if name not in fields:
             if is_optional:
                 continue
-            return f"no {name}; another version wrote it"
+            return f"found no {name}; another version wrote it"
         if not _fits(fields[name], wanted):
-            return f"{name} {_shown(fields[name])}; needs {getattr(wanted, '__name__', wanted)}"
+            return f"{name} is {_shown(fields[name])}; needs {getattr(wanted, '__name__', wanted)}"
     return None
 
 

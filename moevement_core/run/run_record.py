@@ -50,8 +50,8 @@ class RunRecord:
 
     Args:
         folder: path of the directory.
-        lock: lock of the job that writes to the directory. The record writes no lines and no summary once another job
-            has taken the lock over. Lines of two jobs in one file would describe no run.
+        lock: lock of the job that writes to the directory. Once another job has taken the lock over, the record writes
+            no lines and no summary, because a file with lines of two jobs would be useless.
     """
 
     def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
@@ -65,15 +65,15 @@ class RunRecord:
         self.rejected_values_path = folder / "rejected_values.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
-        """Figures of the run, from the lines and events that this process has written or has found at its start."""
+        """Figures of the run, from the lines and events that :meth:`begin` found or that this process has written."""
         self._failing = set[Path]()
         """Files whose last write failed."""
 
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Prepare the folder for a run whose next iteration is ``first_iteration``.
 
-        The run may resume an earlier run from a checkpoint. The method then drops the lines of later iterations,
-        because this run commits them again.
+        The run may resume an earlier run from a checkpoint. The method then drops the lines of ``first_iteration`` and
+        later iterations, because this run will commit these iterations again.
 
         Raises:
             RunRecordError: the folder cannot be written, or files in it are damaged.
@@ -103,7 +103,7 @@ class RunRecord:
             self._try(self.metrics_path, lambda: _append(self.metrics_path, fields))
 
     def event(self, event: Event) -> None:
-        """Append an event with the present time in seconds since the epoch."""
+        """Append an event, with the present time."""
         if not self._is_lost:
             fields = {"event": event.kind, "time": time.time(), **event.as_dict()}
             self.figures.take_event(fields)
@@ -146,7 +146,7 @@ class RunRecord:
         )
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
-        """Write the placement of experts that holds from the iteration after ``iteration`` on."""
+        """Write the placement of experts that is in force after ``iteration``."""
         path = self.folder / "placements" / f"iteration_{iteration}.json"
 
         def write() -> None:
@@ -167,16 +167,19 @@ class RunRecord:
         self._try(self.summary_path, lambda: _replace(self.summary_path, json.dumps(summary, indent=2) + "\n"))
 
     def _try(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a file, and log the first of several errors instead of raising it; the next write tries again."""
+        """Write a file; log an error instead of raising it.
+
+        While writes fail, only the first error is logged. The next call of this method tries to write again.
+        """
         try:
             write()
         except OSError as error:
             if not self._failing:
-                log.warning(f"{path}: {error.strerror}; the run is not recorded for now, and training goes on")
+                log.warning(f"{path}: {error.strerror}; training continues, but the run record is incomplete")
             self._failing.add(path)
         else:
             if self._failing == {path}:
-                log.info(f"{path} can be written again; lines from the time between are missing")
+                log.info(f"{path} can be written again; lines that could not be written are missing")
             self._failing.discard(path)
 
     @property
@@ -225,7 +228,7 @@ class RunRecord:
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise RunRecordError(f"{self.config_path}: not YAML ({' '.join(str(error).split())})") from None
         if not isinstance(config, dict):
-            raise RunRecordError(f"{self.config_path}: holds {type(config).__name__}, not flags; it was damaged")
+            raise RunRecordError(f"{self.config_path}: holds {type(config).__name__}, not flags; it is damaged")
         return config
 
     def summary(self) -> dict[str, Any]:
@@ -242,10 +245,10 @@ class RunRecord:
             if not isinstance(error, FileNotFoundError):
                 raise RunRecordError(f"{self.summary_path}: {error.strerror}; needs a file that can be read") from None
             raise RunRecordError(
-                f"{self.folder}: no summary.json, so the run has not ended, or ended early; wait for it, or resume it"
+                f"{self.folder}: no summary.json, so the run has not ended, or ended early; wait for the end or resume"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise RunRecordError(f"{self.summary_path}: not JSON ({error}); the run must be done again") from None
+            raise RunRecordError(f"{self.summary_path}: not JSON ({error}); run the job again") from None
         if (complaint := summary_complaint(summary)) is not None:
             raise RunRecordError(f"{self.summary_path}: {complaint}")
         return dict(summary)

@@ -36,8 +36,8 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
     Args:
         a: first run.
         b: second run.
-        common_iterations: True: compare only iterations that both runs recorded, because a resumed run records none
-            before its start. False: a difference in the recorded iterations is a difference of the runs.
+        common_iterations: True to compare only the iterations that both runs recorded; a resumed run, for example, has
+            no iterations before its start. False to report it as a difference if only one run recorded an iteration.
 
     Raises:
         RunRecordError: a run is missing, unfinished or damaged, or has several lines for one iteration.
@@ -62,7 +62,7 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
 
 def _lost_updates(run: RunRecord) -> list[str]:
     return [
-        f"{run.folder}: going back from iteration {event['until']} lost updates of {len(event['lost_tokens'])} experts "
+        f"{run.folder}: the recovery to iteration {event['until']} lost updates of {len(event['lost_tokens'])} experts "
         f"by {sum(event['lost_tokens'].values()):,} routed tokens"
         for event in run.events()
         if event["event"] == "recovery" and event.get("lost_tokens")
@@ -73,15 +73,15 @@ def _by_iteration(run: RunRecord) -> dict[int, dict[str, Any]]:
     """Return the lines of a run by iteration.
 
     Raises:
-        RunRecordError: an iteration has several lines, as when two jobs write to one directory.
+        RunRecordError: an iteration has several lines, for example because two jobs wrote to one directory.
     """
     lines = run.metrics()
     counts = Counter(line["iteration"] for line in lines)
     if repeated := sorted(iteration for iteration, count in counts.items() if count > 1):
         shown = ", ".join(map(str, repeated[:5])) + (", ..." if len(repeated) > 5 else "")
         raise RunRecordError(
-            f"{run.metrics_path}: {len(repeated)} iterations have more than one line ({shown}), as when two jobs write "
-            "to one run directory; do the run again with a --run-dir of its own"
+            f"{run.metrics_path}: {len(repeated)} iterations have more than one line ({shown}), for example because "
+            "two jobs wrote to one run directory; run the job again with another --run-dir"
         )
     return {line["iteration"]: line for line in lines}
 
@@ -92,7 +92,7 @@ def _first_difference(lines: tuple[dict[int, Any], dict[int, Any]], iterations: 
         for name in (*SERIES, "loss_scale", "skipped", "learning_rate"):
             # JSON holds the shortest exact form of a float, so equal values have equal bits. NaN is a string here.
             if left.get(name) != right.get(name):
-                return f"iteration {iteration}: {name} {left.get(name)} and {right.get(name)}"
+                return f"iteration {iteration}: values of {name} are {left.get(name)} and {right.get(name)}"
     return None
 
 
@@ -100,7 +100,7 @@ def _first_state_difference(digests: tuple[dict[str, Any], dict[str, Any]], part
     if digests[0]["all"] == digests[1]["all"]:
         return None
     if len(digests[0]["ranks"]) != len(digests[1]["ranks"]):
-        return f"the state is of {len(digests[0]['ranks'])} ranks and of {len(digests[1]['ranks'])}"
+        return f"numbers of ranks are {len(digests[0]['ranks'])} and {len(digests[1]['ranks'])}"
     for part, same in parts.items():
         if not same:
             pairs = zip(digests[0]["ranks"], digests[1]["ranks"], strict=True)

@@ -1,1 +1,1 @@
-"""Saving of one rank in an iteration, and its windows on disk."""
+"""Saving of one rank's snapshots in every iteration, and of windows on disk."""

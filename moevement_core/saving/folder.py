@@ -23,14 +23,17 @@ from moevement_core.util.lock import STALE_S, FolderLock, acquire
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _Told = tuple[str, str]
-"""Name of a rank's mark file, and the digest of the file names in a folder that cannot be written; empty if it can."""
+"""Name of a rank's mark file, and the digest of the file names in the rank's folder.
+
+The digest is empty if the rank can write to the folder.
+"""
 NODE = "{node}"
 """Placeholder for this rank's node in a folder's name."""
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """Folder of this rank, and the ranks that share it."""
+    """Folder that this rank uses, and the ranks that share the folder."""
 
     path: Path
     members: tuple[int, ...]
@@ -38,7 +41,7 @@ class SharedFolder:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that speaks for the folder."""
+        """True on the first rank that shares the folder; that rank locks the folder and writes the manifests."""
         return dist.get_rank() == self.members[0]
 
     @property
@@ -54,24 +57,24 @@ def _folder(template: str, node: str) -> Path:
 START_PATIENCE_S = 60.0
 """Seconds that the disk may take to answer when a job starts."""
 RECOVERY_PATIENCE_S = 2.0
-"""Seconds that the disk may take to answer later, while training waits: windows on disk are not worth more of its time.
-"""
+"""Seconds that the disk may take to answer after the start. Training waits for the answer, so the limit is short."""
 
 
 def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder, and find the ranks that share it. Every rank calls it.
 
-    A folder that is only read may be on a read-only mount. Ranks that see the same files in it then share it.
+    If the job only reads the folder, it may be on a read-only mount. In this case, ranks that see the same files share
+    the folder.
 
     Args:
-        flag: flag by which the user gave the folder.
+        flag: flag that sets the folder, for messages.
         template: path of the folder, which may contain :data:`NODE`.
         node: node of this rank.
-        patience_s: seconds to wait for each answer of the disk.
+        patience_s: seconds to wait for each answer from the disk.
         is_written: True if this job writes to the folder.
 
     Raises:
-        ConfigError: a rank cannot make or write the folder, or its disk does not answer. On every rank.
+        ConfigError: a rank cannot make or write the folder, or its disk does not answer. Every rank raises it.
     """
     mark = f".seen-by-{uuid.uuid4().hex}"
     folder, is_made = Path(template), False
@@ -103,7 +106,7 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
 
 
 def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
-    """Return a complaint about a folder that cannot be read, or None; and a digest of its path and file names."""
+    """Return an error text, None if the folder can be read; and a digest of the folder's path and file names."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
@@ -128,7 +131,7 @@ def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _
     """Exchange findings about the folder, and refuse it if any rank complains. Collective.
 
     Raises:
-        ConfigError: the first complaint. On every rank.
+        ConfigError: a rank complains; the error has the first complaint. Every rank raises it.
     """
     findings = all_gather_objects(local, tuple[str | None, _Told])
     if complaint := next((text for text, _ in findings if text), None):
@@ -139,22 +142,22 @@ def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _
 def lock_folder(
     flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
 ) -> FolderLock | None:
-    """Lock every folder for this job, on the first rank of each. Every rank calls it.
+    """Lock every folder for this job. Every rank calls it, and the first rank of a folder locks that folder.
 
     Args:
-        flag: flag by which the user gave the folder.
+        flag: flag that sets the folder, for messages.
         place: folder of this rank.
         job: name of the job.
-        held: lock that this rank holds already; None without one.
+        held: lock that this rank holds already; None if it holds none.
         patience_s: seconds to wait for the disk.
-        may_wait: True to wait until it is clear whether the holder of another job's lock lives; see :func:`acquire`.
+        may_wait: True to wait until it is known whether another job that holds the lock is alive; see :func:`acquire`.
 
     Returns:
         Lock on the first rank of a folder; None on all other ranks.
 
     Raises:
-        FolderInUse: another job uses a folder. On every rank.
-        ConfigError: a rank cannot write its lock. On every rank.
+        FolderInUse: another job uses a folder. Every rank raises it.
+        ConfigError: a rank cannot write the lock. Every rank raises it.
     """
     lock: FolderLock | None = None
     complaint: ConfigError | None = None
@@ -182,11 +185,11 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
 
     Args:
         place: folder that this job writes to.
-        load: path of the folder that the job loads windows from, whether it found one or not; None without one.
+        load: value of ``--moevement-load``, whether the job found a window there or not; None without the flag.
         node: node of this rank.
 
     Raises:
-        ConfigError: a folder holds windows that this job was not asked to load. On every rank.
+        ConfigError: a folder holds windows that this job was not asked to load. Every rank raises it.
     """
     same = load is not None and _folder(load, node) == place.path
     manifest = None if same else next(iter(manifests(place.path)), None)
@@ -195,6 +198,6 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
     ]
     if conflicts:
         raise ConfigError(
-            f"--moevement-persist-dir: {conflicts[0]} is of another run; go on from it with --moevement-load and the "
-            "same folder, or give an empty one"
+            f"--moevement-persist-dir: {conflicts[0]} is a window of another job; give --moevement-load with the same "
+            "folder to continue from that window, or give an empty folder"
         )

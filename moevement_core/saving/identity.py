@@ -1,7 +1,7 @@
 """Names of a job and of its starts, which identify the owner of folders and windows.
 
-All processes of a job have the job's name, even those that join later, and keep it through failures and restarts. A job
-starts again if it loses all state. Each start has its own name, which its windows carry.
+All processes of a job know the job's name, even processes that join later. The name stays the same through failures and
+restarts. A job restarts if it loses all state. Each start has a name too, and the windows that the job writes carry it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class JobNames:
     name: str = ""
     """Name of the job: eight hexadecimal digits, the same in all its processes. It marks the job's folders."""
     start: str = ""
-    """Name of the start: the job's name, followed by ``.1``, ``.2``, ... after the first start. Its windows carry it.
-    Empty in a process that has joined a running job."""
+    """Name of this start, which windows on disk carry; empty in a process that has joined a running job.
+
+    The first start has the job's name. Later starts have the job's name, followed by ``.1``, ``.2``, ...
+    """
 
     @property
     def is_restart(self) -> bool:
@@ -41,7 +43,7 @@ def agree_on_names() -> JobNames:
 
 def _names() -> JobNames:
     if (name := job_name()) is None or (address := store_address()) is None:
-        return JobNames(*(_new_name(),) * 2)  # a job that ends with its first failure
+        return JobNames(*(_new_name(),) * 2)  # without a store, the job ends with its first failure
     store, claimant = connect(address), uuid.uuid4().hex
     before = next(number for number in count() if store.claim(_START.format(number), claimant) == claimant)
     return JobNames(name, f"{name}.{before}" if before else name)
@@ -57,8 +59,8 @@ def job_name() -> str | None:
 def remember(key: str, value: str) -> str:
     """Store ``value`` for ``key`` in the job's store, unless a process has done so before, and return the stored value.
 
-    Any process may call it at any time. Without a store it returns ``value``, because the job ends with its first
-    failure.
+    Any process may call it at any time. Without a store the function returns ``value``: such a job ends with its first
+    failure, so no later process asks.
     """
     if (address := store_address()) is None:
         return value

@@ -22,16 +22,16 @@ from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.topology.topology import Topology
 
 Copies = Mapping[int, Mapping[int, str]]
-"""Snapshots that this rank keeps for others: by rank and iteration, the id of the schedule."""
+"""Snapshots that one rank keeps for other ranks: the id of the schedule, by owner and iteration."""
 
 
 class Peers:
-    """Senders to, and receivers from, the peers of one rank, through all generations.
+    """Threads of one rank that send and receive snapshots, through all generations.
 
     Args:
         device: device that holds the rank's state.
         own: function that returns this rank's snapshots.
-        report: function that reports a line to the operators of the job.
+        report: function that logs a line for the people who run the job.
         pace: pace that decides when snapshots may be sent; None to send at once.
         pause: pause during which no snapshot is sent.
     """
@@ -49,16 +49,16 @@ class Peers:
         self._receiving: list[Receiver] = []
         self._counted_cpu_s = 0.0
         self._is_quiet = False
-        """True if nothing has been saved since the iteration began."""
+        """True if no snapshot was copied or sent since the iteration began."""
 
     def begin_iteration(self, *, is_saving: bool) -> None:
-        """Begin an iteration; ``is_saving`` is True if a snapshot is copied or sent beside it."""
+        """Begin an iteration; ``is_saving`` is True if a snapshot is copied or sent during the iteration."""
         if self._pace is not None:
             self._pace.begin(was_quiet=self._is_quiet)
         self._is_quiet = not is_saving
 
     def end_iteration(self, *, is_saving: bool) -> None:
-        """End an iteration; ``is_saving`` is True if a snapshot was copied or sent beside it."""
+        """End an iteration; ``is_saving`` is True if a snapshot was copied or sent during the iteration."""
         self._is_quiet &= not is_saving
 
     def connect(
@@ -68,7 +68,7 @@ class Peers:
 
         Args:
             topology: topology of the generation.
-            allowance: host memory of this rank.
+            allowance: host memory that this rank may use.
             before: stores of other ranks' snapshots from earlier generations, the newest first.
 
         Returns:
@@ -94,14 +94,14 @@ class Peers:
         """Set the rate at which senders send from the next snapshot on.
 
         Args:
-            bytes_per_s: mean bytes per second of new snapshots; infinite while it is unknown.
+            bytes_per_s: mean bytes per second of new snapshots; infinite while the rate is unknown.
             snapshots: number of snapshots of a window.
         """
         for sender in self.senders:
             sender.spread.needed_bytes_per_s, sender.spread.usual_backlog = bytes_per_s, snapshots
 
     def cpu_s_since(self) -> float:
-        """Return the processor seconds of threads that send and receive copies since the last call."""
+        """Return the processor seconds that senders and receivers have used since the last call."""
         now_s = sum(sender.cpu_s for sender in self.senders) + sum(receiver.cpu_s for receiver in self._receiving)
         since_s, self._counted_cpu_s = now_s - self._counted_cpu_s, now_s
         return since_s
@@ -135,10 +135,10 @@ class Peers:
         Args:
             topology: topology of the first generation.
             timeout_s: seconds to wait for the answer of a peer.
-            replicas: copies that the user asked for, for the message.
+            replicas: value of ``--moevement-replicas``, for the message.
 
         Raises:
-            ConfigError: a peer has refused. On every rank.
+            ConfigError: a peer has refused copies. Every rank raises it.
         """
         refused = [
             sender.peer for sender in self.senders if sender.wait_for_answer(timeout_s) and sender.is_refused
@@ -147,11 +147,11 @@ class Peers:
             if peers:
                 raise ConfigError(
                     f"--moevement-replicas {replicas}: rank {peers[0]} has no host memory for the copies of rank "
-                    f"{rank}, as its log says; give more memory, or fewer replicas, or a larger --moevement-window"
+                    f"{rank}, and logs the reason; give more memory, fewer replicas, or a larger --moevement-window"
                 )
 
     def disconnect(self, receivers: Sequence[Receiver]) -> None:
-        """End senders and receivers after an abort of all communication. Snapshots stay."""
+        """End senders and receivers after an abort of all communication. Snapshots stay in memory."""
         self._is_quiet = False
         for sender in self.senders:
             sender.abandon()

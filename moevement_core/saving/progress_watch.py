@@ -1,6 +1,4 @@
-"""Watch over the progress of checkpointing: announces persisted windows, and reports silent peers, overdue windows and
-a cost above the cap.
-"""
+"""Watch over checkpointing: announces persisted windows, and warns of silent peers, overdue windows and high cost."""
 
 from __future__ import annotations
 
@@ -17,15 +15,15 @@ from moevement_core.snapshot.agreement import NONE
 
 
 class ProgressWatch:
-    """Watch of one rank. Collective: all ranks call each method in the same order, once an iteration.
+    """Watch over one rank's checkpointing. Collective: all ranks call each method in the same order, once an iteration.
 
     Args:
         checkpointer: checkpointer to watch.
-        reports: reports to the operators of the job.
+        reports: reports to the people who run the job.
         peer_timeout_s: seconds without an answer after which a peer is reported.
-        announced: newest window that was announced; ``NONE`` without one.
+        announced: first snapshot of the newest window that was announced; ``NONE`` without one.
         meter: meter of the cost of saving; None to ignore the cost.
-        cap: largest share of training time that saving may cost; None for any.
+        cap: largest share of training time that saving may cost; None for no limit.
     """
 
     def __init__(
@@ -44,9 +42,7 @@ class ProgressWatch:
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
         self._persisted_since: tuple[int, int] | None = None
-        """First snapshot of the newest persisted run, and the iteration since which it is the newest or this rank
-        exists.
-        """
+        """First snapshot of the newest persisted run, and the iteration at which this rank first saw that run."""
         self._silent: set[int] = set()
 
     def forget_peers(self) -> None:
@@ -82,10 +78,10 @@ class ProgressWatch:
         limit = 2 * size + LAG_ALLOWANCE + 1
         if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
             return
-        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
+        newest = "no window" if persisted == NONE else f"no window newer than the last one (iteration {persisted})"
         text = (
-            f"{since} iterations in a row have brought {newest} to all peers (a window has {size} iterations); a "
-            "failure now costs more than it should. The ranks' logs name peers that lag or refuse"
+            f"{since} iterations have passed in which {newest} has reached all peers (a window has {size} iterations); "
+            "a failure now costs more than planned. The logs of the ranks name peers that lag or refuse"
         )
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 
@@ -99,10 +95,10 @@ class ProgressWatch:
         schedule, cap = self._checkpointer.history.newest, self._cap_watch.cap
         text = (
             f"saving costs {100 * evidence.share:.1f}% of training (standard error {100 * evidence.error:.1f}), more "
-            f"than the {100 * cap:g}% of --moevement-overhead-cap, with {schedule.snapshots} snapshots every "
-            f"{schedule.size} iterations. Cheaper are: no --moevement-window or --moevement-dense-interval, so that "
-            "they follow the cap; --moevement-protection parity:3+1 in the place of copies; --moevement-replicas 1; "
-            "copies over a link of their own (--moevement-interfaces)"
+            f"than the {100 * cap:g}% of --moevement-overhead-cap; windows have {schedule.snapshots} snapshots every "
+            f"{schedule.size} iterations. To lower the cost: leave out --moevement-window and "
+            "--moevement-dense-interval, so that windows adapt to the cap; give --moevement-protection parity:3+1 in "
+            "place of copies; give --moevement-replicas 1; or send copies over a separate link (--moevement-interfaces)"
         )
         self._reports.warn(text, AboveCap(text, committed, evidence.share, evidence.error, cap))
 
@@ -116,7 +112,7 @@ class ProgressWatch:
         if schedule.slot(persisted) == 0 or self.announced == NONE:
             self.announced = persisted
             self._reports.log(
-                f"window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
-                f"{peers} peers; replication lags {progress.lag})"
+                f"window of iteration {persisted} is persisted on every rank ({schedule.snapshots} slots, "
+                f"{peers} peers; replication lag {progress.lag})"
             )
             self._reports.event(WindowPersisted(persisted, schedule.size, schedule.id, progress.lag))

@@ -1,4 +1,4 @@
-"""Reports to the operators of the job: in the ranks' logs, in the launcher's output (rank 0's lines), and as events."""
+"""Reports to people who run the job: in the ranks' logs, in the launcher's output (rank 0's lines), and as events."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from moevement_core.trainer.binding import Binding
 
 @dataclass(frozen=True)
 class _FromThread:
-    """Line of a thread that waits to be logged."""
+    """Line that a thread has reported, and that is not logged yet."""
 
     text: str
     generation: Generation | None
-    """Generation in which it was reported."""
+    """Generation in which the line was reported."""
     at_s: float
     """Time of the report, in seconds of the monotonic clock."""
     may_be_explained: bool
-    """True if a failure elsewhere may explain it."""
+    """True if a failure of another rank may explain the line."""
 
 
 class Reports:
-    """Reports of one rank.
+    """Reports that one rank makes.
 
     Args:
-        binding: binding with the record that events go to.
+        binding: binding of this rank, with the record to which events are appended.
         rank: number of this rank.
     """
 
     def __init__(self, binding: Binding, rank: int) -> None:
         self.warnings: list[str] = []
-        """Warnings that operators must not miss."""
+        """Warnings for the summary of the run."""
         self._binding, self._rank = binding, rank
         self._lock = threading.Lock()
         self._from_threads: deque[_FromThread] = deque()
-        """Reports of threads that a failure elsewhere may still explain, in the order in which they came."""
+        """Lines that are not logged yet, in the order of their reports."""
 
     @property
     def is_recorded(self) -> bool:
@@ -52,10 +52,11 @@ class Reports:
         log.info(text)
 
     def report(self, text: str) -> None:
-        """Log a line about this rank, from any thread. Only the main thread may wait for it.
+        """Log a line about this rank; any thread may call it.
 
-        A thread may fail because another rank failed, which takes a moment to be known and is reported elsewhere. Its
-        line is then dropped. Lines keep their order.
+        A background thread may fail only because another rank failed. That failure takes a moment to be noticed, and
+        other code reports it. So a separate thread waits for that moment, and then logs the line or drops it. Lines
+        keep their order.
         """
         is_from_thread = threading.current_thread() is not threading.main_thread()
         with self._lock:
@@ -81,7 +82,7 @@ class Reports:
                     return
 
     def log_once(self, text: str) -> None:
-        """Log one line for all ranks. Collective in form: every rank calls it, and rank 0 logs."""
+        """Log one line for all ranks: every rank calls it, and only rank 0 logs. It does not communicate."""
         if self._rank == 0:
             self.log(text)
 

@@ -1,4 +1,4 @@
-"""Snapshots of one rank, window by window, through all generations of the job, and the time for which they are kept."""
+"""Saving of one rank's snapshots, window by window, through all generations of the job."""
 
 from __future__ import annotations
 
@@ -48,31 +48,34 @@ RECORD_SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Joining:
-    """Knowledge that a rank needs to join a running job."""
+    """Information that a rank needs to join a running job."""
 
     policy: Policy
-    """Decisions of a stage."""
+    """Decisions of this rank's stage, or of another stage if no rank of this stage survived."""
     is_of_same_stage: bool
-    """True if the decisions are those of this rank's stage."""
+    """True if :attr:`policy` belongs to this rank's stage."""
     kept: Sequence[Copies]
-    """Snapshots that every rank keeps for others."""
+    """Snapshots that each rank keeps for other ranks, in the order of ranks."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
-        """Return the policy of this rank's stage; with a first order, if no rank of the stage survived."""
+        """Return the policy of this rank's stage. If no rank of the stage survived, use the strategy's first order."""
         if self.is_of_same_stage:
             return self.policy
         return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
 
 
 class Saving:
-    """Saving of one rank. Collective: all ranks make one at the same point and call each method in the same order.
+    """Saving of one rank's snapshots.
+
+    Collective: all ranks create an instance at the same point, and call each method in the same order.
 
     Args:
         binding: binding of the trainer.
         config: flags of the job.
         names: names of the job.
-        joining: knowledge of a replacement about the running job; None where the job starts.
-        is_resized: True if the job continues with another number of ranks, with as many copies as they allow.
+        joining: information about the running job, on a replacement; None if the job starts.
+        is_resized: True if the job continues with another number of ranks. It then keeps as many copies as these ranks
+            allow.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Saving:
             self.checkpointer, self.reports, config.timeouts.peer_s, announced, self.meter, config.strategy.kept_cap
         )
         self._settled = policy or self._policy(binding.iteration)
-        """Decisions as of the last window whose decisions this rank completed; other ranks may still be deciding."""
+        """Newest decisions that this rank has completed; other ranks may still be deciding."""
         if joining is None:
             self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
             self.disk.start()
@@ -133,12 +136,12 @@ class Saving:
 
     @property
     def parts(self) -> Parts:
-        """Parts of this rank, in this generation, that a recovery uses."""
+        """Objects of this rank, in this generation, that a recovery uses."""
         return Parts(self._binding, self.topology, self._states, self.checkpointer)
 
     @property
     def may_redo(self) -> bool:
-        """True if a failed rank may repeat its updates by itself."""
+        """True if a failed rank may recover by redo: it alone repeats updates from logged gradients."""
         return self._config.strategy.may_redo
 
     def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
@@ -195,11 +198,15 @@ class Saving:
         self.allowance.keep(LOG, max(map(self.windows.log_bytes, schedules)))
 
     def log_cap_bytes(self) -> float:
-        """Return the bytes of host memory for the boundary log: all that snapshots leave, at least its reserve."""
+        """Return the bytes of host memory that the boundary log may use.
+
+        That is the memory that snapshots leave, including the bytes set aside for the log. ``log_memory_bytes`` of the
+        budget is the upper limit.
+        """
         return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
 
     def share_memory_with(self, log: BoundaryLog) -> None:
-        """Share host memory with the boundary log: ``log`` gives up some of its own where memory runs out."""
+        """Let snapshots take host memory of the boundary log ``log`` when memory runs out."""
 
         def give_up(nbytes: int) -> None:
             less = max(0.0, self.allowance.of(LOG) - nbytes)
@@ -221,9 +228,9 @@ class Saving:
     # Once an iteration
 
     def decide(self, committed: int) -> None:
-        """Decide order and window at the beginning of a window."""
+        """Decide the order of operators and the window, if a window begins. Called before every iteration."""
         began_s = time.perf_counter()
-        # Iterations may be left out (--iterations-to-skip), the first of a window among them.
+        # The job may leave out iterations (--iterations-to-skip), and so the first iteration of a window.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
             before = self.checkpointer.history.newest
@@ -248,7 +255,7 @@ class Saving:
         self.peers.spread(needed, schedule.snapshots)
 
     def _record_plan(self) -> None:
-        """Record the expected cost of checkpoints from now on, for comparison with the measured one."""
+        """Record the expected cost of checkpoints from now on, for comparison with the measured cost."""
         schedule, memory = self.checkpointer.history.newest, self.checkpointer.memory
         slots, _ = memory.slots_at_peer(schedule)
         copied = sum(slots) / schedule.size
@@ -289,7 +296,7 @@ class Saving:
         """Return the learned state of a strategy for a snapshot record; empty if a recovery does not need it.
 
         Args:
-            strategy: strategy whose learned state is recorded; None for the one in force.
+            strategy: strategy whose learned state is recorded; None for the current strategy.
         """
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
@@ -330,9 +337,10 @@ class Saving:
         self.checkpointer.wait()
 
     def oldest_needed(self, committed: int) -> int:
-        """Return the oldest iteration whose logs and records a replay may need: that of the persisted run, or a later.
+        """Return the oldest iteration whose logs and records a replay may need.
 
-        Without a persisted window for long, the bound is the longest replay that any schedule allows.
+        It follows from the newest persisted run. If no window is persisted for long, it follows from the longest replay
+        that any schedule allows.
         """
         reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
         if (run := self.checkpointer.needed)[0] != NONE:
@@ -359,13 +367,13 @@ class Saving:
         )
 
     def keeps(self) -> dict[int, dict[int, str]]:
-        """Return the snapshots that this rank keeps for others: by rank and iteration, the id of the schedule."""
-        # A rank may have several stores. The newest comes first and counts.
+        """Return the snapshots that this rank keeps for other ranks: the id of the schedule, by owner and iteration."""
+        # An owner may have several stores, the newest first. In reversed order, the newest overrides the others.
         stores = reversed(self.checkpointer.replicator.stores)
         return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
-        """Continue in a new generation. A survivor calls it at the point where a replacement makes its :class:`Saving`.
+        """Continue in a new generation. Survivors call it where replacements make their :class:`Saving`.
 
         Args:
             policy: agreed policy of the stage, because a failure may interrupt some ranks within a decision.
@@ -382,7 +390,7 @@ class Saving:
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
         others = [store for store in before if not store.shares_memory_with(current)]
-        # Copies for ranks that have other peers now stay useful until those peers have them.
+        # Ranks may have other peers now. Copies for these ranks stay useful until the new peers have copies.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()
@@ -399,9 +407,9 @@ class Saving:
         self.checkpointer.history = ScheduleHistory(*policy.schedules)
 
     def take_start(self) -> None:
-        """Capture snapshots of the state that the job began from, with which this replacement was just built.
+        """Capture snapshots of the state that the job began from. This replacement was just built with that state.
 
-        The state is recoverable then, even if this rank fails before its first snapshot reaches a peer.
+        The snapshots make the state recoverable, even if this rank fails before a snapshot of training reaches a peer.
         """
         schedule = self.checkpointer.history.oldest
         if schedule.start > self.began_at or self.began_at > 0:
@@ -428,13 +436,14 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     """Refuse flags that need a method or gradients that the trainer does not provide. Every rank calls it at the start.
 
     Raises:
-        ConfigError: experts shall get extra capacity without ``expert_room``, or updates shall be repeated without
-            ``gather_replicas`` or without gradients in ``states``. On every rank.
+        ConfigError: ``--moevement-capacity-boost`` is given, but the trainer has no ``expert_room``; or the strategy
+            logs gradients, but the trainer has no ``gather_replicas`` or no gradients in ``states``. Every rank raises
+            it.
     """
     if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
         raise ConfigError(
             f"--moevement-capacity-boost {strategy.capacity_boost:g}: {type(binding).__name__} has no expert_room(); "
-            "define it, or leave the flag out"
+            "define the method, or leave the flag out"
         )
     if not strategy.logs_gradients:
         return
@@ -442,12 +451,12 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     if not strategy.may_redo:
         asked, instead = f"--moevement-strategy {strategy.name}", "--moevement-dense-interval 2 or more"
     if type(binding).gather_replicas is Binding.gather_replicas:
-        raise ConfigError(f"{asked}: {type(binding).__name__} has no gather_replicas(); define it, or use {instead}")
+        raise ConfigError(f"{asked}: {type(binding).__name__} has no gather_replicas(); define it or use {instead}")
     states = binding.states().values()
     if any(
         all_gather_objects(any(state.full for state in states) and not any(state.gradient for state in states), bool)
     ):
         raise ConfigError(
-            f"{asked}: {type(binding).__name__} gives no gradients; give them in states() (OperatorState.gradient), or "
-            f"use {instead}"
+            f"{asked}: states() of {type(binding).__name__} has no gradients; set OperatorState.gradient in states(), "
+            f"or use {instead}"
         )

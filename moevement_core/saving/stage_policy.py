@@ -23,22 +23,22 @@ class Policy:
     """First iteration of the newest window that the stage has decided on."""
     schedules: tuple[Schedule, ...]
     learned: Any
-    """State that the strategy has learned, as it exports and imports it."""
+    """State that the strategy has learned, as ``Strategy.learned()`` returns it."""
     settled: bool
     """True if W is final, so ranks stop measuring for it."""
     announced: int
-    """Newest persisted window that was announced; ``NONE`` without one."""
+    """First snapshot of the newest window that was announced; ``NONE`` without one."""
     began_at: int
     """Iteration that the job started from."""
     disk_job: str
-    """Name of the job's start in the names of its windows on disk; empty without one."""
+    """Name of the job's start, which windows on disk carry; empty if the job has not used a folder yet."""
     needed: tuple[int, int]
     """First and last snapshot of the run that is persisted on every rank; ``NONE`` for both without one."""
     keeps_own_copies: bool
-    """True if ranks keep their own snapshots when all peers have them."""
+    """True if ranks keep their own snapshots after all peers have copies."""
 
     def with_windows_of(self, other: Policy) -> Policy:
-        """Return this policy with the newer windows of ``other``; orders of operators stay those of this policy."""
+        """Return this policy with the newer windows of ``other``, but with this policy's order of operators."""
         newest, schedules = self.schedules[-1], list(self.schedules)
         for schedule in other.schedules:
             last = schedules[-1]
@@ -47,11 +47,13 @@ class Policy:
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 
     def for_stage(self, first: Schedule, learned: Any) -> Policy:
-        """Return this policy's windows for a stage of which no rank survived. Its order is learned anew.
+        """Return a policy with this policy's windows, for another stage of which no rank survived.
+
+        The other stage learns its order of operators anew.
 
         Args:
-            first: first schedule of that stage.
-            learned: learned state of its strategy, which has counted nothing yet.
+            first: first schedule of the other stage.
+            learned: learned state of the other stage's strategy, which has counted nothing yet.
         """
         schedules = tuple(first.with_windows_of(old) for old in self.schedules)
         return replace(self, schedules=schedules, learned=learned)
@@ -73,7 +75,7 @@ class SentPolicy:
         return SentPolicy(rest, tuple(map(pack_schedule, policy.schedules)), Plain(policy.learned))
 
     def policy(self) -> Policy:
-        """Return the policy of this encoding."""
+        """Return the policy that this object encodes."""
         return replace(self.rest, schedules=tuple(map(unpack_schedule, self.schedules)), learned=self.learned.value)
 
 
@@ -85,7 +87,7 @@ def agree(stage: int, reported: Sequence[tuple[int, Policy]]) -> tuple[Policy, b
         reported: stage and policy of every rank that was in training.
 
     Returns:
-        The policy, and True if it belongs to this stage; otherwise its orders are of another table.
+        The policy, and True if it belongs to this stage. If False, its schedules order the operators of another stage.
     """
     newest = max((policy for _, policy in reported), key=lambda policy: policy.window_start)
     own = [policy for owner, policy in reported if owner == stage]

@@ -1,4 +1,4 @@
-"""Outcomes of recent iterations, which a replay of them needs and compares with."""
+"""Outcomes of recent iterations. A replay needs them, and compares its own results with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepRecords:
         """Outcomes of the steps that a replay may re-execute, by iteration; kept as long as boundary logs."""
 
     def of_last(self, iteration: int) -> dict[str, Any]:
-        """Return the record of ``iteration``; empty if it is not the last one that ran."""
+        """Return the record of ``iteration``; empty unless ``iteration`` is the last one that ran."""
         return self._last if self._last.get("iteration") == iteration else {}
 
     def committed(self, iteration: int) -> None:
@@ -38,7 +38,7 @@ class StepRecords:
         self._last = {**self._record_of(iteration), **outcome}
 
     def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
-        """Set the last record to that of ``iteration``, which training resumes from; empty if it never ran."""
+        """Set the last record to the record of ``iteration``, from which training resumes; empty if it was left out."""
         self._last = {} if was_left_out else self._record_of(iteration)
 
     def reexecuted(self, record: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class StepRecords:
         self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
 
     def known(self, until: int) -> dict[int, Any]:
-        """Return the outcomes of iterations that this rank knows from snapshots and records, and that of ``until``."""
+        """Return the outcomes that this rank knows, by iteration: from snapshots, from records, and of ``until``."""
         records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
@@ -73,6 +73,6 @@ class StepRecords:
         return {"iteration": iteration, "step": self._outcome_of(iteration), "sent": sent}
 
     def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
-        """Return the outcome of the step of ``iteration``; empty if it was not the last one that was committed."""
+        """Return the outcome of the step of ``iteration``; empty unless that step is the last committed one."""
         mark = self._commit.mark
         return mark.outcome if mark is not None and mark.iteration == iteration else {}

@@ -14,15 +14,15 @@ from moevement_core.snapshot.agreement import NONE
 
 @dataclass
 class Totals:
-    """Totals of one rank."""
+    """Totals of one rank's checkpointing."""
 
     iterations: int = 0
     stall_s: float = 0.0
     train_s: float = 0.0
     begin_s: float = 0.0
-    """Seconds of the training thread for boundary records, issuing copies and deciding."""
+    """Seconds that the training thread spent on boundary records, issuing copies and decisions."""
     last_begin_s: float = 0.0
-    """Part of them at the beginning of the last iteration, in seconds."""
+    """Part of :attr:`begin_s` at the beginning of the last iteration."""
     copied_bytes: int = 0
     replicated_bytes: int = 0
 
@@ -48,14 +48,14 @@ def summary(
     recoveries: Sequence[Recovery],
     window: int,
 ) -> dict[str, Any]:
-    """Return the entry of the run's summary on checkpointing, over all ranks. Every rank calls it.
+    """Return the entry on checkpointing for the run's summary, over all ranks. Every rank calls it.
 
     Args:
         totals: totals of this rank.
         progress: progress of this rank's checkpointing.
         on_disk: newest window on disk, number of windows that failed, bytes and seconds of writing.
         decided: numbers of windows and reorders, and the longest run of iterations without a newly persisted window.
-        warnings: warnings that operators must not miss.
+        warnings: warnings that this rank has reported.
         recoveries: recoveries of this process.
         window: iterations of a window of the newest schedule.
     """
@@ -87,5 +87,5 @@ def summary(
         "disk_windows_failed": max(disk_totals[1] for disk_totals in disk),
         "disk_bytes": sum(disk_totals[2] for disk_totals in disk),
         "disk_s": max(disk_totals[3] for disk_totals in disk),
-        "warnings": max(all_warnings, key=len),  # a rank that joined later knows fewer
+        "warnings": max(all_warnings, key=len),  # a rank that joined later has fewer warnings
     }

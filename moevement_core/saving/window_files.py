@@ -27,8 +27,9 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """Source of the files of one window that this rank reports: its own, and, on the first rank of a folder, files of
-    ranks that do not share the folder.
+    """Source of the snapshots in a window's files that this rank reports.
+
+    Each rank reports its own files. The first rank of a folder also reports files of ranks that do not share it.
     """
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
@@ -45,7 +46,7 @@ class WindowFiles(SnapshotSource):
         return self._folder / file_name(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """Return all snapshots whose files have an undamaged header."""
+        """Return the snapshots that this rank reports and whose files have an undamaged header."""
         return list(self._holdings())
 
     def _holdings(self) -> Iterator[Holding]:
@@ -67,7 +68,7 @@ class WindowFiles(SnapshotSource):
         return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot, not yet checked; None if it cannot be read."""
+        """Return one snapshot, of which only the record is checked; None if it cannot be read."""
         try:
             snapshot = read_snapshot(self._folder / file_name(owner, iteration))
             snapshot.check_record()
@@ -78,7 +79,7 @@ class WindowFiles(SnapshotSource):
 
 
 class JobWindows(SnapshotSource):
-    """Source of the files of several windows, which one start of a job has written.
+    """Source of the snapshots in several windows on disk, all written by one start of a job.
 
     Args:
         place: folder of this rank.
@@ -94,26 +95,26 @@ class JobWindows(SnapshotSource):
         return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """Return all snapshots whose files have an undamaged header, each once even if it belongs to two windows."""
+        """Return the snapshots of all windows; a snapshot that belongs to two windows appears once."""
         holdings = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
         return list(holdings.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot, not yet checked; None if it cannot be read."""
+        """Return one snapshot, of which only the record is checked; None if it cannot be read."""
         files = (window for window in self._files if window.has(iteration))
         return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Resize:
-    """Conditions under which windows of a job with another number of ranks are loaded."""
+    """Rules for loading windows of a job with another number of ranks."""
 
     free: Collection[str]
     """Settings that may differ from those of the job that wrote the window."""
     is_needed: Callable[[Manifest], bool]
     """Function that returns True if the window needs a resize; otherwise it is loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
-    """Function that cuts a window for the current ranks. Every rank calls it, and a RecoveryError is raised on all."""
+    """Function that cuts a window for the current ranks. Every rank calls it. RecoveryError is raised on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ def load_newest(
         place: folder to search.
         stage: pipeline stage of this rank.
         settings: settings of this job.
-        transport: channel between ranks for fetches.
+        transport: channel over which ranks fetch snapshots from each other.
         is_wanted: function that returns True for windows to consider.
         after: iteration that a window must reach beyond.
-        resize: conditions for windows of a job with another number of ranks; None to refuse those.
+        resize: rules for windows of a job with another number of ranks; None to refuse such windows.
 
     Returns:
         Window; None if no window reaches beyond ``after``.
@@ -163,8 +164,8 @@ def load_newest(
     for manifest in candidates:
         if not manifest.is_sealed and dist.get_rank() == 0:
             log.warning(
-                f"{manifest.name} in {place.path}: its manifest has no digest (version 1), so that a change of it by "
-                "hand would not be found"
+                f"{manifest.name} in {place.path}: the manifest has no digest (version 1), so the job cannot detect "
+                "edits of the manifest"
             )
         free = resize.free if resize is not None else ()
         _refuse_other_settings(place, manifest, {name: value for name, value in settings.items() if name not in free})
@@ -186,7 +187,7 @@ def load_newest(
                 log.warning(refused[-1])
     refused += [why for name, why in unreadable.items() if reach_of(name) > after]
     if refused:
-        raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
+        raise RecoveryError(f"no window in {place.path} is complete. {refused[0]}")
     return None
 
 
@@ -196,7 +197,7 @@ def windows_of_all(place: SharedFolder) -> list[Manifest]:
 
 
 def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
-    """Return the windows that ranks can read, and why others are left out. Collective."""
+    """Return the windows that ranks can read, and the reasons why others cannot be read, by name. Collective."""
     reported = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
     windows = {manifest.name: manifest for manifests, _ in reported for manifest in manifests}
     refused = {name: why for _, reasons in reported for name, why in reasons.items() if name not in windows}
@@ -214,6 +215,6 @@ def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Ma
     if other := manifest.other_settings(settings):
         differences = "; ".join(other[:4])
         raise ConfigError(
-            f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({differences}); replayed "
-            "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
+            f"--moevement-load {place.path}: {manifest.name} is of a job with other settings ({differences}); a replay "
+            "would not repeat the lost iterations. Load the window with the same flags, or a dense checkpoint (--load)"
         )

@@ -1,8 +1,8 @@
 """Choice of the window on disk that a job starts from.
 
-The first start of a job searches the folder of ``--moevement-load``. A restart searches the folder that the job itself
-writes windows to. If the job has neither a window there nor its own dense checkpoint, the restart searches the folder
-of ``--moevement-load``, too.
+The first start of a job searches the folder of ``--moevement-load``. A restart first searches the folder that the job
+itself writes windows to. If the job has neither a window there nor a dense checkpoint that it saved, the restart then
+searches the folder of ``--moevement-load``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def load_window(
     resize: Resize | None = None,
     asked_step: int | None = None,
 ) -> Loaded | None:
-    """Load the window that the job starts from, and set the job's progress to it, before the trainer opens its data.
+    """Load the window that the job starts from, and set the job's progress to the window's. Every rank calls it.
 
-    Every rank calls it. The training loop restores the state later, because it has to be replayed.
+    Call it before the trainer opens its data. The training loop restores the state later, by a replay of the window.
 
     Args:
         binding: binding of this rank; its iteration is the one that the job would otherwise start from.
         config: flags of the job.
         names: names of the job.
-        is_resumed: True if a dense checkpoint was loaded that the job itself has saved.
-        resize: conditions for windows of a job with another number of ranks; None to refuse those.
-        asked_step: iteration of the dense checkpoint that the user asked for, which no window of another job overrules;
-            None to start from the newest state.
+        is_resumed: True if the trainer has loaded a dense checkpoint that this job saved.
+        resize: rules for windows of a job with another number of ranks; None to refuse such windows.
+        asked_step: value of ``--ckpt-step``. The job then starts from that dense checkpoint, and ignores windows of
+            other jobs. None to start from the newest state.
 
     Returns:
         Window; None if the job starts without one.
@@ -59,8 +59,8 @@ def load_window(
     loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
-            f"--ckpt-step {asked_step}: starting from that dense checkpoint, whatever windows --moevement-load "
-            f"{config.disk.load} has; leave --ckpt-step out to go on from the newest of them"
+            f"--ckpt-step {asked_step}: the job starts from this checkpoint, not from a window in --moevement-load "
+            f"{config.disk.load}; leave --ckpt-step out to start from the newest window"
         )
     if loaded is None and not is_resumed and asked_step is None:
         loaded = _load_named(binding, config, names, host, resize)
@@ -72,7 +72,10 @@ def load_window(
 def _load_own(
     binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
 ) -> Loaded | None:
-    """Return the newest usable window of an earlier start of this job; None, with the reason logged, without one."""
+    """Return the newest usable window of an earlier start of this job; None without one.
+
+    If windows exist but none of them is usable, rank 0 logs the reason.
+    """
     template = config.disk.persist_dir
     if template is None:
         return None
@@ -80,7 +83,7 @@ def _load_own(
     try:
         place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
         return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name), resize)
-    except (ConfigError, RecoveryError) as error:  # on every rank alike
+    except (ConfigError, RecoveryError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
         return None
@@ -99,7 +102,7 @@ def _load_named(
     loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
-        log.info(f"no newer window in --moevement-load {place.path}: starting from {began}")
+        log.info(f"no newer window in --moevement-load {place.path}; the job starts from {began}")
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Measurements for the decisions of a strategy, and the agreement of all ranks on these decisions, window by window.
+"""Measurements for the decisions of a strategy, and agreement of all ranks on the decisions, window by window.
 
 This module makes all collectives for decisions. Ranks of a stage sum popularity; all ranks of the job agree on windows
 and host memory.
@@ -42,10 +42,12 @@ from moevement_core.util.words import counted
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 MOST_STEPS = 512
-"""Least number of iterations whose measurements are kept; at most twice as many are."""
+"""Number of newest iterations whose measurements are always kept. Up to twice this number may be kept."""
 NETWORK_HEADROOM = 0.5
-"""Largest share of the measured rate that snapshots may need. Training uses the same links, and senders without reserve
-would abandon windows at every delay."""
+"""Largest share of the measured network rate that the snapshots of a window may need.
+
+Training uses the same links. Without a reserve, senders would abandon a window at every delay.
+"""
 MOST_SIZES, NOTHING_MEASURED = 4, -1
 """Largest number of window sizes that ranks agree on at once, and the value that stands for a missing measurement."""
 DECIDED_EVERY = 8
@@ -69,13 +71,13 @@ class WindowDecisions:
         strategy: strategy that decides.
         meter: meter of the cost of saving on this rank.
         counts: counters of the rank's routers; None if the strategy counts nothing.
-        room: control of extra expert capacity; None without any.
+        room: control of extra expert capacity; None if experts get no extra capacity.
         topology: topology of this generation; :attr:`topology` is replaced in the next.
         budget: resources that checkpointing may use.
         allowed: host memory that this rank may use.
         asked_window: value of ``--moevement-window``; None to choose W from measurements.
-        report: function that reports a line to the operators of the job.
-        sent_bytes: bytes that this rank logs in an iteration.
+        report: function that logs a line for the people who run the job.
+        sent_bytes: bytes that this rank adds to the boundary log in an iteration.
         to_disk: True if windows are written to disk.
         began_at: iteration that the job started from.
     """
@@ -110,14 +112,14 @@ class WindowDecisions:
         self.allowed = allowed
         """Host memory that this rank may use."""
         self._decided_at = 0
-        """Number of measured steps before the window under way."""
+        """Number of entries in ``_steps`` from before the current window."""
         self._counts_again = False
-        """True if re-executed iterations shall be counted, because the job rolled back behind them and lost updates."""
+        """True if re-executed iterations are counted as new, because a rollback has lost their updates."""
         self._link_rate = LinkRate()
         self._beyond: Schedule | None = None
         """Schedule that was last reported as too large for host memory; None without one."""
         self._said = ""
-        """Kind of recovery that was last logged as being in force."""
+        """Kind of recovery that was logged last."""
         self.windows = self.reorders = 0
         self.planned_bytes: int | None = None
         """Bytes of host memory that this rank is expected to need with the chosen window; None if not computed."""
@@ -147,7 +149,7 @@ class WindowDecisions:
         Args:
             step_s: seconds of the iteration, including stalls.
             stall_s: seconds of stalls.
-            is_saving: True if a snapshot was copied, sent or written beside it.
+            is_saving: True if a snapshot was copied, sent or written during the iteration.
         """
         self._steps.append(_Step(step_s - stall_s, stall_s, is_saving))
         if len(self._steps) >= 2 * MOST_STEPS:
@@ -156,17 +158,17 @@ class WindowDecisions:
 
     @property
     def iteration_s(self) -> float:
-        """Median seconds of an iteration of this process, without stalls; 0 before any."""
+        """Median seconds of an iteration of this process, without stalls; 0 before the first iteration."""
         return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Pause or resume the counters for a replay, unless a lossy recovery counts its iterations anew."""
+        """Pause or resume the counters for a replay. A lossy recovery counts anew, so it does not pause them."""
         for counter in self._counters:
             counter.paused = is_paused and not self._counts_again
 
     @property
     def tokens_owed(self) -> int:
-        """Tokens for which experts of the stage shall get extra capacity; 0 without any."""
+        """Lost tokens that extra capacity of the stage's experts has not made up for yet; 0 without extra capacity."""
         return self.strategy.tokens_owed if self._room is not None else 0
 
     def give_room(self) -> None:
@@ -196,10 +198,11 @@ class WindowDecisions:
             self._pending[counter].clear()
 
     def forget(self, committed: int) -> None:
-        """Drop tokens that an interrupted iteration has counted.
+        """Drop counted tokens after a failure, at least those of the interrupted iteration.
 
-        A lossy strategy accounts for tokens. It keeps those of iterations up to ``committed``, which were counted after
-        the rollback, or on ranks that have all kept their state.
+        A lossless strategy uses counts only to order operators, so all counts of the current window are dropped. A
+        lossy strategy accounts for every token. It keeps tokens of iterations up to ``committed``: ranks have counted
+        them after the rollback, or all ranks have kept their state.
         """
         if not self.strategy.loses_updates:
             self._drop_counts()
@@ -221,7 +224,7 @@ class WindowDecisions:
             is_running: True if the job has already begun, so that it continues even if memory is short.
 
         Raises:
-            ConfigError: a rank needs more host memory than it may use. On every rank.
+            ConfigError: a rank needs more host memory than it may use. Every rank raises it.
         """
         most = self.topology.most_operators
         first, instead = self.strategy.first(start, most), self.strategy.first_without(start, most)
@@ -235,30 +238,30 @@ class WindowDecisions:
         except ConfigError as error:  # on every rank
             if is_running:
                 if self.topology.rank == 0:
-                    self._report(f"training continues with less protection than was asked for: {error}")
+                    self._report(f"training continues with less protection than the flags ask for: {error}")
                 return ScheduleHistory(first if instead is None else instead)
             if instead is None:
                 raise
             self._refuse_beyond_cap(instead, memory)
             if self.topology.rank == 0:
-                self._report(f"recovery by replay, because gradients have no room beside snapshots: {error}")
+                self._report(f"recovery by replay, because gradients do not fit beside snapshots: {error}")
             return ScheduleHistory(instead)
         return ScheduleHistory(first)
 
     def iterations_logged(self, schedule: Schedule) -> int:
-        """Return the largest number of iterations that logs and records reach back."""
+        """Return how many iterations logs and records reach back at most."""
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
-        """Return the bytes of host memory that the boundary log of this rank takes without failures."""
+        """Return the bytes of host memory that this rank's boundary log takes while nothing fails."""
         reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
         return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
 
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
-        """Compare the host memory that every rank needs with its limit, and decide on own snapshots. Collective.
+        """Check the host memory that every rank needs, and decide whether ranks keep own snapshots. Collective.
 
         Raises:
-            ConfigError: a rank needs more than it may use. On every rank.
+            ConfigError: a rank needs more host memory than it may use. Every rank raises it.
         """
         memory.keeps_own_copies = True
         local = Needs(
@@ -273,19 +276,21 @@ class WindowDecisions:
         per_rank = totals(needs, self.topology.kept_bytes, keeps_own_copies=memory.keeps_own_copies)
         self.planned_bytes = per_rank[self.topology.rank].nbytes
         if self.topology.rank == 0:
-            also = "" if memory.keeps_own_copies else "; own snapshots go when all peers have them"
+            also = "" if memory.keeps_own_copies else "; own snapshots are freed when all peers have them"
             log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
 
     @property
     def _may_drop(self) -> bool:
-        """True if own snapshots that all peers have may be dropped. False if this rank writes windows to disk, if
-        parity follows from them, or if a single peer would have them.
+        """True if a rank may drop own snapshots after all peers have them.
+
+        False if windows are written to disk, if parity is computed from own snapshots, or if some rank has only one
+        peer.
         """
         copies = min(map(len, self.topology.peers))
         return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
 
     def _instead(self) -> list[tuple[str, Kept]]:
-        """Return protections that need less memory, the stronger ones first."""
+        """Return protections that need less memory, the strongest first."""
         return [(flag, other.kept_bytes) for flag, other in self.topology.weaker()]
 
     # Later windows
@@ -336,13 +341,14 @@ class WindowDecisions:
         if is_other and measured and self.topology.rank == 0:
             rest = f", every {chosen.size} iterations," if chosen.size > chosen.snapshots else ""
             log.info(
-                f"windows of {counted(chosen.snapshots, 'snapshot')}{rest} from iteration {schedule.start} on, by what "
-                "was measured"
+                f"windows of {counted(chosen.snapshots, 'snapshot')}{rest} from iteration {schedule.start} on, "
+                "chosen from measurements"
             )
 
     def _is_change(self, proposal: Proposal) -> bool:
-        """Return True if any stage wants a change, so that ranks exchange their memory needs. Without a cap on memory,
-        return True if this stage wants one.
+        """Return True if any stage wants a change, so that ranks exchange their memory needs.
+
+        Without a cap on memory, return True if this stage wants a change.
         """
         if math.isinf(self.allowed.nbytes):
             return proposal.is_change
@@ -351,7 +357,7 @@ class WindowDecisions:
         return bool(wanted.item())
 
     def _is_due(self, now: Schedule, boundary: int) -> bool:
-        """Return True if ranks decide on windows at this boundary. Only iteration numbers decide: all ranks agree."""
+        """Return True if ranks decide on windows at this boundary. Iteration numbers give all ranks the same answer."""
         age = boundary - self._began_at
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 
@@ -362,12 +368,12 @@ class WindowDecisions:
         self._beyond = wanted
         self._report(
             f"windows of {counted(wanted.snapshots, 'snapshot')} every {counted(wanted.size, 'iteration')} need more "
-            f"host memory than the {self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); those of "
-            f"{counted(instead.snapshots, 'snapshot')} every {counted(instead.size, 'iteration')} are in their place"
+            f"host memory than the {self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); windows "
+            f"of {counted(instead.snapshots, 'snapshot')} every {counted(instead.size, 'iteration')} are used instead"
         )
 
     def _say_why(self, proposal: Proposal) -> None:
-        """Log the kind of recovery in force, if it has changed since this rank joined."""
+        """Log the kind of recovery and its reason, if the kind differs from the one that was logged last."""
         kind = proposal.why.partition(":")[0]
         if kind and kind != self._said and self.topology.rank == 0:
             log.info(proposal.why)
@@ -376,18 +382,18 @@ class WindowDecisions:
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration.
 
-        A sum that only orders operators is asynchronous (section 3.5), and is used when the next window begins. A lossy
-        strategy accounts for tokens, so it waits for the sum of its own window.
+        A sum that only orders operators is asynchronous (paper, section 3.5); the strategy uses it when the next window
+        begins. A lossy strategy accounts for tokens, so ranks wait for the sum of the window that has just ended.
         """
         for counts, work in self._sums:
-            work.wait()  # it has had a window's time
+            work.wait()  # the reduction began a whole window ago
             for row in counts.numpy():
                 self.strategy.observe(np.asarray(row))
         self._sums.clear()
         for counter in self._counters:
             counts = counter.by_operator(self._pending[counter])
             is_accounted = self.strategy.loses_updates
-            if is_accounted:  # after a failure, ranks may have taken them in different numbers of parts
+            if is_accounted:  # after a failure, ranks may have different numbers of rows
                 counts = counts.sum(dim=0, keepdim=True)
             work = dist.all_reduce(counts, group=self.topology.channels.stage_group, async_op=not is_accounted)
             self._pending[counter].clear()
@@ -402,7 +408,7 @@ class WindowDecisions:
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
         """Return, for each of ``schedules``, the host memory that every rank would need. Collective.
 
-        Without a cap the lists are empty, on all ranks alike, because they have the same flags.
+        Without a cap on memory the lists are empty on all ranks, because all ranks have the same flags.
         """
         if math.isinf(self.allowed.nbytes):
             return [[] for _ in schedules]
@@ -414,8 +420,9 @@ class WindowDecisions:
         ]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
-        """Return the host memory that this rank needs for ``schedule`` after the current one. Memory of the current one
-        counts, too, because it is freed later or never.
+        """Return the host memory that this rank needs if ``schedule`` follows the current schedule.
+
+        The result includes the memory of the current schedule, because that is freed later or never.
         """
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
@@ -445,8 +452,9 @@ class WindowDecisions:
         return agreed or None
 
     def _cost_of_all(self) -> Evidence | None:
-        """Return the mean cost of saving over the ranks that have measured it. Ranks wait for each other in every
-        iteration, so all measure about the same.
+        """Return the mean cost of saving over the ranks that have measured it; None if no rank has.
+
+        Ranks wait for each other in every iteration, so all ranks measure about the same cost.
         """
         own = self._meter.evidence()
         has_measured = own.comparisons >= FEWEST_CLEAR
@@ -457,8 +465,8 @@ class WindowDecisions:
         return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 
     def _measured_delay(self) -> tuple[float, float]:
-        """Return the seconds of an iteration beside which nothing is saved (0.0 if unknown), and the seconds of delay
-        since the last decision on windows.
+        """Return the seconds of an iteration during which nothing is saved, and the seconds by which saving has delayed
+        training since the last decision. The first number is 0.0 if unknown.
         """
         steps = self._steps[2:]
         if not steps:
@@ -473,7 +481,7 @@ class WindowDecisions:
     ) -> tuple[float, float]:
         """Return the bytes per second of copies from the device, and of the links to all peers together."""
         slots, _ = checkpointer.memory.slots_at_peer(now)
-        # The rate that links need, so that the share of it that snapshots may use is enough.
+        # Snapshots may use only a share of the link rate. This is the rate of which that share is enough.
         needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
         rate = self._link_rate.take(senders, needed)
         network = self._budget.network_bytes_per_s or rate

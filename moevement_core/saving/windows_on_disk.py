@@ -1,7 +1,7 @@
 """Windows of a run on disk: writing, retries while the folder is unusable, and the windows that a recovery can use.
 
-A job does not start without a usable folder. Later, training continues without it. The rank reports the problem, and
-tries the folder again after the next failure and at the beginning of windows, less and less often.
+A job does not start without a usable folder. If the folder becomes unusable later, training continues, and the ranks
+report the problem. They try the folder after the next failure and at the beginning of windows, with growing pauses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT_S = 600.0
 
 
 class WindowsOnDisk:
-    """Windows on disk of one rank. Collective: all ranks make one and call each method in the same order.
+    """Windows on disk of one rank. Collective: all ranks create an instance and call each method in the same order.
 
     Args:
         binding: binding of this rank.
@@ -44,8 +44,8 @@ class WindowsOnDisk:
         config: flags of the job.
         topology: topology of this generation; :attr:`topology` is replaced in the next.
         checkpointer: checkpointer whose windows are written.
-        reports: reports to the operators of the job.
-        job_name: name of this start in the names of its windows; empty until the folder is first used.
+        reports: reports to the people who run the job.
+        job_name: name of the job's start, which windows carry; empty until the folder is first used.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class WindowsOnDisk:
         self._place: SharedFolder | None = None
         """Folder of this rank; None while the folder of any rank is unusable."""
         self._lock: FolderLock | None = None
-        """Lock of the folder, on the first of the ranks that share it."""
+        """Lock of the folder, on the first rank that shares the folder; None on other ranks."""
         self._misses = self._wait = self._failed = 0
         """Numbers of consecutive failed tries, of windows until the next try, and of windows that were not written."""
         self._is_missing = False
 
     @property
     def newest(self) -> int | None:
-        """Iteration whose state the newest window on disk gives; None without one."""
+        """Iteration whose state the newest window on disk restores; None without a window."""
         return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
 
     @property
@@ -83,10 +83,10 @@ class WindowsOnDisk:
         return self._writer.written_bytes if self._writer is not None else 0
 
     def start(self) -> None:
-        """Begin to write windows to the folder, from the next iteration on; do nothing without such a folder.
+        """Begin to write windows to the folder, from the next iteration on; do nothing if no flag names a folder.
 
         Raises:
-            ConfigError: the job starts, and the folder is unusable or another job uses it. On every rank.
+            ConfigError: the job starts, and the folder is unusable or another job uses it. Every rank raises it.
         """
         if self._config.disk.persist_dir is None:
             return
@@ -124,20 +124,20 @@ class WindowsOnDisk:
         self._misses = 0  # replacements begin with 0, and all ranks have to try at the same windows
 
     def watch(self) -> None:
-        """Report windows that could not be written on some rank, which all ranks have agreed on."""
+        """Report the number of windows that could not be written. All ranks have agreed on the number."""
         failed = self._writer.failed if self._writer is not None else 0
         if failed > self._failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
             text = (
                 f"{failed} windows could not be written to --moevement-persist-dir; the logs of the ranks concerned "
-                "say why. The next is tried"
+                "have the reasons. The job tries to write the next window"
             )
             self._reports.warn(text, WindowsNotOnDisk(text, failed))
         self._failed = failed
 
     def windows_reaching(self, until: int) -> JobWindows:
-        """Return the windows of this start of the job from which a replay to ``until`` is shorter than a restart's.
+        """Return the windows of this start of the job that reach beyond the newest dense checkpoint, up to ``until``.
 
-        Only this method reads the disk, if snapshots in memory are not enough.
+        A recovery calls it if snapshots in memory are not enough. No other method reads windows.
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
@@ -169,7 +169,7 @@ class WindowsOnDisk:
         """Find the folder and lock it for the job.
 
         Raises:
-            ConfigError: a rank cannot use or lock its folder. On every rank.
+            ConfigError: a rank cannot use or lock its folder. Every rank raises it.
         """
         flag, node = "--moevement-persist-dir", self._config.copies.node_of(self.topology.rank)
         patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
@@ -188,8 +188,8 @@ class WindowsOnDisk:
         self._is_missing = True
         if self._misses == 1:
             text = (
-                f"no windows are written to disk for now: {why}. Training goes on, and the folder is tried again after "
-                "the next failure and with new windows"
+                f"no windows are written to disk for now: {why}. Training continues; the folder is tried again "
+                "after the next failure and when later windows begin"
             )
             self._reports.warn(text, WindowsNotOnDisk(text))
         # The next tries come 1, 2, 4, 8, ... windows later, because each takes seconds if the disk does not answer.
@@ -215,5 +215,5 @@ class WindowsOnDisk:
 
 
 def _least(writing: Writing) -> Writing:
-    """Return the writing state of the rank that is furthest behind. Every rank calls it."""
+    """Return the writing state of the rank whose writing is least advanced. Every rank calls it."""
     return Writing(min(all_gather_objects(writing, Writing)))

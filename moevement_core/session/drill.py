@@ -35,8 +35,8 @@ def wipe_and_recover(
 ) -> Recovery:  # fmt: skip
     """Overwrite the state of some ranks, and recover it. Every rank calls it between two iterations.
 
-    Digests from before and after prove the recovery. A recovery that lost updates is not compared; rank 0 logs its
-    losses.
+    Digests from before and after prove the recovery. If the recovery loses updates, rank 0 logs the losses, and digests
+    are not compared.
 
     Args:
         parts: parts of this rank.
@@ -50,7 +50,7 @@ def wipe_and_recover(
     before = _digests(parts)
     if parts.topology.rank == 0:
         where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
-        log.info(f"wiping the state of iteration {committed} on {where}, as was asked for")
+        log.info(f"wiping the state of iteration {committed} on {where}, as the flags ask for")
     parts.checkpointer.wait()
     parts.checkpointer.capturer.settle()
     if stages is None or parts.topology.stage in stages:
@@ -58,13 +58,13 @@ def wipe_and_recover(
     done = recoverer.recover(committed, stages)
     if done.lost_tokens:
         if parts.topology.rank == 0:
-            log.info(f"the state of iteration {committed} is not the wiped state: {done.losses}")
+            log.info(f"the restored state of iteration {committed} differs from the wiped state: {done.losses}")
         return done
     after = _digests(parts)
     changed_parts = all_gather_objects([part for part in before if before[part] != after[part]], list[str])
     if any(changed_parts):
         raise RecoveryError(
-            f"the state of iteration {committed} was not restored to what it was before the wipe: "
+            f"the restored state of iteration {committed} differs from the state before the wipe: "
             + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(changed_parts) if parts)
         )
     return done

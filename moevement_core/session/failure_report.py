@@ -1,4 +1,4 @@
-"""Report of a completed recovery to the operators of the job."""
+"""Report of a completed recovery, for the log and the record of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Times:
     """Ends of the parts of a recovery on one rank, in seconds since the epoch."""
 
     usable_at: float
-    """Time at which process groups were usable again."""
+    """Time at which the new process groups were usable."""
     prepared_at: float
     """Time at which the rank had its plan and snapshots."""
     replay_at: float
@@ -47,7 +47,7 @@ def report_failure(
         until: iteration whose state training resumes from.
         lost: pipeline stages that lost their state.
         recovery: summary of the recovery; None if no stage lost its state.
-        kept: result of comparing the state that survivors kept.
+        kept: result of the checks of the state that survivors kept.
         times: times of this rank.
     """
     now = generation()
@@ -120,7 +120,7 @@ _NOTICED = {
 def _noticed_by(deaths: Sequence[Death]) -> str:
     """Return in words what detected the failures, with the longest delay of each detector in seconds."""
     if not deaths:
-        return "by a rank that lives: an error there, or no progress for the hang timeout"
+        return "by a surviving rank: an error on that rank, or no progress for the hang timeout"
     slowest: dict[str, float] = {}
     for death in deaths:
         seconds = death.at - _lost_at(death)
@@ -140,7 +140,7 @@ def _scope(topology: Topology, lost: frozenset[int], recovery: Recovery | None) 
     names = ", ".join(str(stage) for stage in sorted(lost))
     has_all = len(recovery.ranks) == topology.world
     if recovery.redone and not recovery.replayed and not has_all:
-        return f"of stage {names} of {stages} {recovery.scope} lost state and restored it; all others keep theirs"
+        return f"stage {names} of {stages}: {recovery.scope} lost state and restored it; all others kept their state"
     if has_all and len(lost) < stages:
         return f"stage {names} of {stages} lost its state; all stages rolled back"
-    return f"stage {names} of {stages} lost its state; {'all' if has_all else 'only it'} rolled back"
+    return f"stage {names} of {stages} lost its state; {'all stages' if has_all else 'no other stage'} rolled back"

@@ -78,7 +78,7 @@ def train(
         Result of ``loop``.
 
     Raises:
-        ConfigError: the job cannot begin with these flags. On every rank.
+        ConfigError: the job cannot begin with these flags. Every rank raises it.
         SystemExit: the job ended without a result of ``loop`` here, for example on a rank that was not needed.
     """
     training = _Loop(make, config, loop, backend, run_dir, plain_config(flags or {}))
@@ -94,8 +94,8 @@ def iterations(session: Session, until: int) -> Iterator[int]:
     The body of the ``for`` loop calls ``session.step`` once. The iterations end early, on all ranks alike, if the
     launcher receives SIGTERM.
 
-    The body and replays put losses into :attr:`Binding.losses`. Those losses are compared after a replay, and
-    recorded.
+    The body and replays put losses into :attr:`Binding.losses`. These losses are recorded. After a replay they are
+    compared with the recorded ones.
 
     Args:
         session: session of this generation.
@@ -115,7 +115,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
         injection.at(Phase.FORWARD)
         yield committed + 1
         if binding.iteration != committed + 1:
-            raise RuntimeError(f"iteration {committed + 1} ended without a session.step(); call it once in each")
+            raise RuntimeError(f"iteration {committed + 1} must call session.step() exactly once, but did not")
         step_s = time.perf_counter() - began
         losses = {name: torch.as_tensor(value) for name, value in binding.losses.get(committed + 1, {}).items()}
         session.end_iteration(committed + 1, step_s, {"skipped": False, "grad_norm": None, "losses": losses})
@@ -125,7 +125,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
 
 
 class _Loop(Training):
-    """Training loop of a script, which the restart enters once in each generation."""
+    """Training loop of a script. The in-process restart enters it once in each generation."""
 
     def __init__(
         self,

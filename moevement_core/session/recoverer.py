@@ -1,4 +1,4 @@
-"""Recovery of a lost state, as one rank plans, fetches and executes it with the others."""
+"""Recovery of lost state: each rank plans, fetches and executes its part, together with the other ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Recoverer:
         """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """Iteration after which survivors computed under the current placement, as of the newest recovery."""
+        """Iteration after which survivors computed with the current placement of ranks; the newest recovery sets it."""
         self._memory: MemorySource | None = None
-        """Source of the snapshots in memory that the recovery under way has opened."""
+        """Source of the snapshots in memory that the current recovery has opened."""
         self._saving, self._records = saving, records
         self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
@@ -53,8 +53,8 @@ class Recoverer:
 
         Args:
             until: iteration whose state is recovered.
-            lost: pipeline stages without their state; the other stages keep theirs, feed these, and wait. None for all
-                stages.
+            lost: pipeline stages that have lost their state; None for all stages. The other stages keep their state,
+                feed the lost stages from their logs, and wait.
 
         Raises:
             RecoveryError: the state is unrecoverable, or the recovered state differs from the lost one.
@@ -69,11 +69,11 @@ class Recoverer:
         Args:
             until: iteration whose state is recovered.
             lost: pipeline stages of the ranks without state; None for all stages.
-            lost_ranks: ranks without state, if other ranks of their stages have kept theirs.
+            lost_ranks: ranks without state; other ranks of the same stages may have kept their state.
             mark: mark of the iteration whose state is live on this rank; None if this rank has no state.
 
         Raises:
-            RecoveryError: the state is unrecoverable. On every rank alike.
+            RecoveryError: the state is unrecoverable. Every rank raises it.
         """
         parts = self._saving.parts
         self._release()  # an interrupted recovery may have left snapshots open
@@ -97,7 +97,7 @@ class Recoverer:
             may_redo = self._saving.may_redo
             transport = topology.channels.fetches
             return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
-        except RecoveryError as cause:  # on every rank alike
+        except RecoveryError as cause:  # raised on every rank
             return self._prepare_from_disk(parts, report, sources, until, cause)
 
     def note_placement(self, iteration: int) -> None:
@@ -112,8 +112,8 @@ class Recoverer:
     def _may_take_over(self, topology: Topology) -> bool:
         """Return True if failed ranks may take state from live replicas.
 
-        Return False if the strategy rolls all ranks back or loses updates. Return False with parity, too: snapshots of
-        other ranks follow from snapshots that the failed rank would then lack.
+        Return False if the strategy rolls all ranks back or loses updates. Return False with parity as well: parity
+        rebuilds snapshots of other ranks from this rank's snapshots, and a rank with state from a replica has none.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
@@ -130,7 +130,7 @@ class Recoverer:
         return self._carry_out(prepared, is_reported=is_reported)
 
     def check_kept(self, until: int, prepared: Prepared | None) -> SurvivorChecks:
-        """Compare the state that survivors kept with digests of it. See
+        """Compare the state that survivors kept with its recorded digests. See
         :func:`moevement_core.rebuild.survivors.check_kept`.
 
         Args:
@@ -143,7 +143,7 @@ class Recoverer:
         )  # fmt: skip
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Return a context in which iterations are no progress: they are neither captured nor counted."""
+        """Return a context for a replay. Token counters pause in it, unless a lossy recovery counts iterations anew."""
         return self._replaying()
 
     @contextmanager
@@ -155,7 +155,7 @@ class Recoverer:
             self.interrupted()
 
     def interrupted(self) -> None:
-        """Count iterations as progress again after a replay, or after an exception interrupted one."""
+        """Resume the token counters after a replay, or after an exception that interrupted a replay."""
         self._windows.pause(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
@@ -174,8 +174,9 @@ class Recoverer:
         return done
 
     def _go_back(self, prepared: Prepared) -> LostTokens | None:
-        """Roll back to a lossy restore point: discard later decisions and snapshots. Return the tokens lost on this
-        stage, or None if the strategy is lossless.
+        """Roll back to a lossy restore point: discard later decisions and snapshots.
+
+        Return the tokens lost on this stage; None if this rank does not roll back, or loses no updates.
         """
         if prepared.own_plan is None or not self._windows.strategy.loses_updates:
             return None
@@ -188,8 +189,8 @@ class Recoverer:
             if not run.is_stale:
                 return None
             raise RecoveryError(
-                f"--moevement-strategy {strategy.name}: snapshots of {records[run.last].get('strategy')} leave experts "
-                "to older ones, and how many tokens those lack it alone can tell; give that strategy"
+                f"--moevement-strategy {strategy.name}: {records[run.last].get('strategy')} wrote this window, in "
+                "which experts have different ages. Only that strategy can count lost tokens; give that strategy"
             )
         lost = self._windows.roll_back(run, learned)
         self._saving.discard_after(prepared.own_plan.iterations.start - 1)
@@ -205,8 +206,8 @@ class Recoverer:
     ) -> Prepared:
         """Plan to roll all stages back to a window on disk, and fetch its snapshots.
 
-        Recorded outcomes of steps are dropped, because all stages replay: either all ranks compute the outcome of a
-        step, or none does.
+        All stages replay, so every rank computes the outcome of each step. Recorded outcomes are dropped, because
+        either all ranks compute the outcome of a step, or none does.
 
         Args:
             parts: parts of this rank.
@@ -216,7 +217,7 @@ class Recoverer:
             cause: error of the plan from memory and peers; None if the strategy uses the disk alone.
 
         Raises:
-            RecoveryError: the state is unrecoverable from disk, too.
+            RecoveryError: neither memory nor the disk has the snapshots that the recovery needs.
         """
         on_disk = self._disk.windows_reaching(until)
         if not on_disk.windows:
@@ -232,7 +233,7 @@ class Recoverer:
             self._reports.event(RecoveredFromDisk(text, name, until))
         else:
             text = (
-                f"memory and peers cannot bring iteration {until} back ({cause}). All ranks fall back to {text}; "
+                f"memory and peers cannot restore iteration {until} ({cause}). All ranks fall back to {text}; "
                 f"{counts[Source.FILE]} snapshots come from files"
             )
             self._reports.warn(text, RecoveredFromDisk(text, name, until))
@@ -248,7 +249,7 @@ class Recoverer:
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Return the iterations with a complete boundary log. Every byte is checked if this stage is to feed others."""
+        """Return the iterations with a complete boundary log. Every byte is checked if this stage feeds others."""
         log = parts.binding.boundary_log
         if log is None:
             return ()
@@ -257,12 +258,12 @@ class Recoverer:
         flips.at_log(parts.topology.rank, log)
         damaged = log.damaged(log.iterations)
         if damaged:
-            what = f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory"
-            damage.report("the digests of a boundary log that is to be fed", what, "it is not fed")
+            what = f"data that iterations {', '.join(map(str, damaged))} sent is damaged in host memory"
+            damage.report("the digests of a boundary log, checked before use", what, "the log is not fed")
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
-        """Return the scope of the lost stages; None, with the reason reported, if all stages roll back."""
+        """Return the scope of the lost stages. If all stages roll back, report the reason and return None."""
         if reason := parts.binding.stages_are_tied_by():
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")

@@ -1,9 +1,9 @@
-"""Meeting of all ranks after a failure: they exchange what each has, and agree on the resume iteration.
+"""Meeting of all ranks after a failure: they exchange reports, and agree on the resume iteration.
 
 Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. A survivor that is one
-update behind had finished the reductions of that update, and applies it. The stages of failed ranks are to replay.
-:func:`rejoin` does the work before the trainer opens its data. The training loop then calls :meth:`Rejoined.resume`,
-which replays.
+update behind has finished the reductions of that update, so it applies the update. The stages of failed ranks replay.
+:func:`rejoin` prepares the recovery before the trainer opens its data. The training loop then calls
+:meth:`Rejoined.resume`, which replays.
 """
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ class RankReport:
 
     status: RankStatus
     outcome: Mapping[str, Any] = field(default_factory=dict)
-    """Outcome of the step of the iteration that the rank committed last."""
+    """Outcome of the last step that the rank committed."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """Rank-independent boundary state after that iteration, taken before any evaluation or save scheduled there."""
+    """Rank-independent boundary state after the last committed iteration, before an evaluation or save that follows."""
     begun: Mapping[str, Any] | None = None
-    """Rank-independent boundary state at the beginning of the next iteration, taken after any evaluation or save
-    scheduled there; None if the rank had not begun that iteration.
+    """Rank-independent boundary state at the beginning of the next iteration, after an evaluation or save that precedes
+    it; None if the rank had not begun the next iteration.
     """
     run_totals: Any = None
     """Totals of the job that replacements continue (``Binding.run_totals``)."""
     shared: Any = None
     """Data from which a replacement builds its model and optimizer (``Binding.build_data``)."""
     keeps: Copies = field(default_factory=dict)
-    """Snapshots that the rank keeps for others."""
+    """Snapshots that the rank keeps for other ranks."""
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the iteration which this rank was recovering when a further failure came."""
+    """Report of a rank that has committed the iteration that this rank was recovering when a further failure came; None
+    if no recovery was interrupted.
+    """
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Rejoined:
     until: int
     """Iteration whose state all ranks have when training resumes."""
     lost: frozenset[int]
-    """Pipeline stages that replay."""
+    """Pipeline stages that have lost state and restore it."""
     prepared: Prepared | None
     """Plan and snapshots of the recovery; None if no stage lost its state."""
     reached: RankReport
@@ -108,17 +110,17 @@ class Rejoined:
     is_between: bool
     """True if an evaluation or dense save scheduled between ``until`` and the next iteration may not have happened."""
     usable_at: float
-    """Time at which process groups were usable again, in seconds since the epoch."""
+    """Time at which the new process groups were usable, in seconds since the epoch."""
     prepared_at: float
     """Time at which everything was prepared on this rank, in seconds since the epoch."""
 
     def resume(self) -> None:
-        """Replay lost iterations, restore the agreed boundary state, and do the evaluation and save scheduled there.
+        """Replay lost iterations, restore the agreed boundary state, and do the scheduled evaluation and save.
 
         Every rank calls it inside the training loop, before its first iteration.
 
         Raises:
-            RecoveryError: recovered or kept state differs from the expected state. On every rank alike.
+            RecoveryError: recovered or kept state differs from the expected state. Every rank raises it.
         """
         session, binding = self.session, self.session.binding
         replay_at, recovery = time.time(), None
@@ -143,9 +145,9 @@ class Rejoined:
             if session.recoverer.may_differ:
                 outcomes = {}
             recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
-        refuse_if_interrupted()  # digests do not cover all reductions of a replay, and an aborted one may seem complete
+        refuse_if_interrupted()  # digests do not cover all reductions of a replay; an aborted one may seem complete
         if is_restored:
-            # The snapshot may follow the scheduled evaluation or save, which is then repeated from the state before it.
+            # The snapshot may come after a scheduled evaluation or save, which is repeated with the earlier state.
             common = dict(self.reached.common if self.is_between else {})
             if session.recoverer.may_differ:
                 common = {name: common[name] for name in ("progress",) if name in common}
@@ -216,11 +218,11 @@ def rejoin(
         session: session of a survivor that had begun training; None on a replacement.
         before: agreement of a recovery that a further failure interrupted; None without one.
         joined: function that gets the session of this generation, as soon as it exists, and the resume iteration. A
-            further failure may come at any moment afterwards; the interrupted rank has to disconnect that session.
+            further failure may come at any moment afterwards; the interrupted rank then has to disconnect this session.
 
     Raises:
-        NothingToResume: the job restarts, from disk or from its beginning. On every rank alike.
-        Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. On every rank alike.
+        NothingToResume: the job restarts, from disk or from its beginning. Every rank raises it.
+        Unrecoverable: the lost state is unrecoverable, and this rank's session is unusable. Every rank raises it.
         RecoveryError: objects of this rank cannot use the new process groups.
     """
     usable_at = time.time()
@@ -274,7 +276,7 @@ def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport],
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
     mark = session.commit.mark
-    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # it has no update
+    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # left out: it has no update
         session.commit.mark = Mark(point.iteration, {**mark.boundary, **reached.common}, {})
         return
     session.commit.follow(point.iteration, outcome, reached.common)

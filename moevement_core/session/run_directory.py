@@ -1,4 +1,4 @@
-"""The run directory of a training loop: its last rank writes metrics, events and the summary."""
+"""Run directory of a training loop. The last rank of the job writes metrics, events and the summary there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
         Lock of the folder on the last rank; None on all other ranks.
 
     Raises:
-        FolderInUse: another job uses the folder, or it cannot be written. On every rank.
+        FolderInUse: another job uses the folder, or the last rank cannot write to it. Every rank raises it.
     """
     lock, complaint, last = None, "", dist.get_world_size() - 1
     if dist.get_rank() == last:
@@ -65,7 +65,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
         Record on the last rank; None on all other ranks.
 
     Raises:
-        RunRecordError: the folder cannot be written, or its files are damaged. On every rank.
+        RunRecordError: the folder cannot be written, or its files are damaged. Every rank raises it.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = all_gather_objects(
@@ -81,7 +81,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
     if refused := broadcast_object(refused, str, last):
         raise RunRecordError(refused)
     if record is not None:
-        if MEMBER_ENV not in os.environ:  # otherwise the launcher writes them, because it also knows the spares
+        if MEMBER_ENV not in os.environ:  # otherwise the launcher writes this file, because it also knows the spares
             record.write_ranks(ranks)
         record.event(Started(iteration, world_size))
     dist.barrier()
@@ -98,24 +98,24 @@ def continue_record(folder: Path, name: str, config: Mapping[str, Any], iteratio
         iteration: iteration that the job resumes from.
 
     Returns:
-        Record; None, with the reason logged, if another job uses the folder or it cannot be written.
+        Record; None if another job uses the folder or the folder cannot be written. The log has the reason.
     """
     try:
         lock = acquire(folder, name, "--run-dir", may_wait=False, report=log.info)
     except (FolderInUse, OSError) as error:
-        log.warning(f"nothing more is recorded: {error}")
+        log.warning(f"metrics and events are no longer recorded: {error}")
         return None
     record = RunRecord(folder, lock)
     try:
         record.begin(dict(config), first_iteration=iteration + 1)
     except RunRecordError as error:
-        log.warning(f"nothing more is recorded: {error}")
+        log.warning(f"metrics and events are no longer recorded: {error}")
         return None
     return record
 
 
 def state_digest(parts: Parts) -> dict[str, Any]:
-    """Return digests of the job's state: of all of it, of each part, and of each part and rank. Every rank calls it."""
+    """Return digests of the job's whole state, of each part, and of each part on each rank. Every rank calls it."""
     boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
     local = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
     ranks = all_gather_objects(local, dict[str, str])
@@ -124,7 +124,7 @@ def state_digest(parts: Parts) -> dict[str, Any]:
 
 
 class Lines:
-    """Writer of a metrics line for each committed iteration, including iterations whose last rank has failed.
+    """Writer of a metrics line for each committed iteration, even if the last rank failed before it wrote the line.
 
     Args:
         binding: binding with the record and the losses of the iterations.

@@ -1,8 +1,8 @@
-"""Fault tolerance of one rank: its calls in every iteration, and after a failure.
+"""Fault tolerance of one rank: the calls that a trainer makes in every iteration and after a failure.
 
 The session makes the boundary record and begins ``SS_t`` before iteration t+1. It waits for the copy before the
-optimizer step of that iteration. Order and window may change at the beginning of a window (``saving/windows.py``).
-Collectives that it adds to training:
+optimizer step of that iteration. The order of operators and the window may change at the beginning of a window
+(``saving/windows.py``). The session adds these collectives to training:
 
 - a reduction in each iteration that no rank waits for (``GroupAgreement``)
 - a barrier before each update, if no reduction of the step spans the job
@@ -44,14 +44,16 @@ from moevement_core.util.numa import bind_to_device
 
 
 class Session:
-    """Session of one rank. Collective: all ranks make one at the same point and call each method in the same order.
+    """Session of one rank.
+
+    Collective: all ranks create an instance at the same point, and call each method in the same order.
 
     Args:
         binding: binding of the trainer.
         config: flags of the job.
         names: names of the job.
         prepared: recovery that has to be executed before training starts, for example from a window on disk.
-        joining: knowledge of a replacement about the running job; None where the job starts.
+        joining: information about the running job, on a replacement; None if the job starts.
         is_resized: True if the job continues with another number of ranks.
     """
 
@@ -76,7 +78,7 @@ class Session:
         if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes, saving.reports.report)
             saving.share_memory_with(binding.boundary_log)
-        injection.begin(config.drill.faults, lambda: binding.iteration)  # faults may come from the next line on
+        injection.begin(config.drill.faults, lambda: binding.iteration)  # injected faults may occur from here on
         self.commit = binding.commit_point(self._vote)
         self.commit.updating = saving.checkpointer.mark_gradients
         self.commit.updated = self._log_gradients
@@ -93,7 +95,7 @@ class Session:
         injection.start_clock(drill.mtbf_s, drill.seed, drill.trace, drill.speedup, list(self.saving.topology.nodes))
 
     def _vote(self) -> None:
-        """Wait until every rank has reached the commit point. Return at once if a reduction of the step proves it."""
+        """Wait until every rank has reached the commit point. Return at once if a reduction of the step proves that."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
@@ -175,7 +177,7 @@ class Session:
         """
         self.totals.stall_s += self.saving.checkpointer.wait()
         if self.binding.boundary_log is not None:
-            self.binding.boundary_log.end()  # here, so that a rank interrupted after its step has a complete log
+            self.binding.boundary_log.end()  # so that a rank that is interrupted after its step has a complete log
         iteration = self.binding.iteration + 1
         result = self.commit.step(iteration)
         self.records.committed(iteration)
@@ -249,7 +251,10 @@ class Session:
         self._start_clock()
 
     def resumed(self, committed: int) -> None:
-        """Drop counts of re-executed iterations. Called on every rank before the first iteration after a failure."""
+        """Continue from ``committed``: reset the last record, and drop token counts of interrupted iterations.
+
+        Every rank calls it before the first iteration after a failure.
+        """
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)

@@ -1,5 +1,4 @@
-"""Simulator of what failures cost a training: iteration time, failures, strategies, effective training time ratio
-(ETTR).
+"""Simulator of a training with failures: iteration time, failures, strategies, effective training time ratio (ETTR).
 
 Windows, rollback and budgets come from ``moevement_core.policy``, as in a live run.
 """

@@ -1,8 +1,9 @@
-"""Advice for a job on its cluster, with reasons: each exact strategy at its best, under the same failures.
+"""Advice on the strategy for a job on its cluster: it compares the best settings of all exact strategies.
 
-A candidate is a strategy with its window or interval chosen. The formula orders the candidates, and the best of each
-strategy are simulated with the failures, spares and seconds of the table beside the advice. The simulation decides. So
-no row of the table is better than the advice if it loses no update and fits into host memory.
+Exact strategies lose no update. A candidate is an exact strategy with a chosen window or interval. The formula orders
+the candidates of each strategy, and the best few are simulated with the failures, spares and seconds of the results
+table that the command prints. The simulation decides. So the advice is at least as good as each row of that table that
+loses no update and fits into host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WINDOWS_TRIED = 4
 SIMULATED = 3
 """Number of candidates of each strategy to simulate, the best by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
-"""Intervals to try, relative to the one that a strategy would choose itself."""
+"""Intervals to try, relative to the interval that the strategy itself would choose."""
 MONTH_S = 30 * 86400.0
 LOSSY = ("moc", "moetion")
 """Names of strategies that lose updates of experts."""
@@ -77,15 +78,16 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """True if a node has enough host memory, as far as that is known."""
+        """True if a node has enough host memory for the strategy, or if the node's memory is not known."""
         return fits(self.strategy)
 
     @property
     def lost_a_month(self) -> float:
         """Number of failures in 30 days after which no copy in memory is left, if nodes fail independently.
 
-        A rank loses all copies if the nodes that keep them fail together with its own, or before its state is complete
-        again. That takes as long as the simulated recoveries did, including the wait for spares.
+        All copies of a rank's state are lost if the nodes that keep them fail together with the rank's node, or before
+        the copies are complete again. They are complete one interval after a recovery. A recovery takes the mean time
+        of the simulated ones, including waits for spares.
         """
         if not self.strategy.in_memory:
             return 0.0
@@ -130,9 +132,9 @@ class Advice:
 
     mtbf_s: float
     choices: tuple[Choice, ...]
-    """Best choice of each exact strategy, the best first; choices that fit into host memory precede others."""
+    """Best choice of each exact strategy, the best first; choices that do not fit into host memory come last."""
     by_copies: tuple[Choice, ...]
-    """Best choice in memory for each number of copies, the proposed number included."""
+    """Best choice that keeps state in memory, for each number of copies in rising order."""
 
     @property
     def best(self) -> Choice:
@@ -141,13 +143,14 @@ class Advice:
 
     @property
     def next_best(self) -> Choice | None:
-        """Best choice of the other strategies; None if no other was tried."""
+        """Best choice among the other strategies; None if no other strategy was tried."""
         return self.choices[1] if len(self.choices) > 1 else None
 
     @property
     def gain(self) -> tuple[float, float]:
-        """Gain in ETTR over the next best, and half of its 95% confidence interval, from pairs with
-        the same failures.
+        """Gain in ETTR over the next best choice, and half of the gain's 95% confidence interval.
+
+        Both come from pairs of trainings with the same failures.
         """
         if self.next_best is None:
             return 0.0, math.nan
@@ -157,9 +160,10 @@ class Advice:
 
     @property
     def decides(self) -> tuple[str, float, float] | None:
-        """Part of the wall time in which the best choice saves most over the next best, with the shares of both.
+        """Part of wall time in which the best choice saves most over the next best one.
 
-        None if no other strategy was tried.
+        The tuple has the name of the part, and the shares of wall time that the best and the next best choice lose in
+        it. None if no other strategy was tried.
         """
         if self.next_best is None:
             return None
@@ -169,7 +173,7 @@ class Advice:
 
 
 def fits(strategy: Strategy) -> bool:
-    """Return True if a node has enough host memory for a strategy, as far as that is known."""
+    """Return True if a node has enough host memory for a strategy, or if the node's memory is not known."""
     memory = strategy.costs.plan.inputs.cluster.host_memory_bytes
     return memory is None or node_bytes(strategy) <= memory
 
@@ -181,7 +185,7 @@ def node_bytes(strategy: Strategy) -> float:
 
 
 class Variants:
-    """Costs of a job with other windows, copies or ways to recover; each variant is planned once.
+    """Costs of variants of a job: other windows, copies or methods of recovery. Each variant is planned once.
 
     Args:
         costs: costs of the job as it is.
@@ -198,8 +202,8 @@ class Variants:
 
         Args:
             kind: kind of the windows.
-            window: W, iterations; left out, the smallest that fits.
-            copies: number of copies on other nodes; left out, that of the job.
+            window: W in iterations; None for the smallest that fits.
+            copies: number of copies on other nodes; None for the number in the job's plan.
             is_redone: True for windows of a recovery by redo.
         """
         copies = self.costs.plan.inputs.replicas if copies is None else copies
@@ -218,14 +222,14 @@ def advise(
     variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
     fixed: Fixed | None = None,
 ) -> Advice:  # fmt: skip
-    """Tune every exact strategy, and compare them under the same failures.
+    """Tune every exact strategy, and compare all of them under the same failures.
 
     Args:
-        variants: variants of the job; the job's plan has the number of copies.
+        variants: variants of the job. The advice proposes the number of copies in the job's plan.
         draws: failures of each training.
         until_s: wall seconds of a training.
         spares: spare nodes of a training.
-        rows: results that are already known: the rows of the table at this rate.
+        rows: results that are already known: rows of the results table at this failure rate.
         fixed: settings that the user has decided.
     """
     costs = variants.costs
@@ -254,7 +258,7 @@ def choices_of(
         spares: spare nodes of a training.
         rows: results that are already known.
         fixed: settings that the user has decided.
-        copies: number of copies on other nodes; left out, that of the job.
+        copies: number of copies on other nodes; None for the number in the job's plan.
     """
     fixed = fixed or Fixed()
     copies = variants.costs.plan.inputs.replicas if copies is None else copies
@@ -277,7 +281,7 @@ def _by_family(candidates: Iterable[Strategy]) -> dict[str, list[Strategy]]:
 
 
 def _rank(choice: Choice) -> tuple[bool, float, float]:
-    """Return the sort key of a choice: fit into host memory, simulated ratio, and the formula between equals."""
+    """Return the sort key of a choice: True if it fits into host memory, simulated ETTR, and ETTR by the formula."""
     return choice.fits, choice.ettr, choice.cell.formula
 
 
@@ -320,7 +324,7 @@ def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) ->
 def _windows(
     smallest: Costs | None, variants: Variants, kind: WindowKind, fixed: int | None, copies: int
 ) -> Iterator[Costs]:
-    """Yield the job with each window to try: the fixed one, or some from the smallest that fits upward."""
+    """Yield the costs with each window to try: the fixed window, or some windows from the smallest that fits upward."""
     if smallest is None:
         return
     first = smallest.plan.size

@@ -35,12 +35,13 @@ def changes(trace: Path) -> list[Change]:
 
 
 def segment(trace: Sequence[Change], begin_s: float, end_s: float, most: int) -> tuple[list[str], list[Change]]:
-    """Return a part of a trace on a cluster of ``most`` nodes: nodes at its beginning, and changes until its end.
+    """Return a segment of a trace on a cluster of ``most`` nodes: the nodes at the beginning, and the later changes.
 
-    Nodes beyond ``most`` wait. When a node leaves, the one that has waited longest takes its place.
+    If the trace has more than ``most`` nodes, the others wait. When a node leaves, the node that has waited longest
+    takes its place.
 
     Args:
-        trace: changes from the beginning of the trace, where the cluster has no nodes.
+        trace: all changes of the trace; before the first change there are no nodes.
         begin_s: beginning of the segment, seconds.
         end_s: end of the segment, seconds.
         most: number of nodes of the cluster.

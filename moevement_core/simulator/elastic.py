@@ -1,9 +1,12 @@
-"""Simulation of a training whose nodes come and go: elastic experts, equal experts that are regrouped, and restarts.
+"""Simulation of a training whose nodes come and go: with elastic experts, with regrouped experts, or with restarts.
 
-It compares three systems, as section 6 of Lazarus does: Lazarus itself (``lazarus``), DeepSpeed's expert parallelism,
-which restarts from the newest checkpoint whenever a node leaves (``restart``), and the same with Lazarus's way to
-regroup (``regroup``, DS(FT) in the paper). Allocation, placement, migration and survival come from
-:mod:`moevement_core.elastic`, with recorded loads.
+The simulation compares three systems, as section 6 of Lazarus does:
+
+- ``lazarus``: Lazarus itself, with elastic experts.
+- ``restart``: DeepSpeed's expert parallelism, which restarts from a checkpoint whenever nodes leave or join.
+- ``regroup``: DeepSpeed's expert parallelism with the regrouping of Lazarus (DS(FT) in the paper).
+
+Allocation, placement, migration and survival of experts come from :mod:`moevement_core.elastic`, with recorded loads.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class System(StrEnum):
-    """Systems that train on nodes which come and go."""
+    """Training systems to simulate on nodes that come and go."""
 
     LAZARUS = "lazarus"
     REGROUP = "regroup"
@@ -43,14 +46,14 @@ class ElasticJob:
         iteration_s: seconds of an iteration on ``nodes`` nodes with equal loads; fewer nodes take proportionally
             longer.
         nodes: number of nodes of the whole cluster.
-        expert_share: share of an iteration that experts take, in which all nodes wait for the one with the most tokens.
+        expert_share: share of an iteration that experts take. In this share all nodes wait for the most loaded node.
         expert_bytes: bytes of state of an expert of one layer.
         bytes_per_s: bytes per second of a node's network.
         regroup_s: seconds until new process groups are ready.
         restart_s: seconds until a restarted job trains again.
         checkpoint_every: iterations between two checkpoints in storage.
         checkpoint_s: seconds by which a checkpoint delays training.
-        wait_s: seconds for which new nodes are gathered before the job takes them in.
+        wait_s: seconds that the job waits for further new nodes before it adds them.
         rebalance_every: iterations between two rebalances.
     """
 
@@ -70,21 +73,21 @@ class ElasticJob:
     rebalance_every: int = 200
 
     def usable(self, nodes: int, system: System) -> int:
-        """Return how many of ``nodes`` nodes the job can use.
+        """Return the number of nodes that the job can use out of ``nodes``.
 
-        Expert parallelism uses multiples of the nodes that together hold every expert once.
+        With expert parallelism the number is a multiple of :attr:`group`.
         """
         if system is System.LAZARUS:
             return nodes if nodes * self.slots >= self.experts else 0
         return nodes // self.group * self.group
 
     def slots_used(self, system: System) -> int:
-        """Return the slots of a node that the job uses; expert parallelism has equally many experts on each."""
+        """Return the number of slots that the job uses on a node; expert parallelism uses one for each local expert."""
         return self.slots if system is System.LAZARUS else self.experts // self.group
 
     @property
     def group(self) -> int:
-        """Nodes that together hold every expert once, equally many on each: the smallest number that allows it."""
+        """Smallest number of nodes that can hold every expert once, with equally many experts on each node."""
         least = math.ceil(self.experts / self.slots)
         return next(size for size in range(least, self.experts + 1) if self.experts % size == 0)
 
@@ -97,9 +100,12 @@ class Trained:
     """Number of committed iterations."""
     changes: int = 0
     fallbacks: int = 0
-    """Changes that led back to a checkpoint: an expert had no replica left, or the system always restarts."""
+    """Number of losses of nodes after which the job went back to a checkpoint.
+
+    An expert had no replica left, or the system always restarts.
+    """
     moved: int = 0
-    """Experts that nodes fetched from other nodes, over all layers."""
+    """Number of experts that nodes fetched from other nodes, in all layers."""
     lost_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("regroup", "migrate", "restart", "checkpoint"), 0.0)
     )
@@ -113,7 +119,7 @@ class ElasticTraining:
         system: system that trains it.
         loads: tokens routed to each expert in an iteration, ``[records, layers, E]``; the last record stays in force.
         every: iterations between two records.
-        first: nodes at the beginning.
+        first: names of the nodes at the beginning.
     """
 
     def __init__(self, job: ElasticJob, system: System, loads: Tokens, every: int, first: Sequence[str]) -> None:
@@ -167,7 +173,7 @@ class ElasticTraining:
         is_kept = all(self._layers) and not any(self._lost(layer, left) for layer in self._layers)
         if self.system is not System.RESTART and is_kept:
             return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle())
-        if left:  # without a loss the job saves a checkpoint before it takes nodes in
+        if left:  # if no node was lost, the job saves a checkpoint before it adds nodes
             self.done.fallbacks += 1
             self.done.iterations -= self._since_checkpoint
         self._since_checkpoint = 0.0
@@ -181,7 +187,7 @@ class ElasticTraining:
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _settle(self) -> float:
-        """Allocate, place and migrate experts on the present nodes, and return the seconds of the busiest sender."""
+        """Allocate, place and migrate experts on the present nodes, and return the seconds that the migration takes."""
         job = self.job
         stay = [node for node in self._members if node in self.there]
         every = stay + sorted(self.there - set(stay))

@@ -13,9 +13,9 @@ from moevement_core.simulator.training import Outcome, Spares, train
 from moevement_core.simulator.workers import shared
 
 CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Half of the 95% confidence interval of a mean in standard errors, by Student, for 2 to 11 values."""
+"""Half widths of the 95% confidence interval of a mean, in standard errors, by Student's t, for 2 to 11 values."""
 OF_MANY = 1.96
-"""Half of the 95% confidence interval of a mean in standard errors, for more values."""
+"""Half width of the 95% confidence interval of a mean, in standard errors, for 12 or more values."""
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def interval(self) -> float:
-        """Half of the 95% confidence interval of the mean ratio."""
+        """Half of the 95% confidence interval of the mean ETTR."""
         return half_interval([outcome.ettr for outcome in self.outcomes])
 
     @property
@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def loses(self) -> float:
-        """Updates that no checkpoint had, in iterations, a mean over the trainings."""
+        """Lost updates that no checkpoint had, in iterations; mean over the trainings."""
         return statistics.fmean(outcome.tokens_lost for outcome in self.outcomes)
 
     @property
@@ -93,7 +93,7 @@ def run(
             for thousands of trainings.
 
     Returns:
-        Results by failure rate, and by strategy for each rate.
+        Results in the order of ``draws``, and for each rate in the order of ``strategies``.
 
     Raises:
         ProcessGroupError: a worker process has ended.
@@ -113,7 +113,7 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
 
 
 def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
-    """Return the results of one strategy, trained once with the failures of each training in ``draws``."""
+    """Simulate one training with each list of failures in ``draws``, and return the results of the strategy."""
     job = strategy.costs.plan.inputs.job
     # A strategy may change during a training, so each training has a fresh one.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)

@@ -1,4 +1,4 @@
-"""Assumed failure rate of a job with a given number of GPUs, if its operator has not counted failures."""
+"""Assumed failure rate of a job with a given number of GPUs, for users who have not counted failures."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SOURCE = (
 
 
 def mean_time_between_failures_s(gpus: int) -> float:
-    """Return the mean seconds between failures of a job at that rate, if all GPUs fail equally often."""
+    """Return the mean seconds between failures of a job at Llama 3's rate, if all GPUs fail equally often."""
     return GPU_HOURS_BETWEEN_FAILURES / gpus * 3600

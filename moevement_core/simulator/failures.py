@@ -14,14 +14,14 @@ from moevement_core.restart.faults import removals
 from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE, Range
 
 MOST_FAILURES = 1_000_000
-"""Most failures in all trainings at one failure rate; simulating these takes some minutes."""
+"""Largest number of failures in all trainings at one failure rate together; simulating so many takes minutes."""
 SHAPES = Range(0.1, 100.0)
-"""Shapes that a Weibull distribution may have; below, nearly all failures of a training fall into one instant."""
+"""Range of Weibull shapes. With smaller shapes, nearly all failures of a training fall into one instant."""
 
 
 @dataclass(frozen=True, order=True)
 class Failure:
-    """Nodes that fail together."""
+    """Failure of one or more nodes at one moment."""
 
     at_s: float
     nodes: tuple[int, ...]
@@ -39,22 +39,22 @@ class FailureModel:
     """Mean seconds between failures of the job, not of a node."""
     nodes: int
     shape: float = 1.0
-    """Shape of the Weibull distribution of times: 1 is a Poisson process; failures come in bursts below 1."""
+    """Shape of the Weibull distribution of times between failures. 1: Poisson process; less than 1: bursts."""
     together: float = 0.0
-    """Probability that a failure takes the next node along, which may take the one after it, and so on."""
+    """Probability that a failing node takes the next node along. That node may take the following node, and so on."""
 
     def __post_init__(self) -> None:
         POSITIVE.check("mtbf", self.mtbf_s)
         AT_LEAST_ONE.check("nodes", self.nodes)
         SHAPES.check("Weibull shape", self.shape)
         if not 0 <= self.together < 1:
-            raise ConfigError(f"{self.together} as the probability of failing together; needs 0 or more, less than 1")
+            raise ConfigError(f"probability {self.together} of failing together; needs at least 0 and less than 1")
 
     def draw(self, until_s: float, seed: int) -> list[Failure]:
         """Return the failures before ``until_s``, seconds, in order of time.
 
         Raises:
-            ConfigError: there would be too many failures.
+            ConfigError: more than :data:`MOST_FAILURES` failures are expected.
         """
         check_count(self.mtbf_s, until_s)
         generator = np.random.default_rng(seed)
@@ -71,15 +71,16 @@ class FailureModel:
 
 
 def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
-    """Raise if so many trainings have more failures than can be simulated.
+    """Raise if ``trainings`` trainings have more failures than can be simulated.
 
     Raises:
-        ConfigError: more than :data:`MOST_FAILURES` are expected.
+        ConfigError: more than :data:`MOST_FAILURES` failures are expected in all trainings.
     """
     if trainings * (1 + until_s / mtbf_s) > MOST_FAILURES:
         raise ConfigError(
             f"mtbf {mtbf_s:g}: {3600 / mtbf_s:.3g} failures an hour, in {trainings} trainings of {until_s / 3600:g} "
-            f"hours; at most {MOST_FAILURES:,} are simulated: give a longer mtbf, fewer hours or fewer trainings"
+            f"hours; at most {MOST_FAILURES:,} failures can be simulated: give a longer mtbf, fewer hours or fewer "
+            "trainings"
         )
 
 

@@ -14,7 +14,7 @@ from moevement_core.planning.profile import Profile, SizeProfile
 from moevement_core.simulator.pipeline import Pipeline
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Ratio of backward to forward work: two matrix products for each one of the forward pass."""
+"""Ratio of backward to forward work: the backward pass has two matrix products for each one of the forward pass."""
 ELEMENT_BYTES = 2
 """Bytes of an element of activations and of gathered parameters."""
 GRADIENT_BYTES = 4
@@ -26,7 +26,7 @@ class IterationTime:
     """Seconds of an iteration by part, ``max(T_pipeline) + T_sync + T_update``."""
 
     pipelines: tuple[Pipeline, ...]
-    """Pipelines of data-parallel replicas that differ; a single one if all replicas are alike."""
+    """Pipelines of the data-parallel replicas; replicas with equal times share one entry."""
     sync_s: float = 0.0
     """Seconds of gradient reduction and parameter gathering that do not overlap with computation."""
     update_s: float = 0.0
@@ -50,17 +50,17 @@ class IterationTime:
         return self.pipelines[0].stages
 
     def segment_s(self, segment: Iterable[int]) -> float:
-        """Return the seconds in which neighbouring stages replay an iteration from logs, while other stages wait.
+        """Return the seconds that neighbouring stages need to replay an iteration from logs, while other stages wait.
 
-        A single stage has no bubble, and several stages have the bubble of a pipeline of their number. Ranks that share
-        processors get more of them while others wait.
+        A single stage has no pipeline bubble. Several stages have the bubble of a pipeline with that many stages. If
+        ranks share processors, waiting ranks leave them to the replaying ranks.
         """
         stages = sorted(segment)
         seconds = max(pipeline.part(stages).simulate() for pipeline in self.pipelines) + self.sync_s + self.update_s
         return seconds * self._crowd(len(stages)) / self._crowd(self.stages)
 
     def _crowd(self, stages: int) -> float:
-        """Return the factor by which ranks on so many stages slow each other down on shared processors."""
+        """Return the factor by which the ranks of ``stages`` stages slow each other down on shared processors."""
         return max(1.0, stages * self.ranks_of_stage / self.cores) if self.cores else 1.0
 
     def scaled(self, factor: float) -> IterationTime:
@@ -82,7 +82,7 @@ class IterationTime:
 
 
 def from_total(iteration_s: float, job: JobShape) -> IterationTime:
-    """Return the time of equal stages from the seconds of an iteration; a third of the work is forward."""
+    """Return the iteration time of equal stages, from the seconds of an iteration; a third of the work is forward."""
     stages, count = job.pipeline_parallel, job.micro_batches
     each = iteration_s / (count + (stages - 1) / job.chunks)
     return IterationTime((_even(stages, count, job.chunks, each),))
@@ -94,20 +94,21 @@ def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline
 
 
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
-    """Return the measured time, adapted to the number of micro-batches and data-parallel ranks.
+    """Return the iteration time of a job from a profile, adapted to the job's micro-batches and data-parallel ranks.
 
-    The measured collectives predict synchronisation among another number of ranks (appendix C). For the job that was
-    measured itself, the parts are scaled so that they add up to the measured iteration.
+    For another number of ranks, the measured collectives predict synchronisation (appendix C). If ranks and
+    micro-batches are those of the profile, the parts are scaled so that they add up to the measured iteration.
 
     Raises:
-        ConfigError: the profile has another pipeline, or other sizes of micro-batches, than the job.
+        ConfigError: the profile was measured with another pipeline, or without the job's size of micro-batches.
     """
     by_tokens = {size.tokens: size for size in profile.sizes}
     if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in by_tokens:
         sizes = ", ".join(map(str, sorted(by_tokens)))
         raise ConfigError(
             f"the profile was measured with {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of "
-            f"{sizes} tokens; the job has {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure its own"
+            f"{sizes} tokens; the job has {job.pipeline_parallel} stages, {job.chunks} chunks and micro-batches of "
+            f"{job.tokens} tokens; measure a profile of this job"
         )
     size = by_tokens[job.tokens]
     forward, backward = (tuple(getattr(stage, name) for stage in size.stages) for name in ("forward_s", "backward_s"))
@@ -120,20 +121,20 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
 
 
 def _profiled_sync_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
-    """Return the exposed seconds of synchronisation among so many ranks of a stage.
+    """Return the seconds for which training waits for synchronisation among ``ranks`` ranks of a stage.
 
-    The exposed share is the same as in the profile.
+    The share of synchronisation that computation does not hide is that of the profile.
     """
     measured_s, wanted_s = (_synchronised_s(profile, size, each) for each in (profile.ranks_of_stage, ranks))
-    if not measured_s:  # a single rank, which waits for no other, or collectives without measurements
+    if not measured_s:  # a single rank was measured, which waits for no other, or no collective was
         return size.sync_s + wanted_s
     return size.sync_s * wanted_s / measured_s
 
 
 def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
-    """Return the seconds in which so many ranks reduce gradients and gather parameters of the largest stage.
+    """Return the seconds that ``ranks`` ranks need to reduce gradients and gather parameters of the largest stage.
 
-    They are 0.0 for a single rank, or if collectives were not measured.
+    Return 0.0 for a single rank, or if the collectives were not measured.
     """
     reduce, gather = (profile.fit(name, ranks) for name in ("reduce_scatter", "all_gather"))
     if reduce is None or gather is None:
@@ -143,23 +144,23 @@ def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
 
 
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
-    """Return the time estimated from FLOP and bytes.
+    """Return the iteration time of a job, estimated from its FLOP and bytes and from the rates of the cluster.
 
-    It adds up matrix products at the GPU's rate, all-to-all, sends, and synchronisation over links. Attention scores
-    count; embedding and norms do not. All-to-all stays on NVLink if the expert-parallel ranks of a stage share a node.
-    The network carries gradients once in FP32 and parameters once in 16 bit, ``(n - 1) / n`` of their bytes each. The
-    share ``cluster.overlap`` of that hides behind the backward pass.
+    The estimate adds up matrix products at the GPU's rate, all-to-all, sends, and synchronisation. Attention scores
+    count; embedding and norms do not. All-to-all uses NVLink if the expert-parallel ranks of a stage share a node, and
+    the network otherwise. Synchronisation among n ranks moves ``(n - 1) / n`` of the bytes of gradients in FP32 and of
+    parameters in 16 bit. Computation hides the share ``cluster.overlap`` of it.
 
     Raises:
-        ConfigError: the cluster has no rates of its GPUs, or the job has no number of tokens.
+        ConfigError: the cluster has no rates for its GPUs, or the job has no number of tokens.
     """
     if cluster.flops is None or cluster.link_bytes_per_s is None:
         raise ConfigError(
-            "neither seconds of an iteration nor what a GPU computes; give --iteration-time, a profile, or tflops and "
-            "nvlink of the cluster"
+            "the seconds of an iteration are not known; give --iteration-time, a profile, or tflops and nvlink of the "
+            "cluster"
         )
     if not job.tokens:
-        raise ConfigError(f"job {job.name} does not say how many tokens a micro-batch has; give the iteration time")
+        raise ConfigError(f"job {job.name} has no number of tokens in a micro-batch; give the iteration time")
     forward = tuple(_forward_s(job, stage, cluster) for stage in job.stages)
     pipeline = Pipeline(
         forward,
@@ -216,9 +217,9 @@ def _update_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
 
 
 def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipeline]:
-    """Return the different pipelines of all data-parallel replicas.
+    """Return the pipelines of all data-parallel replicas, without duplicates.
 
-    A stage of a replica is as slow as the slowest node that it is on.
+    A stage of a replica is as slow as the slowest of the nodes that hold its ranks.
     """
     if not cluster.speeds:
         return [pipeline]
@@ -239,7 +240,7 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
 
 
 def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
-    """Return the pipeline with each stage at a fraction of its speed."""
+    """Return the pipeline with each stage slowed to a fraction of its speed."""
     return replace(
         pipeline,
         forward_s=tuple(seconds / speed for seconds, speed in zip(pipeline.forward_s, speeds, strict=True)),

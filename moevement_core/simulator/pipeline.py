@@ -13,10 +13,11 @@ Op = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Data-parallel pipeline under 1F1B, or under Megatron's interleaved schedule if stages have several chunks.
+    """Pipeline of one data-parallel replica, with the 1F1B schedule, or Megatron's interleaved one for several chunks.
 
     Raises:
-        ConfigError: times do not match, or the interleaved schedule does not allow the number of micro-batches.
+        ConfigError: forward and backward times differ in number, or the interleaved schedule does not allow the number
+            of micro-batches.
     """
 
     forward_s: tuple[float, ...]
@@ -24,7 +25,7 @@ class Pipeline:
     backward_s: tuple[float, ...]
     micro_batches: int
     chunks: int = 1
-    """Virtual stages on each stage, v."""
+    """Number of virtual stages of each stage, v."""
     send_s: float = 0.0
     """Seconds to send one tensor to the next stage."""
 
@@ -32,11 +33,12 @@ class Pipeline:
         if len(self.forward_s) != len(self.backward_s) or not self.forward_s or self.micro_batches < 1:
             raise ConfigError(
                 f"{len(self.forward_s)} forward and {len(self.backward_s)} backward times, {self.micro_batches} "
-                "micro-batches; needs a pair for each stage and 1 or more"
+                "micro-batches; needs one pair of times for each stage, and 1 or more micro-batches"
             )
         if self.chunks > 1 and self.micro_batches % self.stages:
             raise ConfigError(
-                f"{self.micro_batches} micro-batches on {self.stages} interleaved stages; needs a multiple of them"
+                f"{self.micro_batches} micro-batches on {self.stages} interleaved stages; the number of micro-batches "
+                "has to be a multiple of the number of stages"
             )
 
     @property
@@ -47,7 +49,7 @@ class Pipeline:
     def closed_form(self) -> float:
         """Return the seconds by ``(M + (S - 1) / v) max(t)`` of MoEvement, appendix C.
 
-        With v chunks the bubble is v times smaller. The formula is exact for equal stages and sends that take no time.
+        With v chunks the bubble is v times smaller. The formula is exact if stages are equal and sends take no time.
         """
         slowest = max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
         return (self.micro_batches + (self.stages - 1) / self.chunks) * slowest
@@ -59,7 +61,7 @@ class Pipeline:
     def part(self, stages: Sequence[int]) -> Pipeline:
         """Return the pipeline of some neighbouring stages alone.
 
-        Their inputs are always ready, and each stage executes its chunks one after another.
+        Inputs from outside these stages are always ready. Each stage executes its chunks one after another.
         """
         return replace(
             self,
@@ -89,7 +91,7 @@ class Pipeline:
                     ended[stage, op] = free[stage]
                     at[stage] += 1
                     left -= 1
-            assert left < before, "the schedule waits for itself"
+            assert left < before, "no pass of the schedule can begin"
         return max(free)
 
     def _ready(self, stage: int, op: Op, ended: dict[tuple[int, Op], float]) -> float | None:
@@ -113,7 +115,10 @@ class Pipeline:
         return (0, (False, micro_batch, chunk + 1)) if chunk < top else (last, (True, micro_batch, top))
 
     def _order(self, stage: int) -> Iterator[Op]:
-        """Yield the passes of a stage: forward ones to fill the pipeline, then one of each in turn, then the rest."""
+        """Yield the passes of a stage in the order of the schedule.
+
+        Forward passes fill the pipeline. Then forward and backward passes take turns, and backward passes empty it.
+        """
         count = self.micro_batches * self.chunks
         ahead = self.stages - stage - 1
         if self.chunks > 1:
@@ -126,9 +131,9 @@ class Pipeline:
                 yield self._op(number - ahead, False)
 
     def _op(self, number: int, forward: bool) -> Op:
-        """Return pass number ``number`` of a stage.
+        """Return forward or backward pass number ``number`` of a stage.
 
-        As many micro-batches as there are stages pass one chunk, and then the next chunk.
+        A group of micro-batches, one for each stage, passes through one chunk and then through the next.
         """
         group, inside = divmod(number, self.stages * self.chunks)
         chunk = inside // self.stages

@@ -32,30 +32,29 @@ from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SH
 MTBFS_S = (7200.0, 3600.0, 1800.0, 1200.0, 600.0)
 """Default mean seconds between failures: those of table 3 of MoEvement."""
 SHOWN = ("checkfreq", "gemini", "moc", "moevement")
-"""Strategies that are simulated by default: the systems of that table."""
+"""Strategies that are simulated by default: the systems of table 3 of MoEvement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """Settings of how state is saved, and of other times that cost training."""
+    """Settings of checkpointing and recovery."""
 
     window_kind: str = "aligned"
     window: int | None = None
-    """W, iterations; left out, the smallest that fits."""
+    """Window W in iterations; None: the smallest that fits."""
     period: int | None = None
-    """Iterations from one window to the next; left out, as many as the cap on overhead asks for."""
+    """Iterations from the start of one window to the next; None: the fewest that the cap on overhead allows."""
     replicas: int = 2
     keeps_own_copies: bool = True
     """True if ranks keep their own snapshots after all peers have them."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
     interference: float = 0.0
-    """Share of the seconds of copies to the host by which these copies lengthen training."""
+    """Seconds that copies to the host add to training, divided by the seconds that these copies take."""
     contention: float | None = None
-    """Share of the seconds in which links could carry nothing but copies to peers by which these copies lengthen
-    training.
+    """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone.
 
-    Left out, it is the profile's, or 0 without a profile.
+    None: the value that the profile measured, or 0 without one.
     """
     weight_gradient_share: float = 1 / 3
     skew: float = 0.0
@@ -64,7 +63,7 @@ class Checkpointing:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Settings of when nodes fail, and of the spares that replace them."""
+    """Settings of failures, and of spare nodes that replace failed ones."""
 
     mtbf_s: tuple[float, ...] = MTBFS_S
     weibull: float = 1.0
@@ -92,7 +91,7 @@ class Scenario:
     job: JobShape
     cluster: Cluster
     iteration_s: float | None = None
-    """Seconds of an iteration; left out, they come from the profile, or from what the cluster computes."""
+    """Seconds of an iteration; None: from the profile, or without one estimated from the rates of the cluster."""
     profile: Profile | None = None
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     failures: Failures = field(default_factory=Failures)
@@ -118,26 +117,28 @@ class Scenario:
         AT_LEAST_ONE.check("seeds", self.run.seeds)
         NOT_NEGATIVE.check("spares", self.failures.spares)
         if not self.failures.mtbf_s or not self.run.strategies:
-            raise ConfigError("no failure rate or no strategy; needs one of each at least")
+            raise ConfigError("no failure rate or no strategy; give at least one of each")
         for name in self.run.strategies:
             if name not in STRATEGIES:
                 raise ConfigError(f"strategy {name!r}; needs one of {', '.join(STRATEGIES)}")
         if self.cluster.storage_bytes_per_s is None:
-            raise ConfigError("no storage bandwidth; give what all nodes together write (storage, --storage-bandwidth)")
+            raise ConfigError(
+                "no storage bandwidth; give the bandwidth of all nodes together (storage, --storage-bandwidth)"
+            )
 
     def _check_checkpointing(self) -> None:
         saved = self.checkpointing
         if saved.window_kind not in tuple(WindowKind):
             raise ConfigError(f"window_kind {saved.window_kind!r}; needs one of {', '.join(WindowKind)}")
         if saved.window is not None and saved.window < 1:
-            raise ConfigError(f"window {saved.window}; needs at least 1, or none for the smallest that fits")
+            raise ConfigError(f"window {saved.window}; needs 1 or more, or leave it out for the smallest that fits")
         AT_LEAST_ONE.check("period", saved.period)
         if saved.replicas < 0:
             raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")
 
     @property
     def time(self) -> IterationTime:
-        """Iteration time from the best source there is: given, measured or estimated."""
+        """Iteration time from the given seconds, else from the profile, else from the rates of the cluster."""
         if self.iteration_s is not None:
             return from_total(self.iteration_s, self.job)
         if self.profile is not None:
@@ -146,7 +147,7 @@ class Scenario:
 
     @property
     def contention(self) -> float:
-        """Contention as given, or else as measured, or else 0."""
+        """Contention that the scenario sets, or else that the profile measured, or else 0."""
         asked = self.checkpointing.contention
         measured = self.profile.contention if self.profile is not None else None
         return next((share for share in (asked, measured) if share is not None), 0.0)
@@ -172,10 +173,10 @@ class Scenario:
         return self.run.hours * 3600
 
     def draws(self) -> list[Draws]:
-        """Return the failures at each rate: of every seed, or as recorded.
+        """Return the failures at each rate: drawn once for every seed, or read from the trace.
 
         Raises:
-            ConfigError: the trace has no failure in that time.
+            ConfigError: the trace has no failure in the simulated time.
         """
         nodes, how = math.ceil(self.job.ranks / self.cluster.gpus_per_node), self.failures
         if how.trace is not None:
@@ -184,8 +185,8 @@ class Scenario:
             ]
             if not failures:
                 raise ConfigError(
-                    f"trace {how.trace}: no failure in {self.run.hours:g} hours at speedup {how.speedup:g}; needs one "
-                    "at least"
+                    f"trace {how.trace}: no failure in {self.run.hours:g} hours at speedup {how.speedup:g}; needs at "
+                    "least one failure: give more hours or a larger speedup"
                 )
             return [Draws(mean_time_between(failures, self.until_s), (failures,))]
         seeds = range(self.run.first_seed, self.run.first_seed + self.run.seeds)
@@ -232,7 +233,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{path}: needs fields and values")
+        raise ConfigError(f"{path}: holds no fields; needs fields and values")
     return content
 
 
@@ -284,7 +285,7 @@ _CLUSTER_UNITS = {
 
 
 def _cluster(fields: object, measured: Profile | None) -> Cluster:
-    """Return the cluster: a preset, a preset with other values, all values of a file, or that of a profile."""
+    """Return the cluster: a preset, a preset with changed values, the values of a file, or the cluster of a profile."""
     if isinstance(fields, str):
         fields = {"preset": fields}
     if fields is None:
@@ -312,7 +313,7 @@ def _cluster(fields: object, measured: Profile | None) -> Cluster:
     if base is None:
         missing = [key for key in ("gpus_per_node", "d2h", "network") if key not in fields]
         if missing:
-            raise ConfigError(f"cluster without {', '.join(missing)}; needs them, a preset or a profile")
+            raise ConfigError(f"cluster without {', '.join(missing)}; give these fields, a preset or a profile")
         base = Cluster(1, 1.0, 1.0)
     if pairs:
         values["speeds"] = pairs
@@ -338,7 +339,7 @@ def _made[Made](kind: type[Made], where: str, values: object) -> Made:
         if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING and name not in values
     ]  # fmt: skip
     if missing:
-        raise ConfigError(f"{where} without {', '.join(missing)}; needs them")
+        raise ConfigError(f"{where} without {', '.join(missing)}; give these fields")
     return kind(
         **{name: _converted(f"{where}.{name}", str(declared[name].type), value) for name, value in values.items()}
     )
@@ -377,4 +378,4 @@ def _number(where: str, value: object) -> float:
 def _refuse_unknown(where: str, values: Mapping[Any, Any], known: set[str]) -> None:
     for key in values:
         if key not in known:
-            raise ConfigError(f"{where}{key} is not known; needs one of {', '.join(sorted(known))}")
+            raise ConfigError(f"{where}{key} is not a known field; needs one of {', '.join(sorted(known))}")

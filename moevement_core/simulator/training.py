@@ -1,4 +1,4 @@
-"""Simulation of a training from one failure to the next: hours of training in milliseconds."""
+"""Simulation of a training from one failure to the next, which takes milliseconds for hours of training."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Spares:
     """Spare nodes that replace failed nodes."""
 
     count: int | None = None
-    """Number of spare nodes; None if there is always one."""
+    """Number of spare nodes; None: a spare is always free."""
     repair_s: float = math.inf
     """Seconds after which a failed node is a spare again."""
     provided_s: float = math.inf
-    """Seconds after which a scheduler provides a node if no spare is left."""
+    """Seconds after which the scheduler provides a node if no spare is free."""
 
 
 @dataclass
@@ -37,28 +37,28 @@ class Outcome:
     from_storage: int = 0
     """Number of failures after which no copy in memory was left."""
     lost_s: dict[str, float] = field(default_factory=dict)
-    """Wall seconds that were lost, by part of saving and recovery."""
+    """Lost wall seconds, by part of saving and recovery."""
     tokens_lost: float = 0.0
     goodput: list[tuple[float, int]] = field(default_factory=list)
-    """Wall seconds and iterations committed by then, at each failure and at the end."""
+    """Pairs of wall seconds and iterations committed so far, one at each failure and one at the end."""
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: seconds that the iterations take without losses, over wall seconds."""
+        """Effective training time ratio: seconds of the committed iterations without any loss, over wall seconds."""
         return self.iterations * self.iteration_s / self.wall_s
 
 
 def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spares: Spares | None = None) -> Outcome:
     """Simulate a training until ``until_s``.
 
-    A failure interrupts an iteration, whose time is lost, or a recovery. A recovery then starts over, for all nodes
-    that were lost since the state was complete.
+    A failure interrupts an iteration or a recovery. The time of an interrupted iteration is lost. An interrupted
+    recovery starts again, for all nodes that failed since the last complete recovery.
 
     Args:
         strategy: a fresh strategy, which may change during the training.
         failures: failures in order of time.
         until_s: wall seconds of the training.
-        spares: spare nodes; unlimited if left out.
+        spares: spare nodes; None for an unlimited number.
     """
     iteration_s = strategy.costs.iteration_s
     outcome = Outcome(until_s, 0, iteration_s)
@@ -92,9 +92,9 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
 
 
 def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
-    """Train for ``seconds``, and return the share of the next iteration that is done."""
+    """Train for ``seconds``, and return the share of the next iteration that is done at their end."""
     each = outcome.iteration_s + overhead_s
-    # Rounding errors must not make a whole number of iterations one less.
+    # Without the addend, rounding errors could make the number of whole iterations one less.
     count = math.floor(seconds / each + 1e-9)
     outcome.iterations += count
     outcome.lost_s["checkpointing"] += count * overhead_s
@@ -104,7 +104,7 @@ def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
 
 
 def _spend(lost: dict[str, float], parts: Mapping[str, float], seconds: float) -> None:
-    """Add ``seconds`` of a recovery, at most all of it, to the lost seconds of its parts."""
+    """Add the first ``seconds`` of a recovery, or the whole recovery if shorter, to the lost seconds of its parts."""
     for name, length in parts.items():
         spent = min(length, seconds)
         lost[name] += spent

@@ -1,7 +1,7 @@
-"""Tasks shared by worker processes, in such a way that the end of any process leaves no other one waiting.
+"""Pool of worker processes that share tasks. If a process ends, no other process waits for it forever.
 
 Pools of the standard library pass tasks and results through threads. If a worker ends while such a thread is at work,
-the pool never returns (https://github.com/python/cpython/issues/94777), and Ctrl-C ends all workers.
+the pool never returns (https://github.com/python/cpython/issues/94777). Ctrl-C, which ends all workers, causes that.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
     """Return the results of ``work`` for all tasks, in the order of the tasks.
 
     Args:
-        work: function of a module, which workers can import.
-        tasks: arguments of ``work``. Each worker gets all of them at its start, and then one index after another.
+        work: function at the top level of a module, so that workers can import it.
+        tasks: arguments of ``work``. A worker gets all of them when it starts, and then the index of each task to do.
         workers: number of processes, all of which are killed when this call ends or is interrupted.
 
     Raises:
-        ProcessGroupError: a worker has ended.
+        ProcessGroupError: a worker ended before it had sent all results.
     """
     running: dict[Connection, SpawnProcess] = {}
     results: dict[int, Result] = {}
@@ -75,8 +75,8 @@ def _received(connection: Connection, process: SpawnProcess) -> tuple[int, Any]:
     except (EOFError, OSError):
         process.join(1.0)
         raise ProcessGroupError(
-            f"a worker (pid {process.pid}) ended with exit code {process.exitcode}, before its results had come; where "
-            "memory ran out, start fewer"
+            f"a worker (pid {process.pid}) ended with exit code {process.exitcode} before it sent its results; if "
+            "memory ran out, start fewer workers"
         ) from None
     if error is not None:
         raise error
@@ -98,7 +98,7 @@ def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[An
 
 @contextmanager
 def _started_deaf() -> Iterator[None]:
-    """Block SIGINT in processes that start inside the context: the parent process ends them."""
+    """Block SIGINT in processes that start inside the context, because the parent process ends them itself."""
     resource_tracker.ensure_running()  # first, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

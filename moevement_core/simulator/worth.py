@@ -1,7 +1,7 @@
-"""Worth of fault tolerance for a job: its monthly cost, compared with the cost of restarts from storage.
+"""Monthly cost of fault tolerance for a job, compared with the monthly cost of restarts from storage.
 
-All costs are GPU hours of a month: those that saving, failures and recoveries take from the job's own GPUs, and those
-of idle spare nodes. Both sides are simulated with the same failures.
+Costs are GPU hours in a month: hours that saving, failures and recoveries take from the job, and hours of idle spare
+nodes. Both alternatives are simulated with the same failures.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ MONTH_H = 720.0
 MOST_SPARES = 8
 STEP = 1.5
 LEAST_SHARE = 0.005
-"""Least share of the job's GPU hours that another way to checkpoint has to save to be worth the effort."""
+"""Share of the job's GPU hours that a strategy must save, at least, to be worth the effort of a change."""
 SHORTEST_S, LONGEST_S = 60.0, 1e9
-"""Shortest and longest mean seconds between failures among which the break-even is searched."""
+"""Shortest and longest mean seconds between failures in the search for the break-even."""
 SAVING = ("checkpointing",)
 FAILING = ("interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up")
 
 
 @dataclass(frozen=True)
 class Way:
-    """Way to checkpoint, with its cost in a month."""
+    """Method of checkpointing, with its cost in a month."""
 
     name: str
     cell: Cell
     spares: int
     """Number of idle spare nodes."""
     has_user_interval: bool = False
-    """True if the user has given its interval."""
+    """True if the user has given the interval between checkpoints."""
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy of this way, with its window or interval."""
+        """Simulated strategy, with its window or interval."""
         return self.cell.strategy
 
     @property
@@ -51,27 +51,27 @@ class Way:
 
     @property
     def saving_h(self) -> float:
-        """GPU hours that saving takes from training."""
+        """GPU hours in a month that saving takes from training."""
         return self._hours(SAVING)
 
     @property
     def failing_h(self) -> float:
-        """GPU hours that failures take: interrupted or repeated iterations, and recoveries."""
+        """GPU hours in a month that failures take: interrupted or repeated iterations, and recoveries."""
         return self._hours(FAILING)
 
     @property
     def spares_h(self) -> float:
-        """GPU hours of idle spares."""
+        """GPU hours of idle spare nodes in a month."""
         return self.spares * self.strategy.costs.plan.inputs.cluster.gpus_per_node * MONTH_H
 
     @property
     def total_h(self) -> float:
-        """GPU hours lost in all, a mean over the trainings."""
+        """GPU hours lost in a month, idle spares included; mean over the simulated trainings."""
         return statistics.fmean(self.totals_h)
 
     @property
     def totals_h(self) -> list[float]:
-        """GPU hours lost in all, for each training."""
+        """GPU hours lost in a month, idle spares included, for each simulated training."""
         return [(1 - outcome.ettr) * self.gpus * MONTH_H + self.spares_h for outcome in self.cell.outcomes]
 
     def _hours(self, parts: Sequence[str]) -> float:
@@ -84,15 +84,15 @@ class Worth:
 
     mtbf_s: float
     today: tuple[Way, ...]
-    """Restarts from storage, at the best interval of each way to save and at the user's; the cheapest first."""
+    """Restarts from storage, the cheapest first: each method to save, at the best interval and at the user's."""
     strategies: tuple[Way, ...]
-    """Strategies at their best, the cheapest first; those that fit into host memory precede others."""
+    """Strategies with their best settings, the cheapest first; those that do not fit into host memory come last."""
     break_even_s: float
-    """Longest mean seconds between failures at which the best strategy pays; 0 if never, inf if always."""
+    """Longest mean seconds between failures at which the best strategy pays off; 0 if never, inf if always."""
 
     @property
     def saved_h(self) -> float:
-        """GPU hours that the best strategy saves in a month over the cheapest restarts from storage."""
+        """GPU hours in a month that the best strategy saves, compared with the cheapest restarts from storage."""
         return self.today[0].total_h - self.strategies[0].total_h
 
     @property
@@ -108,7 +108,7 @@ class Worth:
 
     @property
     def at_user_interval(self) -> Way | None:
-        """Cheapest of today's ways at the user's interval; None if no interval was given."""
+        """Cheapest restarts from storage at the user's interval; None if the user gave no interval."""
         return next((way for way in self.today if way.has_user_interval), None)
 
 
@@ -120,10 +120,10 @@ def worth(
     Args:
         costs: costs of the job with fault tolerance.
         draws: failures of each month.
-        restart_s: seconds from a failure until a job has started again and loads its checkpoint, today. A job that
-            waits for a node also gets one after so many seconds.
-        every: iterations between two checkpoints, today; left out, only the best interval is examined.
-        spares: number of idle spare nodes; left out, the number that costs least.
+        restart_s: seconds from a failure until the restarted job of today loads its checkpoint. The scheduler provides
+            a missing node after the same time.
+        every: iterations between two checkpoints today; None to examine only the best interval.
+        spares: number of idle spare nodes; None for the number that costs least.
         repair_s: seconds after which a failed node is a spare again.
     """
     today = [
@@ -140,9 +140,9 @@ def worth(
 
 
 def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str, Strategy, bool]]:
-    """Yield name and strategy of restarts from storage, and True if the interval is the user's.
+    """Yield restarts from storage: name, strategy, and True if the interval is the user's.
 
-    Saves are synchronous, so that training waits, or asynchronous.
+    Training waits for synchronous saves, and continues beside asynchronous ones.
     """
     for name, of_interval, own in _stored(costs, mtbf_s):
         yield name, _best(of_interval, own, mtbf_s), False
@@ -151,7 +151,7 @@ def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str
 
 
 def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], Strategy], int]]:
-    """Yield the name of a way to save, its strategy by interval, and an interval to begin with."""
+    """Yield each method to save: name, function from interval to strategy, and interval with which a search begins."""
     written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
     yield (
         "synchronous saves",
@@ -173,9 +173,9 @@ def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> St
 
 
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
-    """Return each strategy at its best, with the number of spares that costs least.
+    """Return each strategy with its best settings, for the number of spares with which the cheapest costs least.
 
-    More spares are tried as long as the cheapest strategy gets cheaper.
+    The search adds spares as long as the cheapest strategy gets cheaper.
     """
     variants = Variants(costs)
     best: list[Way] = []
@@ -194,13 +194,13 @@ def _way(choice: Choice, spares: int) -> Way:
 
 
 def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
-    """Return the longest mean seconds between failures at which ``strategy`` pays, by the formula."""
+    """Return the longest mean seconds between failures at which ``strategy`` pays off, by the formula."""
 
     def gain(mtbf_s: float) -> float:
         lost = min(lost_share(strategy, mtbf_s, replace(pool, count=count)) for count in tried)
         return lost_today(costs, mtbf_s, pool.provided_s) - lost - LEAST_SHARE
 
-    # The search begins with rare failures: both sides lose everything if failures are faster than restarts.
+    # The search begins with rare failures: if failures come faster than restarts, both sides lose all time.
     low, high = LONGEST_S, math.inf
     while gain(low) <= 0:
         low, high = low / STEP, low
@@ -217,7 +217,7 @@ def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs:
 def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None = None) -> float:
     """Return the share of GPU hours that restarts from storage lose, by the formula.
 
-    The interval is ``every``, or the best one if that is None.
+    The interval is ``every`` iterations; None stands for the best interval.
     """
     restarted = replace(costs, detect_s=0.0, regroup_s=restart_s)
     stored = (
@@ -230,8 +230,8 @@ def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None 
 def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
     """Return the share of the job's GPU hours that a strategy loses by the formula, idle spares included.
 
-    A failure that finds all spares under repair waits until the scheduler provides a node. Erlang's loss formula gives
-    the share of such failures.
+    If all spares are under repair, the job waits until the scheduler provides a node or a spare is repaired. Erlang's
+    loss formula gives the share of such failures.
     """
     costs, inputs, spares = strategy.costs, strategy.costs.plan.inputs, pool.count or 0
     without = 1.0

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on the runs that are persisted on every rank, and on those that never will be.
+"""Agreement of all ranks about which runs are persisted on every rank, and which runs never will be.
 
 Each iteration every rank proposes the status of each of its recent runs. The smallest status of a run over all ranks is
 its status in the job. The reduction runs in the background and is read one iteration later, so no rank waits for it.
@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 
 HORIZON = 512
-"""Iterations back from the present one at which a run may begin, at most."""
+"""Number of iterations that an agreement covers. Runs that began earlier have no status."""
 MOST_PERIOD = HORIZON // 4
-"""Most iterations from one window to the next: runs begin up to twice as long ago, and replication lags."""
+"""Most iterations from the beginning of one window to the beginning of the next.
+
+A run that is still needed may have begun two such periods ago, and earlier if replication lags. :data:`HORIZON` is long
+enough for such runs.
+"""
 NONE = -(1 << 40)
 """Value that stands for no iteration; it is far below 0 because runs may begin before iteration 0."""
 
@@ -31,7 +35,7 @@ class RunStatus(IntEnum):
     OPEN = 1
     """Status of a run that may still become persisted."""
     PERSISTED = 2
-    """Status of a run of which all peers have all snapshots."""
+    """Status of a run whose snapshots all peers have."""
 
 
 class Writing(IntEnum):
@@ -51,13 +55,13 @@ class Agreed:
     """Statuses of the job's runs, as all ranks agreed at one iteration."""
 
     iteration: int
-    """Iteration of the proposals; nothing is known of runs that begin at it or later."""
+    """Iteration of the proposals. No run that begins at this iteration or later has a status."""
     statuses: Mapping[int, RunStatus]
     """Status of each run by its first snapshot; a missing run has the status NEVER."""
     writing: Writing = Writing.NOTHING
     """Status of the window that all ranks are writing to disk."""
     is_winding_down: bool = False
-    """True if any rank was asked to end the job between two iterations."""
+    """True if any rank has received a request to end the job between two iterations."""
 
     @property
     def newest_persisted(self) -> int:
@@ -65,7 +69,10 @@ class Agreed:
         return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
-        """Return the earliest first snapshot, later than ``after``, of a run that the job may still persist."""
+        """Return the first snapshot of the oldest open or persisted run that begins after ``after``.
+
+        Without such a run the result is the iteration of the proposals.
+        """
         may = (start for start, status in self.statuses.items() if start > after and status)
         return min(may, default=self.iteration)
 
@@ -74,7 +81,7 @@ class Agreement(ABC):
     """Interface of an agreement on the job's runs. All ranks call both methods once an iteration."""
 
     winding_down: Callable[[], bool] = staticmethod(lambda: False)
-    """Function that returns True if this rank was asked to end the job; called at every proposal."""
+    """Function that returns True if this rank has received a request to end the job; called at every proposal."""
 
     @abstractmethod
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
@@ -82,11 +89,11 @@ class Agreement(ABC):
 
     @abstractmethod
     def agreed(self) -> Agreed | None:
-        """Return what all ranks agreed on from the last proposals; None before the first."""
+        """Return the statuses that follow from the last proposals of all ranks; None before the first proposals."""
 
 
 class SingleRankAgreement(Agreement):
-    """Agreement of a job with a single rank: its own proposals."""
+    """Agreement of a job with a single rank, which returns the proposals of this rank."""
 
     def __init__(self) -> None:
         self._proposed: Agreed | None = None
@@ -107,7 +114,7 @@ class GroupAgreement(Agreement):
 
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
         values = torch.zeros(HORIZON + 2, dtype=torch.uint8)
-        values[HORIZON] = int(writing)  # however long ago the window began
+        values[HORIZON] = int(writing)  # outside the range of runs, because the window may have begun at any time
         values[HORIZON + 1] = int(not self.winding_down())
         for start, value in statuses.items():
             if 0 <= iteration - start < HORIZON:

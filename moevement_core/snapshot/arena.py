@@ -24,13 +24,16 @@ PAGE = 64 << 10
 SLABS = 64
 """Approximate number of slabs that an arena grows by at a time.
 
-Page-locking costs time for each call, so there are few. A free page should seldom share a slab with a used one, so
-there are several.
+Few slabs save time, because each page-lock call is slow. Many slabs save memory, because a slab can be released only
+when all of its pages are free.
 """
 SMALLEST_SLAB = 1 << 20
 """Bytes of the smallest slab."""
 RETURNED_AT_ONCE = 256 << 20
-"""Approximate most bytes that one call of :meth:`Arena.shrink` releases, because a training thread may wait for it."""
+"""Approximate limit on the bytes that one call of :meth:`Arena.shrink` releases.
+
+A training thread may have to wait for the end of the call.
+"""
 
 
 def in_pages(nbytes: int) -> int:
@@ -39,7 +42,8 @@ def in_pages(nbytes: int) -> int:
 
 
 WATCHED = 64
-"""Buffers that must be acquired after :meth:`Arena.watch` before the most bytes in use count as known."""
+"""Buffers that must be acquired after :meth:`Arena.watch` before :meth:`Arena.fit` relies on the peak of bytes in use.
+"""
 
 
 class Arena:
@@ -52,7 +56,10 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock that is always entered directly and never through the condition: see :mod:`moevement_core.util.gate`."""
+        """Lock of the arena. Code always enters it directly, never through the condition.
+
+        :mod:`moevement_core.util.gate` has the reason.
+        """
         self._freed = threading.Condition(self._lock)
         self._resizing = threading.Lock()
         self._slabs: list[torch.Tensor] = []
@@ -60,9 +67,9 @@ class Arena:
         self._free: list[torch.Tensor] = []
         """Free pieces of consecutive pages; no two pieces of one slab are adjacent."""
         self._leaving: frozenset[int] = frozenset()
-        """Addresses of slabs that are released when they are free."""
+        """Addresses of slabs that will be released when all of their pages are free."""
         self._most_used = 0
-        """Most bytes in use at a time since :meth:`watch`."""
+        """Peak of the bytes in use since :meth:`watch`."""
         self._acquired = 0
         """Number of buffers acquired since :meth:`watch`."""
 
@@ -93,10 +100,11 @@ class Arena:
                 self._freed.notify_all()
 
     def shrink(self, nbytes: int) -> bool:
-        """Release some free slabs, as long as ``nbytes`` stay; return True if more slabs are to be released.
+        """Release free slabs while ``nbytes`` stay allocated; return True if a later call has to release more.
 
-        A slab in use is never released. New buffers stay out of the slabs with the fewest used bytes if other slabs
-        have free pages, so a later call finds them free.
+        One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. Instead it marks the slabs with
+        the fewest used bytes. New buffers avoid marked slabs while other slabs have free pages, so a later call finds
+        these slabs free.
         """
         with self._resizing, self._lock:
             before = self._slabs, self._free
@@ -107,17 +115,17 @@ class Arena:
         return bool(self._leaving)
 
     def watch(self) -> None:
-        """Begin to record the most bytes in use at a time; older buffers count until they are released."""
+        """Begin to record the peak of the bytes in use, which include the buffers that are in use now."""
         with self._lock:
             self._most_used, self._acquired = self.nbytes - self.available, 0
 
     def fit(self, nbytes: int) -> bool:
-        """Release some free slabs beyond ``nbytes``, or beyond the most bytes in use since :meth:`watch` if fewer.
+        """Release free slabs beyond ``nbytes``, or beyond the peak of the bytes in use if the peak is smaller.
 
-        The most bytes in use count once :data:`WATCHED` buffers were acquired.
+        The peak is the one since :meth:`watch`. It is used only after :data:`WATCHED` buffers have been acquired.
 
         Returns:
-            True if another call may release more.
+            True if a later call may release more.
         """
         if is_known := self._acquired >= WATCHED:
             nbytes = min(nbytes, self._most_used)
@@ -125,7 +133,7 @@ class Arena:
 
     def _slab(self, nbytes: int) -> torch.Tensor:
         slab = self._device.host_empty(nbytes)
-        slab.zero_()  # so that the system maps the pages now, and the first copy need not wait for them
+        slab.zero_()  # the system maps the pages now; otherwise the first copy would wait for that
         return slab
 
     def reclaim(self, held: Iterable[Buffer]) -> None:
@@ -143,7 +151,7 @@ class Arena:
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until ``nbytes`` are free; return False after ``timeout_s`` seconds.
 
-        Another thread may acquire them before the caller does.
+        Another thread may acquire the free bytes before the caller does.
         """
         with self._lock:
             return self._freed.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
@@ -156,7 +164,8 @@ class Arena:
                 return None
             free, pieces = list(self._free), list[torch.Tensor]()
             while wanted:
-                # The smallest piece that holds all of it, else the largest, and from slabs that stay if possible.
+                # Take the smallest piece that holds the rest of the buffer, or else the largest piece. Prefer pieces
+                # in slabs that stay.
                 usable = [piece for piece in free if not self._is_leaving(piece)] or free
                 fitting = [piece for piece in usable if piece.nbytes >= wanted]
                 best = min(fitting, key=_nbytes) if fitting else max(usable, key=_nbytes)
@@ -170,7 +179,7 @@ class Arena:
             return Buffer(*pieces)
 
     def release(self, buffer: Buffer) -> None:
-        """Free all of a buffer that is not freed yet."""
+        """Free all remaining pages of ``buffer``."""
         with self._lock:
             extents, buffer.extents = buffer.extents, ()
             self._give_back([extent.memory for extent in extents])
@@ -180,7 +189,7 @@ class Arena:
 
         Args:
             buffer: buffer of this arena.
-            ranges: first byte and the byte after the last, of each range in order.
+            ranges: first byte and byte after the last byte of each range, in ascending order.
         """
         with self._lock:
             for start, end in ranges:
@@ -227,14 +236,15 @@ def _without_surplus(
         else:
             leaving.add(slab.data_ptr())
     staying = [slab for slab in slabs if slab.data_ptr() not in released]
-    # A free slab is one piece, with the same address.
+    # The free piece of a slab that is wholly free has the address of the slab.
     return staying, [piece for piece in free if piece.data_ptr() not in released], frozenset(leaving)
 
 
 def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the free pieces in order of addresses, with adjacent pieces of one slab joined."""
     runs: list[tuple[int, int, int]] = []
-    """Index of the slab, first byte within it, and the byte after the last."""
+    """Runs of adjacent free bytes: index of the slab, offset of the first byte in the slab, and offset after the last.
+    """
     for piece in sorted(free, key=torch.Tensor.data_ptr):
         place = _place(piece, slabs)
         start = piece.data_ptr() - slabs[place].data_ptr()
@@ -246,7 +256,7 @@ def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list
 
 
 def _outside(taken: Iterable[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the pieces of ``slabs`` that are in none of ``taken``."""
+    """Return the parts of ``slabs`` that no tensor in ``taken`` covers."""
     ends = [0] * len(slabs)
     pieces = []
     for piece in sorted(taken, key=torch.Tensor.data_ptr):
@@ -264,7 +274,7 @@ def _place(piece: torch.Tensor, slabs: Sequence[torch.Tensor]) -> int:
 
 
 def _cut(extents: Sequence[Extent], first: int, last: int) -> tuple[list[Extent], list[torch.Tensor]]:
-    """Return the extents outside bytes ``first`` to ``last`` of their buffer, and the memory inside."""
+    """Split the extents of a buffer; return the extents outside bytes ``first`` to ``last``, and the memory inside."""
     kept, cut = [], []
     for extent in extents:
         start, end = max(extent.start, first), min(extent.end, last)

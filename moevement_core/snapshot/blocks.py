@@ -1,4 +1,4 @@
-"""Blocks in which a snapshot is sent into a sum of parity: consecutive tensors, about a MiB together."""
+"""Blocks of a snapshot that is sent to a holder of parity: consecutive tensors of about 1 MiB together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 from moevement_core.snapshot.snapshot import Entry, Header
 
 BLOCK = 1 << 20
-"""Bytes of a block, at least. A tensor is never cut, because its digest covers all of it."""
+"""Fewest bytes of a block, except the last one. A tensor is never split, because its digest covers all its bytes."""
 
 
 @lru_cache(maxsize=64)
@@ -25,7 +25,7 @@ def _blocks(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], ...]:
 
 
 def blocks_of(header: Header) -> tuple[tuple[Entry, ...], ...]:
-    """Return the tensors of a snapshot in blocks, in order of sending; sender and receiver compute the same."""
+    """Return the blocks of a snapshot in the order in which they are sent. Sender and receiver get the same blocks."""
     return _blocks(header.entries)
 
 

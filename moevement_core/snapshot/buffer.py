@@ -1,4 +1,4 @@
-"""Buffer of one snapshot: host memory in one or several pieces, of which parts may be freed while the rest is used."""
+"""Buffer of one snapshot: host memory in one or several pieces. Parts of it may be freed before the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.errors import SnapshotError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Piece of memory, with its offset in its buffer."""
+    """Piece of a buffer's memory, with the offset of the piece in the buffer."""
 
     start: int
     memory: torch.Tensor
@@ -33,7 +33,7 @@ class Buffer:
 
     def __init__(self, *memory: torch.Tensor) -> None:
         self.nbytes = 0
-        """Bytes from the first to the last, freed parts included."""
+        """Bytes of the buffer, freed parts included."""
         extents = []
         for piece in memory:
             extents.append(Extent(self.nbytes, piece))
@@ -42,7 +42,7 @@ class Buffer:
         """Pieces that are not freed, in order."""
 
     def pieces(self, start: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """Yield views of the ``nbytes`` from offset ``start`` on, to read and to write.
+        """Yield writable views of the ``nbytes`` bytes from offset ``start`` on.
 
         Raises:
             SnapshotError: some of these bytes are freed or outside the buffer.
@@ -57,10 +57,10 @@ class Buffer:
             yield extent.memory[at - extent.start : upto - extent.start]
             at = upto
         if at < end:
-            raise SnapshotError(f"bytes {at} to {end} of a buffer of {self.nbytes} are not there")
+            raise SnapshotError(f"bytes {at} to {end} are freed or outside the buffer, which has {self.nbytes} bytes")
 
     def view(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return the ``nbytes`` from ``start`` on as one tensor: a view if they are in one piece, else a copy."""
+        """Return ``nbytes`` bytes from offset ``start`` on as one tensor: a view of one piece, or a copy of several."""
         pieces = list(self.pieces(start, nbytes))
         if len(pieces) == 1:
             return pieces[0]
@@ -68,7 +68,7 @@ class Buffer:
 
 
 def spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of equal length: a part of ``source``, flat uint8, and the piece that it belongs to."""
+    """Split ``source`` (flat uint8) like ``targets``; yield each part of it with the target of the same length."""
     if len(targets) == 1:
         yield source, targets[0]
         return

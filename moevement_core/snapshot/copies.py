@@ -1,13 +1,13 @@
 """Copies from live state to host buffers beside training (MoEvement section 4).
 
-A capture begins after one optimizer step and must be complete before the next one: training calls
-:meth:`Capture.wait_copied` before the step, which returns the seconds that it blocked. Digests are computed after that,
-from the host copy.
+A capture begins after an optimizer step, and its copies must be complete before the next step. Training therefore calls
+:meth:`Capture.wait_copied` before each step. That method blocks until the copies are complete, and returns the seconds
+of the wait. Digests are computed later, from the host copy.
 
-A background thread copies first, and computes digests while no copy waits. Without a GPU the thread copies with NumPy,
-which lets other threads run meanwhile. With a GPU it issues asynchronous copies on a separate stream, in chunks, with
-few under way. A GPU serves copies in one direction in order, so without chunks the small copies for which a
-mixture-of-experts layer waits would queue behind a whole snapshot.
+A background thread makes the copies, and computes digests while no copy is queued. Without a GPU the thread copies with
+NumPy, which lets other threads run meanwhile. With a GPU the thread issues asynchronous copies on a separate stream, in
+chunks, of which few are under way at a time. A GPU serves copies of one direction in order. Without chunks, the small
+copies for which a mixture-of-experts layer waits would queue behind a whole snapshot.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from moevement_core.snapshot.whole import Finish, begin_whole
 from moevement_core.util.gate import Gate
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Live tensor and the host pieces that it is copied to: flat uint8, with as many bytes in all pieces together."""
+"""Live tensor and the host pieces that receive its bytes, all flat uint8. The pieces have as many bytes in sum."""
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Live bytes and the host bytes that they are copied to, of the same length."""
+"""Part of a live tensor and the host memory that receives its bytes, both flat uint8 of the same length."""
 CHUNK_BYTES = 8 << 20
-"""Bytes of a chunk: 0.15 ms of a link of 55 GB/s, long enough to issue the next chunk in time."""
+"""Bytes of a chunk. A link of 55 GB/s is busy with it for 0.15 ms, long enough to issue the next chunk in time."""
 CHUNKS_UNDER_WAY = 2
-"""Most chunks that are issued and not complete: with a second chunk queued the link never waits."""
+"""Most chunks that are issued and not complete. The second chunk keeps the link busy when the first one completes."""
 
 
 class Capture:
-    """Copy of one snapshot to host memory, and its digests."""
+    """Copy of one snapshot to host memory, with the digests of the copied bytes."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ class Capture:
         self.whole: dict[str, str] = {}
         """Digest of each operator's whole state, for the operators in ``to_digest_whole``; empty until complete."""
         self.digests: list[str] = []
-        """Digest of each pair, those of ``beside`` first; complete when :attr:`finished` is open."""
+        """Digest of each copied pair, the pairs of ``beside`` first; complete when :attr:`finished` is open."""
         self.copy_s = 0.0
-        """Seconds that the copies took; on a GPU from the first to the last, by the clock of the GPU."""
+        """Seconds that the copies took. A GPU measures from the start of the first copy to the end of the last one."""
         self.copy_cpu_s = 0.0
-        """Processor seconds of this host that the copies took; close to 0 on a GPU."""
+        """Processor seconds that the copies took on this host, including :attr:`whole_cpu_s`; close to 0 on a GPU."""
         self.digest_cpu_s = 0.0
         self.whole_cpu_s = 0.0
-        """Processor seconds that digests of the whole state took; live state must not change before they end."""
+        """Processor seconds spent on digests of the whole state, during which live state must stay unchanged."""
         self.error: BaseException | None = None
         self.is_urgent = False
-        """True if training waits for the copies, so that the thread issues the rest at once."""
+        """True if training waits for the copies. The thread then issues all remaining chunks at once."""
         self.last: Event | None = None
-        """Event at the end of the copies in their stream, once they are issued; None without streams."""
+        """Event after the last copy in the copy stream. None until all copies are issued, and always without a GPU."""
         self._pairs = (*beside, *at_once)
         self._done = done
         self._failed = failed
@@ -84,7 +84,7 @@ class Capture:
         return sum(source.numel() for source, _ in self._pairs)
 
     def wait_copied(self) -> float:
-        """Block until live state may change again; return the seconds that it blocked.
+        """Block until the live state is copied and may change; return the seconds of the wait.
 
         Raises:
             Exception: the error of the background thread; the snapshot must not be used.
@@ -92,13 +92,13 @@ class Capture:
         return self._wait(self.copied)
 
     def order_after_copies(self) -> float:
-        """Order later work of the current stream after the copies, and block until that is possible.
+        """Make later work of the current stream wait for the copies.
 
-        On a GPU it is possible once the copies are issued; they may still be under way afterwards. Without a GPU the
+        On a GPU the call blocks until all copies are issued; they may still run when it returns. Without a GPU the
         method is the same as :meth:`wait_copied`. Use it only for captures without digests of the whole state.
 
         Returns:
-            Seconds that it blocked.
+            Seconds that the call blocked.
 
         Raises:
             Exception: the error of the background thread; the snapshot must not be used.
@@ -129,7 +129,7 @@ class Capture:
         self.whole_cpu_s = time.thread_time() - began
 
     def digest_next(self) -> bool:
-        """Compute the digest of the next pair from its host copy; return True if it was the last."""
+        """Compute the digest of the next pair from its host copy; return True if no pair is left."""
         began = time.thread_time()
         if len(self.digests) < len(self._pairs):
             _, targets = self._pairs[len(self.digests)]
@@ -142,7 +142,7 @@ class CopyEngine(ABC):
     """Engine that runs captures in order on a background thread, beside training.
 
     Args:
-        pause: while it is on, the thread computes no digests; :meth:`settle` and :meth:`go_on` end it.
+        pause: pause during which the thread computes no digests; :meth:`settle` and :meth:`end_pause` end the pause.
     """
 
     def __init__(self, pause: Pause | None = None) -> None:
@@ -152,7 +152,7 @@ class CopyEngine(ABC):
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        """True after :meth:`close` asked the thread to end; an interruption may come before it has ended."""
+        """True while :meth:`close` waits for the end of the thread, and after an interruption of that wait."""
 
     def start(
         self,
@@ -164,17 +164,19 @@ class CopyEngine(ABC):
         *,
         ready: Event | None = None,
     ) -> Capture:
-        """Begin to copy the live tensors, which hold the state to be saved when it is called.
+        """Begin to copy live tensors to host memory, and return the capture.
 
         Args:
-            at_once: small live tensors that may change after this call, and their targets.
-            beside: live tensors that change only after :meth:`Capture.wait_copied` or
-                :meth:`Capture.order_after_copies`, and their targets.
-            whole: live tensors by operator that only get a digest; they must stay unchanged as long as ``beside``.
-            done: called on the background thread when copies and digests are complete.
-            failed: called instead of ``done`` after an error, when nothing writes into the targets any more.
-            ready: event after which ``beside`` holds the state to be saved; None: the present end of the current
-                stream.
+            at_once: small live tensors, each with its targets; they may change as soon as this call returns.
+            beside: live tensors, each with its targets; they may change only after :meth:`Capture.wait_copied` or
+                :meth:`Capture.order_after_copies`.
+            whole: live tensors of each operator that gets a digest of its whole state, by operator. They may change
+                only after :meth:`Capture.wait_copied`.
+            done: function that is called on the background thread when copies and digests are complete.
+            failed: function that is called instead of ``done`` after an error, when no copy writes into the targets
+                any more.
+            ready: event after which ``beside`` holds the state to be saved; None: the end of the work that is issued on
+                the current stream so far.
 
         Raises:
             Exception: an earlier error of the background thread.
@@ -198,12 +200,12 @@ class CopyEngine(ABC):
     def forget_error(self) -> None:
         """Forget the error of the background thread, so that captures continue; called between two generations.
 
-        Otherwise a transient error (no memory, a record that was too large) would be raised by every later capture.
+        Otherwise every later capture would raise a transient error again, such as a lack of memory.
         """
         self.error = None
 
     def settle(self) -> None:
-        """Block until every capture that was started is complete or has failed; end a pause for that."""
+        """End a pause, and block until every started capture is complete or has failed."""
         if self._is_closing:
             self.close()
         if not self._is_running:
@@ -214,13 +216,13 @@ class CopyEngine(ABC):
         over.wait()
 
     def end_pause(self) -> None:
-        """End a pause, because the caller is about to wait for digests."""
+        """End a pause of the digests; called before a wait for digests."""
         self._pause.end()
 
     def close(self) -> None:
-        """Finish the captures that were started and end the thread; the next :meth:`start` begins another thread."""
+        """Finish all started captures and end the thread; the next :meth:`start` creates a new thread."""
         if self._thread is not None and self._is_running:
-            self._is_closing = True  # set first: after an interruption no later call must wait for an ended thread
+            self._is_closing = True  # set first: after an interruption here, later calls must not rely on the thread
             self._jobs.put(None)
             self._thread.join()
         self._thread = None
@@ -228,7 +230,7 @@ class CopyEngine(ABC):
 
     @property
     def _is_running(self) -> bool:
-        """True if the thread runs; an interruption may have come between its creation and its start."""
+        """True if the thread runs. After an interruption, a created thread may never have been started."""
         return self._thread is not None and self._thread.is_alive()
 
     @abstractmethod
@@ -241,7 +243,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Prepare the background thread; its first call."""
+        """Prepare the background thread, which calls this method first."""
 
     def _work(self, jobs: queue.SimpleQueue[Any]) -> None:
         self._begin()
@@ -278,7 +280,7 @@ class CopyEngine(ABC):
         return False
 
     def _digest_first(self, copied: deque[Capture | Gate]) -> None:
-        """Compute the next digest of the first capture in ``copied``, or open the gate in its place."""
+        """Compute one digest for the first capture in ``copied``; if a gate is first, open the gate instead."""
         first = copied[0]
         if isinstance(first, Gate):
             first.open()
@@ -351,13 +353,16 @@ class StreamCopies(CopyEngine):
                 end.synchronize()
             except BaseException:
                 with suppress(Exception):
-                    stream.synchronize()  # no copy may write into memory that is released next
+                    stream.synchronize()  # all copies must end before their memory is released
                 raise
             capture.copy_s = first.elapsed_ms(last) / 1e3
             capture.finish_whole(finish)
 
     def _issue_paced(self, capture: Capture) -> None:
-        """Issue the copies on the current stream, at most :data:`CHUNKS_UNDER_WAY` chunks at a time unless urgent."""
+        """Issue the copies on the current stream.
+
+        At most :data:`CHUNKS_UNDER_WAY` chunks are under way at a time, unless training waits for the copies.
+        """
         under_way: deque[Event] = deque()
         for chunk in in_chunks(_parts(capture.beside), CHUNK_BYTES):
             if len(under_way) >= CHUNKS_UNDER_WAY and not capture.is_urgent:

@@ -1,4 +1,4 @@
-"""Text of one line on what sparse checkpointing cost a run."""
+"""Summary, in one line of text, of the cost of sparse checkpointing in a run."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def cost_line(checkpointing: dict[str, Any]) -> str:
         f"{costs['copied_bytes'] / 1e6:,.0f} MB copied, {costs['replicated_bytes'] / 1e6:,.0f} MB sent, "
         f"{counted(costs['windows'], 'window')} of {counted(costs['window'], 'iteration')} "
         f"({costs['windows_abandoned']} abandoned), "
-        f"{costs['memory_bytes'] / 1e6:,.0f} MB of host memory a rank"
+        f"{costs['memory_bytes'] / 1e6:,.0f} MB of host memory per rank"
     )

@@ -1,9 +1,9 @@
-"""Snapshot of one rank: tensors of its state in a host buffer, and a header that describes them.
+"""Snapshot of one rank: tensors of the rank's state in a host buffer, and a header that describes the tensors.
 
 The buffer holds raw tensors, each at a multiple of 64 bytes. The header is JSON with the offset, dtype and digest of
 each tensor; the digest is computed right after the copy. Snapshots are sent and written to disk in the same form, so
-any holder can check one without knowing the model. Parts that no recovery needs may be freed while the rest stays;
-such a snapshot is sent without the gaps.
+any holder can check a snapshot without knowing the model. Parts that no recovery needs may be freed while the rest
+stays; such a snapshot is sent without the gaps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moevement_core.snapshot.buffer import Buffer
 
 VERSION = 3
 READ = (2, 3)
-"""Versions of the header that this program reads. Version 2 has no places of operators."""
+"""Versions of the header that this program reads. Entries of version 2 have no :attr:`Entry.place`."""
 READ_TEXT = f"versions {' and '.join(map(str, READ))}"
 ALIGNMENT = 64
 _MOST_BYTES = 1 << 62
@@ -39,9 +39,9 @@ class StateTensor:
 
     operator: str
     saved: Saved
-    """Part of the state that holds it: compute weights, full state or gradient."""
+    """Part of the operator's state that the tensor belongs to: compute weights, full state or gradient."""
     key: str
-    """Name of the parameter, its range, and the part (weight, master, exp_avg, step ...)."""
+    """Name of the parameter, range of its elements, and kind of tensor (weight, master, exp_avg, step ...)."""
     tensor: torch.Tensor
     """View of the live state, never a copy; contiguous, of any dtype, on any device."""
 
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Part of a snapshot that is written to disk, if not all of it is."""
+    """Part of a snapshot that is written to disk, for snapshots that are not written whole."""
 
     contents: str
     """Contents on disk, in the form of :attr:`Header.contents`."""
@@ -84,7 +84,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a snapshot: its origin, and the tensors that it holds."""
+    """Header of a snapshot: rank and iteration of the capture, and a description of each tensor."""
 
     rank: int
     iteration: int
@@ -95,7 +95,7 @@ class Header:
     """Contents of the snapshot: one digit of :class:`Saved` for each operator of the stage's table."""
     entries: tuple[Entry, ...]
     record: Any
-    """Boundary state and iteration record: plain data, with its tensors among the entries."""
+    """Boundary state and iteration record as plain data. The tensors of both are among the entries."""
     state: int
     """Iteration whose state the snapshot holds.
 
@@ -103,9 +103,12 @@ class Header:
     the job starts from.
     """
     whole: dict[str, str] | None = None
-    """Digest of each operator's whole state, held by the snapshot or not; None if the capture requested none."""
+    """Digest of the whole state of each requested operator, by name; None if the capture requested no digest.
+
+    The snapshot need not hold that state.
+    """
     on_disk: OnDisk | None = None
-    """Part that is written to disk; None if all of the snapshot is."""
+    """Part that is written to disk; None if the whole snapshot is written."""
 
     @property
     def payload_bytes(self) -> int:
@@ -113,7 +116,7 @@ class Header:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def encode(self) -> bytes:
-        """Return the header as bytes of JSON, as it is sent and stored."""
+        """Return the header as JSON bytes, the form in which it is sent and stored."""
         entries = [
             [e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest, e.place] for e in self.entries
         ]
@@ -134,22 +137,23 @@ class Header:
 
     @staticmethod
     def decode(data: bytes) -> Header:
-        """Return the header that :meth:`encode` made; ``data`` need not be trusted.
+        """Return the header from the bytes that :meth:`encode` returned; ``data`` may come from an untrusted source.
 
         Raises:
-            SnapshotError: ``data`` is no header of a version that this program reads, or it contradicts itself.
+            SnapshotError: ``data`` is not a header, has a version that this program does not read, or has impossible
+                values.
         """
         try:
             fields = json.loads(data)
             if fields["version"] not in READ:
-                raise SnapshotError(f"a snapshot of version {fields['version']}; this program reads {READ_TEXT}")
+                raise SnapshotError(f"the snapshot has version {fields['version']}; this program reads {READ_TEXT}")
             entries = tuple(
                 _checked(Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place)))
                 for o, s, k, t, at, n, d, *place in fields["entries"]
             )
             whole, on_disk = fields["whole"], fields.get("on_disk")
             if not isinstance(fields["record"], dict | None):
-                raise ValueError(f"a record of type {type(fields['record']).__name__}")
+                raise ValueError(f"the record must be a dict or null, but is a {type(fields['record']).__name__}")
             return Header(
                 rank=int(fields["rank"]),
                 iteration=int(fields["iteration"]),
@@ -163,24 +167,24 @@ class Header:
                 on_disk=None if on_disk is None else OnDisk(str(on_disk[0]), tuple(map(str, on_disk[1]))),
             )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise SnapshotError(f"no header of a snapshot ({type(error).__name__}: {error})") from None
+            raise SnapshotError(f"the header cannot be read ({type(error).__name__}: {error})") from None
 
 
 def _checked(entry: Entry) -> Entry:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry.key}: {entry.dtype[:20]!r} is no dtype of torch")
+        raise ValueError(f"{entry.key} has dtype {entry.dtype[:20]!r}; needs a dtype of torch")
     if entry.nbytes % dtype.itemsize or entry.offset % ALIGNMENT or entry.offset + entry.nbytes >= _MOST_BYTES:
         raise ValueError(
-            f"{entry.key}: {entry.nbytes} bytes at offset {entry.offset} are no whole number of elements, not aligned, "
-            "or too many"
+            f"{entry.key} has {entry.nbytes} bytes at offset {entry.offset}; needs whole elements at an aligned offset "
+            "in a buffer of possible size"
         )
     return entry
 
 
 def _size(value: Any) -> int:
     if not isinstance(value, int) or value < 0:
-        raise ValueError(f"size {value!r}")
+        raise ValueError(f"sizes and offsets must be whole numbers of 0 or more, but one is {value!r}")
     return value
 
 
@@ -192,7 +196,7 @@ class Snapshot:
     buffer: Buffer
     """Buffer with the payload; it may be longer than the payload."""
     acknowledged: set[int] = field(default_factory=set)
-    """Peers that have all of the snapshot."""
+    """Peers that have acknowledged the whole snapshot."""
 
     @property
     def iteration(self) -> int:
@@ -201,7 +205,7 @@ class Snapshot:
 
     @property
     def contents(self) -> Contents:
-        """Contents of the snapshot: :class:`Saved` of each operator of the stage's table, int8 ``[operators]``."""
+        """Part of each operator's state that the snapshot holds, values of :class:`Saved`, int8 ``[operators]``."""
         return contents_of(self.header.contents)
 
     @property
@@ -210,7 +214,7 @@ class Snapshot:
         return sum(entry.nbytes for entry in self.header.entries)
 
     def bytes_of(self, entry: Entry) -> torch.Tensor:
-        """Return the raw bytes of one tensor: a view, or a copy if they are in several pieces."""
+        """Return the raw bytes of one tensor: a view, or a copy if the bytes are in several pieces."""
         return self.buffer.view(entry.offset, entry.nbytes)
 
     def digest_now(self, entry: Entry) -> str:
@@ -222,7 +226,7 @@ class Snapshot:
         return [entry for run in _runs(self.header.entries) for entry in run]
 
     def packed(self) -> tuple[Header, list[torch.Tensor]]:
-        """Return the snapshot as it is sent and stored: a header, and its payload in pieces that leave no gaps."""
+        """Return the form in which the snapshot is sent and stored: a header, and payload pieces without gaps."""
         header, pieces, offset = self.header, list[torch.Tensor](), 0
         moved = []
         for run in _runs(header.entries):
@@ -242,7 +246,7 @@ class Snapshot:
             operators: operators to leave out, by their index in the stage's table, bool ``[operators]``.
 
         Returns:
-            The smaller snapshot, and ranges of free bytes in the buffer: first byte and the byte after the last.
+            The smaller snapshot, and the free ranges of the buffer, each as first byte and byte after the last byte.
         """
         dropped = [entry for entry in self.header.entries if entry.place >= 0 and operators[entry.place]]
         kept = tuple(entry for entry in self.header.entries if entry.place < 0 or not operators[entry.place])
@@ -252,13 +256,16 @@ class Snapshot:
         return Snapshot(header, self.buffer, self.acknowledged), ranges
 
     def tensors_of(self, loads: Mapping[str, Saved]) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Yield the tensors that ``loads`` names by operator, flat, in their dtypes; see :meth:`bytes_of`."""
+        """Yield the entry and the tensor for each operator and part of its state that ``loads`` names.
+
+        Tensors are flat, in their dtypes, and are views or copies as in :meth:`bytes_of`.
+        """
         for entry in self.header.entries:
             if entry.operator != BOUNDARY and loads.get(entry.operator) is entry.saved:
                 yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
 
     def for_disk(self) -> Snapshot:
-        """Return the snapshot that is written to disk: this one, or a part of it in the same buffer."""
+        """Return the snapshot that is written to disk: this snapshot, or a part of it in the same buffer."""
         if self.header.on_disk is None:
             return self
         without = set(self.header.on_disk.without)
@@ -282,8 +289,8 @@ class Snapshot:
         parts = (record.get("boundary"), record.get("iteration", {})) if isinstance(record, dict) else (None, None)
         if not isinstance(parts[0], dict) or not isinstance(parts[1], dict | None):
             raise SnapshotError(
-                f"snapshot {self.iteration} of rank {self.header.rank}: its record has no boundary; another copy "
-                "is needed"
+                f"snapshot {self.iteration} of rank {self.header.rank} has no boundary state; another copy of the "
+                "snapshot is needed"
             )
 
     def damaged(self) -> Entry | None:
@@ -291,23 +298,23 @@ class Snapshot:
         return next((e for e in self.header.entries if self.digest_now(e) != e.digest), None)
 
     def check(self, where: str) -> None:
-        """Refuse a snapshot whose bytes are not those that were captured.
+        """Refuse a snapshot whose bytes differ from the captured bytes.
 
         Args:
             where: location of the snapshot as text, for the message.
 
         Raises:
-            SnapshotError: the buffer is too short, or a tensor is damaged; the message names it and ``where``.
+            SnapshotError: the buffer is too short, or a tensor is damaged. The message has ``where`` and the tensor.
         """
         if self.buffer.nbytes < self.header.payload_bytes:
             raise SnapshotError(
-                f"snapshot {self.iteration} of rank {self.header.rank} {where} has {self.buffer.nbytes} bytes of "
-                f"{self.header.payload_bytes}; another copy is needed"
+                f"snapshot {self.iteration} of rank {self.header.rank} {where} has {self.buffer.nbytes} bytes, but its "
+                f"header describes {self.header.payload_bytes}; another copy is needed"
             )
         if entry := self.damaged():
             raise SnapshotError(
-                f"snapshot {self.iteration} of rank {self.header.rank} {where}: {entry.name} is damaged (digest "
-                f"{entry.digest} expected); another copy is needed"
+                f"snapshot {self.iteration} of rank {self.header.rank} {where}: {entry.name} is damaged; its digest "
+                f"should be {entry.digest}; another copy is needed"
             )
 
 
@@ -346,12 +353,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_bytes(tensors: Iterable[StateTensor]) -> int:
-    """Return the bytes of buffer that ``tensors`` take, alignment included."""
+    """Return the bytes that ``tensors`` take in a buffer, gaps for alignment included."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield groups of entries that are adjacent in the buffer, in its order."""
+    """Yield groups of entries that are adjacent in the buffer, in the order of the buffer."""
     run: list[Entry] = []
     for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
         if run and entry.offset != _aligned(run[-1].offset + run[-1].nbytes):

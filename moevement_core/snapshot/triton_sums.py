@@ -1,4 +1,4 @@
-"""Triton kernel that computes both sums of a tensor's words in one launch; ``whole.py`` defines them in torch."""
+"""Triton kernel that computes both sums of a tensor's words in one launch; ``whole.py`` defines these sums in torch."""
 
 from __future__ import annotations
 

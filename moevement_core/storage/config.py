@@ -13,11 +13,12 @@ class DiskConfig:
 
     persist_dir: str | None = flag(
         "--moevement-persist-dir", metavar="DIR",
-        help="also write persisted windows into this folder, beside training: one for the whole job, or one on each "
-        "node, which then holds the copies that its ranks keep too; {node} in the name becomes the node's",
+        help="folder for persisted windows, which ranks write beside training (default: none). It is either one folder "
+        "for the whole job, or a folder on each node, which then also holds the copies that the node's ranks keep for "
+        "others; {node} in the name is replaced by the name of the node",
     )  # fmt: skip
     load: str | None = flag(
         "--moevement-load", metavar="DIR",
-        help="start from the newest window in this folder, if it reaches further than --load; the folder may be that "
-        "of --moevement-persist-dir, and empty",
+        help="folder with windows. The job starts from the newest window if it restores a later iteration than --load. "
+        "The folder may be empty, and may be the folder of --moevement-persist-dir",
     )  # fmt: skip

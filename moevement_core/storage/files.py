@@ -1,7 +1,7 @@
 """Snapshot as a file; ``docs/file_format.md`` describes the bytes.
 
-A file holds magic, version, length and digest of the header, and the header. The snapshot's buffer follows as it is in
-memory, from the next multiple of 64 bytes on. A file is written under another name, made durable, and then renamed.
+A file holds magic, version, length and digest of the header, and the header. The snapshot's payload follows without
+gaps, from the next multiple of 64 bytes on. A file is written under another name, made durable, and then renamed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def owner_and_iteration(name: str) -> tuple[int, int] | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return True if :func:`write_snapshot` makes files of this name, finished or cut off."""
+    """Return True if :func:`write_snapshot` gives this name to a finished or an unfinished file."""
     return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
 
 
@@ -51,7 +51,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
 
     Args:
         folder: existing folder.
-        snapshot: snapshot whose buffer stays unchanged until this returns.
+        snapshot: snapshot whose buffer stays unchanged until this function returns.
         is_wanted: function that is called before the file gets its name; if it returns False, the file is deleted.
 
     Raises:
@@ -101,18 +101,18 @@ def read_snapshot(path: Path) -> Snapshot:
         with open_regular(path) as file:
             if (nbytes := os.fstat(file.fileno()).st_size) < payload_at + header.payload_bytes:
                 raise SnapshotError(
-                    f"{path}: cut off after {nbytes} bytes of {payload_at + header.payload_bytes}; another copy is "
-                    "needed"
+                    f"{path}: the file has {nbytes} bytes instead of {payload_at + header.payload_bytes}; another copy "
+                    "is needed"
                 )
             buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)
             file.seek(payload_at)
             view, got = memoryview(buffer.numpy().data), 0
             while got < len(view):
                 if not (count := file.readinto(view[got:])):  # type: ignore[attr-defined]
-                    raise SnapshotError(f"{path}: cut off after {payload_at + got} bytes; another copy is needed")
+                    raise SnapshotError(f"{path}: the file ends after {payload_at + got} bytes; another copy is needed")
                 got += count
     except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+        raise SnapshotError(f"{path}: {error.strerror}; another copy of the file is needed") from None
     return Snapshot(header, Buffer(buffer))
 
 
@@ -130,16 +130,16 @@ def _read(path: Path) -> tuple[Header, int]:
         with open_regular(path) as file:
             prefix = file.read(_PREFIX.size)
             if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
-                raise SnapshotError(f"{path}: no snapshot file, or one that was cut off; another copy is needed")
+                raise SnapshotError(f"{path}: the file is no snapshot, or was cut off; another copy is needed")
             _, version, _, length, digest = _PREFIX.unpack(prefix)
             if version not in READ:
-                raise SnapshotError(f"{path}: of version {version}; this program reads {READ_TEXT}")
+                raise SnapshotError(f"{path}: the file has version {version}; this program reads {READ_TEXT}")
             left = os.fstat(file.fileno()).st_size - _PREFIX.size
             encoded = file.read(length) if length <= min(left, _MAX_HEADER_BYTES) else b""
     except OSError as error:
-        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+        raise SnapshotError(f"{path}: {error.strerror}; another copy of the file is needed") from None
     if xxhash.xxh3_128_digest(encoded) != digest:
-        raise SnapshotError(f"{path}: its header is damaged; another copy is needed")
+        raise SnapshotError(f"{path}: the header is damaged; another copy is needed")
     try:
         return Header.decode(encoded), _payload_at(length)
     except SnapshotError as error:

@@ -1,11 +1,11 @@
-"""Manifest that makes a window on disk loadable: one for the whole job, written once all files of all ranks exist.
+"""Manifest that makes a window on disk loadable. A job writes it when all files of all ranks exist.
 
 The manifest ``window_<iteration>_<job>.json`` is beside the folder ``window_<iteration>_<job>``. The iteration is the
-one whose state the window restores. If nodes have their own folders, each folder has the same manifest.
+one whose state the window restores. If each node has a directory of windows, each directory has the same manifest.
 
-The folder may hold foreign files under any name. A window is deleted only under two conditions. Its name is exactly one
-of this project's, and the window is provably this project's. The manifest proves it, or the marker inside the folder
-before there is a manifest. Only files that this project writes are deleted from a window; foreign files stay.
+The directory may hold foreign files under any name. A window is deleted only if its name has exactly the form above and
+it provably belongs to this project. The proof is the manifest or, before there is a manifest, the marker inside the
+window's folder. Only files that this project writes are deleted from a window; foreign files stay.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ _UNSEALED = 1
 _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
-"""Name of the file that marks a window's folder as this project's, from before its first snapshot on."""
+"""Name of the file that marks a window's folder as this project's. It is written before the first snapshot."""
 DATA_SETTINGS = "data"
-"""Name of the setting that holds, as a mapping, the settings that decide which samples are drawn. A job that loads the
-window may have other ones; they are named if the replay reaches another state."""
+"""Name of the setting that maps the names of all settings of the data to their values.
+
+Settings of the data decide which samples are drawn. A job that loads the window may have different ones. If its replay
+reaches another state, the error lists the differences.
+"""
 BY_ITERATION = ("iterations_to_skip",)
-"""Names of settings that are lists of iterations. Only the iterations that the window replays must be the same."""
+"""Names of settings that are lists of iterations. The lists must agree only in the iterations that the window replays.
+"""
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
 
@@ -46,21 +50,22 @@ class Manifest:
     """Manifest of one window of a job."""
 
     job: str
-    """Name that only this start of the job has: the name of the job, with ``.N`` for its second start and later ones.
-    """
+    """Name of this start of the job: the job's name, with ``.N`` appended in the second and later starts."""
     first: int
     """First snapshot of the window, the same on every rank."""
     last: int
-    """Last snapshot of the window, with which the state is dense on every rank."""
+    """Last snapshot of the window, which completes the state of every rank."""
     reaches: int
     """Iteration whose dense state the window restores."""
     progress: Mapping[str, int]
-    """Iteration and consumed samples of that state."""
+    """Iteration and consumed samples of the restored state."""
     settings: Mapping[str, Any]
-    """Settings that another job must share in order to load the window."""
+    """Settings that a job must share to load the window."""
     arithmetic: tuple[str, ...] = ()
-    """Arithmetic of each rank that wrote the window, or one entry if all had the same; empty if unknown. See
-    :mod:`moevement_core.util.arithmetic`."""
+    """Arithmetic of each rank that wrote the window, or one entry if all ranks had the same; empty if unknown.
+
+    :mod:`moevement_core.util.arithmetic` describes it.
+    """
     is_sealed: bool = field(default=True, compare=False)
     """True if the file has a digest of these fields; files of version 1 have none."""
 
@@ -70,7 +75,7 @@ class Manifest:
         return f"window_{self.reaches:07d}_{self.job}"
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return one text for each of a job's settings that differs from this window's."""
+        """Return a description of each setting in which a job differs from this window, except those of the data."""
         names = [name for name in settings if name in self.settings and name != DATA_SETTINGS]
         return _differences(
             {name: self._replayed(name, settings[name]) for name in names},
@@ -78,7 +83,7 @@ class Manifest:
         )
 
     def other_data(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return one text for each setting of a job's data that differs from this window's."""
+        """Return a description of each setting of the data in which a job differs from this window."""
         return _differences(settings.get(DATA_SETTINGS) or {}, self.settings.get(DATA_SETTINGS) or {})
 
     def _replayed(self, name: str, value: Any) -> Any:
@@ -87,7 +92,7 @@ class Manifest:
         return [iteration for iteration in value if self.first < iteration <= self.reaches]
 
     def write(self, directory: Path) -> None:
-        """Write the manifest under another name and rename it; the files of the window are durable by then."""
+        """Write the manifest under another name and rename it; called when the files of the window are durable."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
@@ -101,7 +106,7 @@ class Manifest:
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     return [
-        f"--{name.replace('_', '-')} {value}, and {then[name]} then"
+        f"--{name.replace('_', '-')} {value}, but {then[name]} in the window"
         for name, value in now.items()
         if name in then and then[name] != value
     ]
@@ -118,51 +123,51 @@ def read_manifest(path: Path) -> Manifest:
         version = content.pop("version")
         if version not in (_UNSEALED, VERSION):
             raise SnapshotError(
-                f"{path}: a manifest of version {str(version)[:20]}; this program reads {_UNSEALED} and {VERSION}"
+                f"{path}: the version is {str(version)[:20]}; this program reads versions {_UNSEALED} and {VERSION}"
             )
         if version == VERSION and content.pop("digest") != _digest(content):
-            raise SnapshotError(f"{path}: was changed or damaged after it was written; another window is needed")
+            raise SnapshotError(f"{path}: the file was changed or damaged after it was written; use another window")
         if isinstance(content.get("arithmetic"), list):
             content["arithmetic"] = tuple(content["arithmetic"])
         manifest = Manifest(**content, is_sealed=version == VERSION)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise SnapshotError(f"{path}: no manifest of a window ({error})") from None
+        raise SnapshotError(f"{path}: the file is no manifest of a window ({error})") from None
     _check(path, manifest)
     return manifest
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Return the XXH3-128 of the fields, independent of their order and of blanks between them.
+    """Return the XXH3-128 digest of the fields, which detects accidental changes.
 
-    It finds accidental changes.
+    The digest does not depend on the order of the fields or on blanks between them.
     """
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest with impossible values, which one without a digest may have.
+    """Refuse a manifest with impossible values. A manifest without a digest may have such values.
 
     Raises:
         SnapshotError: a value is impossible.
     """
     numbers = (manifest.first, manifest.last, manifest.reaches)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise SnapshotError(f"{path}: first, last and reaches are {numbers}; needs whole numbers")
+        raise SnapshotError(f"{path}: first, last and reaches are {numbers}; all three must be whole numbers")
     if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
-        raise SnapshotError(f"{path}: snapshots {manifest.first} to {manifest.last}; needs a window of them")
+        raise SnapshotError(f"{path}: first is {manifest.first} and last is {manifest.last}; these form no window")
     if not isinstance(manifest.progress, dict) or not all(
         isinstance(number, int) and number >= 0 for number in manifest.progress.values()
     ):
-        raise SnapshotError(f"{path}: a progress of {str(manifest.progress)[:60]}; needs counts")
+        raise SnapshotError(f"{path}: progress is {str(manifest.progress)[:60]}; needs numbers of 0 or more, by name")
     if not isinstance(manifest.settings, dict):
-        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs flags and values")
+        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs values by name of the setting")
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
-        raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs names of processors")
+        raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs a list of names")
     if path.name != f"{manifest.name}.json":
         raise SnapshotError(
-            f"{path}: is the manifest of {manifest.name[:60]}; needs the name that it was written under"
+            f"{path}: the file is the manifest of {manifest.name[:60]}; rename it to the name of that window"
         )
 
 
@@ -172,9 +177,9 @@ def manifests(directory: Path) -> list[Manifest]:
 
 
 def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
-    """Return all readable manifests in ``directory``, the newest first, and why others are unreadable.
+    """Return the readable manifests in ``directory``, the newest first, and an error text for each unreadable manifest.
 
-    The reasons are by name of the window.
+    The error texts are by name of the window.
     """
     readable, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
@@ -192,7 +197,7 @@ def reach_of(name: str) -> int:
 
 
 def make_window_folder(directory: Path, name: str) -> Path:
-    """Make the folder of a window, mark it as this project's, and return it. Every rank that writes there calls it.
+    """Make the folder of a window, mark it as this project's, and return it; each rank that writes there calls this.
 
     Raises:
         OSError: the folder cannot be made or written.
@@ -221,10 +226,10 @@ def own_windows(directory: Path) -> Iterator[str]:
 
 
 def remove_window(directory: Path, name: str) -> None:
-    """Delete a window that :func:`own_windows` has named.
+    """Delete a window whose name :func:`own_windows` has returned.
 
-    The manifest goes first, so that no half of the window is loadable. A folder with foreign files stays, with those
-    files.
+    The manifest is deleted first, so that no job loads a partly deleted window. If the folder holds foreign files, the
+    folder and these files stay.
     """
     (directory / f"{name}.json").unlink(missing_ok=True)
     folder = directory / name
@@ -234,7 +239,7 @@ def remove_window(directory: Path, name: str) -> None:
         if is_snapshot_file(path.name):
             path.unlink(missing_ok=True)
     rest = {path.name for path in folder.iterdir()}
-    if rest <= {MARKER}:  # the marker goes last, so that an interrupted deletion can be finished
+    if rest <= {MARKER}:  # the marker is deleted last, so that a later call can finish an interrupted deletion
         (folder / MARKER).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
@@ -246,8 +251,8 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
     Args:
         directory: folder with the windows.
         job: name of this start of the job, whose windows before ``oldest`` are deleted.
-        oldest: name of a window.
-        replaced: names of further windows that are deleted.
+        oldest: name of the oldest window of this start that stays.
+        replaced: names of other windows to delete.
     """
     for name in set(own_windows(directory)):
         if name in replaced or (name.endswith(f"_{job}") and name < oldest):
@@ -256,12 +261,12 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
 
 
 def remove_unfinished(directory: Path, start: str, but: str) -> None:
-    """Delete windows of a job that failures left unfinished.
+    """Delete the unfinished windows of a job, which failures left behind.
 
     Args:
         directory: folder with the windows.
-        start: name of a start of the job.
-        but: name of the window that is being written.
+        start: name of any start of the job.
+        but: name of the window that is being written, which stays.
     """
     for name in set(own_windows(directory)):
         if is_of_job(name, start) and name != but and not (directory / f"{name}.json").exists():
@@ -275,7 +280,7 @@ def is_of_job(name: str, start: str) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names of the files in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,12 @@
 """Writer of windows to disk beside training, one window after the other.
 
-When one window is done, the newest persisted one is next. Every rank makes the same decisions, from what all ranks
-agreed on: which window is written, and whether it is durable everywhere or never will be. The first rank of each folder
-then writes the manifest, and deletes windows older than the previous one.
+When a window is done, the newest persisted window is next. All ranks agree on which window is written, and on whether
+it is durable on every rank or has failed. If the window is durable, the first rank of each folder writes the manifest,
+and deletes windows older than the previous one.
 
-Snapshots may leave experts to older files (``Header.on_disk``). The first window is then written whole. Every later one
-has links to the files of the previous window that hold the newest state of some operator.
+The file of a snapshot may leave out experts that older files hold (``Header.on_disk``). The first window is then
+written whole. Every later window has links to those files of the previous window that hold the newest state of some
+operator.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from moevement_core.storage.manifest import (
 
 Report = Callable[[str], None]
 KEPT = 2
-"""Windows on disk: the newest, and the previous one in case a node dies while manifests are renamed."""
+"""Number of windows on disk: the newest, and the previous one in case a node dies while manifests are renamed."""
 
 
 _Identity = tuple[int, int, str]
@@ -58,9 +59,9 @@ class _Window:
     is_whole: bool
     """True if each snapshot is written whole."""
     older: dict[_Identity, str]
-    """Files of the previous window that the window has links to, in the same form."""
+    """Files of the previous window to which this window has links, in the same form."""
     writing: Writing = Writing.BUSY
-    """Progress of this rank."""
+    """Progress of this rank with the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +76,22 @@ class Folder:
 class WindowWriter:
     """Writer of windows of one rank. Only the training thread calls it.
 
-    Only :meth:`finish` and :meth:`close` wait for the disk; a thread of the writer does the rest.
+    Only :meth:`finish` and :meth:`close` wait for the disk. A background thread reads and writes files.
 
     Args:
         folder: folder to write to.
         job: name of this start of the job, the same on all ranks.
         settings: settings for the manifest.
         arithmetic: arithmetic of the ranks for the manifest.
-        lease: function that lends the snapshots of a window, from its first to its last iteration. They are this rank's
-            own, and copies that the rank's folder must hold. It returns None if one is missing.
+        lease: function that lends the snapshots of a window, from its first to its last iteration. These are this
+            rank's own snapshots, and the copies that the rank's folder must hold. It returns None if one is missing.
         progress_of: function that returns iteration and consumed samples of the state that a snapshot holds.
         report: callback that receives one sentence for each problem.
-        taken_over: function that names another job that has the folder now, or returns None. It may take as long as the
-            disk does.
-        left_behind: writers of earlier generations. No window begins while a stalled disk holds one of them up, so that
-            stalled writers do not use up each other's buffers.
-        leaves_out: True if snapshots may leave operators to older files.
+        taken_over: function that returns the name of another job that has taken over the folder, or None. It may wait
+            for the disk.
+        left_behind: writers of earlier generations. While a stalled disk blocks one of them, no window begins.
+            Otherwise more and more stalled writers would keep buffers leased.
+        leaves_out: True if files may leave out operators that older files hold.
     """
 
     def __init__(
@@ -119,18 +120,20 @@ class WindowWriter:
         self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
         self._abandoned = False
         self._not_written = 0
-        """Number of windows that this rank could not write since the last one that all ranks wrote. Two ranks that
-        share a full disk may fail in turn."""
+        """Number of windows that this rank could not write since the last window that all ranks wrote.
+
+        A window that only this rank wrote does not reset the number: ranks that share a full disk may fail in turn.
+        """
         self._found: frozenset[str] = frozenset()
-        """Names of windows that were there before this start of the job; its first durable window replaces them."""
+        """Names of windows from before this start of the job. The first durable window of this start replaces them."""
         self._window: _Window | None = None
         """Window that the job is writing now; None if there is none."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
         self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
-        """Folder of the window that this rank wrote last, and the snapshots in it."""
+        """Folder of the window that this rank wrote last, and the content of each file in it."""
         self._durable: _Window | None = None
-        """Newest window that is durable everywhere."""
+        """Newest window that is durable on every rank."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
@@ -138,16 +141,16 @@ class WindowWriter:
 
     @property
     def writing(self) -> Writing:
-        """Progress of this rank with the window that the job is writing, as the rank reports it to all ranks."""
+        """Progress of this rank with the window that the job is writing; the rank reports it to all ranks."""
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
-        """Take in the least progress of all ranks; finish the window once every rank is done with it."""
+        """Apply ``writing``, the least progress of all ranks: finish the window if every rank is done with it."""
         if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
             self._conclude(self._window, writing)
 
     def begin(self, first: int, last: int) -> None:
-        """Begin to write a window that is persisted everywhere, unless another one is being written."""
+        """Begin to write a window that is persisted on every rank, unless another window is being written."""
         if self._window is not None or first <= self._last_begun:
             return
         self._last_begun = first
@@ -158,7 +161,7 @@ class WindowWriter:
             newest = next(lease.snapshot for lease in leased if lease.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
         before = self._durable
-        # Headers name the part that is written. If no window is durable yet, all of each snapshot is written.
+        # Headers name the part of a snapshot to write. If no window is durable yet, snapshots are written whole.
         is_whole = before is None or not self._leaves_out
         files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
         older: dict[_Identity, str] = {}
@@ -168,12 +171,12 @@ class WindowWriter:
         manifest = Manifest(self._job, first, last, reaches, progress, self._settings, self._arithmetic)
         window = self._window = _Window(manifest, files, is_whole, older)
         if leased is None:
-            self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")
+            self._fail(window, "the disk blocks an older window" if is_stalled else "a snapshot of it is missing")
         else:
             self._jobs.put(lambda: self._write(window, leased))
 
     def finish(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
-        """Finish the window that is being written, so that another one may begin; every rank calls it.
+        """Finish the window that is being written, so that another window may begin; every rank calls this method.
 
         Args:
             agree: function that returns the least progress of all ranks.
@@ -185,7 +188,7 @@ class WindowWriter:
         self.learn(agree(self.writing))
 
     def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
-        """Finish the window that is being written, and end the thread; every rank calls it.
+        """Finish the window that is being written, and end the thread; every rank calls this method.
 
         Args:
             agree: function that returns the least progress of all ranks.
@@ -198,9 +201,9 @@ class WindowWriter:
     def abandon(self) -> None:
         """Give up the window that is being written, after a failure and without waiting for the disk.
 
-        The window gets no further file and no manifest. The job deletes its files when it writes the next window. The
-        buffers stay leased until the disk returns. A window that all ranks have agreed on is durable, and still gets
-        its manifest.
+        The window gets no further file and no manifest. The job deletes the window's files when it writes the next
+        window. Buffers stay leased until the write under way ends. If all ranks have already agreed that a window is
+        durable, that window still gets its manifest.
         """
         self._abandoned, self._window = True, None
         self._jobs.put(None)
@@ -219,7 +222,7 @@ class WindowWriter:
             return
         self._durable = window
         if self._not_written:
-            self._report(f"windows can be written again, after {self._not_written} that could not be")
+            self._report(f"windows are written to disk again; {self._not_written} earlier ones could not be written")
             self._not_written = 0
         if self._folder.writes_manifest:
             self._jobs.put(lambda: self._commit(window.manifest))
@@ -248,12 +251,10 @@ class WindowWriter:
             FolderInUse: another job has the folder now, or has begun to write to it.
         """
         if (other := self._taken_over()) is not None:
-            raise FolderInUse(
-                f"the folder was taken over by {other}; this job writes and deletes nothing there any more"
-            )
+            raise FolderInUse(f"the folder was taken over by {other}; this job no longer writes or deletes files there")
         new = self._windows_of_others() - self._found
         if others := [name for name in new if not is_of_job(name, self._job)]:
-            raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
+            raise FolderInUse(f"another job writes to the folder ({min(others)}), so this job writes there no longer")
 
     def _write(self, window: _Window, leased: Sequence[SnapshotLease]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
@@ -297,7 +298,7 @@ class WindowWriter:
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
         """Link the file of the previous window into ``folder`` if it is the same; return True if that succeeded.
 
-        Successive windows that overlap share files. A disk without links has none.
+        Successive windows that overlap share files. On a disk without links, each window has files of its own.
         """
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
@@ -305,7 +306,7 @@ class WindowWriter:
         name = file_name(*identity[:2])
         try:
             os.link(before / name, folder / name)
-        except OSError:  # the disk has no links, or the previous window is gone: the file is written instead
+        except OSError:  # the disk has no links, or the previous window was deleted: the file is written instead
             return False
         return True
 
@@ -335,8 +336,8 @@ class WindowWriter:
         window.writing = Writing.FAILED
         self._not_written += 1
         if not self._not_written & (self._not_written - 1):  # only the 1st, 2nd, 4th, 8th ... failure is reported
-            first, so_far = window.manifest.first, f" ({self._not_written} by now)" if self._not_written > 1 else ""
-            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next is tried")
+            first, so_far = window.manifest.first, f" ({self._not_written} so far)" if self._not_written > 1 else ""
+            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next will be tried")
 
 
 def _identity(snapshot: Snapshot) -> _Identity:

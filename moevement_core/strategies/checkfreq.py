@@ -1,9 +1,10 @@
-"""CheckFreq (FAST '21): the whole state to disk in two phases, as often as a cap on its cost allows.
+"""CheckFreq (FAST '21): saves the whole state to disk in two phases, as often as a cap on the cost allows.
 
-Each snapshot is copied to host memory beside the next iteration and written to disk from there in the background. The
-strategy profiles the first iterations. Then it takes the shortest interval in which a checkpoint is durable before the
-next one begins, and lengthens it while the measured cost is above the cap. After a failure all ranks go back to the
-newest checkpoint that is durable on all of them, and execute the iterations since then again with the same batches.
+Each snapshot is copied to host memory beside the next iteration, and written from there to disk in the background. The
+strategy profiles the first iterations. Then it chooses the shortest interval in which a checkpoint becomes durable
+before the next one begins. It lengthens the interval while the measured cost is above the cap. After a failure all
+ranks go back to the newest checkpoint that is durable on every rank, and re-execute the later iterations with the same
+batches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class CheckFreq(Dense):
         self._has_profiled = False
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the shortest interval that hides a checkpoint on the first call, then one that keeps to the cap."""
+        """Return the interval: in the first call the shortest that hides a checkpoint, later one within the cap.
+
+        An interval hides a checkpoint if the checkpoint is durable before the next one begins.
+        """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s + full / measured.disk_bytes_per_s
         hidden = hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s)

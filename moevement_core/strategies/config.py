@@ -27,7 +27,7 @@ from moevement_core.util.flags import AUTO, flag, within
 
 
 class Recovery(StrEnum):
-    """Ways to restore lost state."""
+    """Method that restores lost state."""
 
     REPLAY = "replay"
     REDO = "redo"
@@ -35,7 +35,7 @@ class Recovery(StrEnum):
 
 
 class Selection(StrEnum):
-    """Ways to select the experts that MoC-System saves."""
+    """Method that selects the experts that MoC-System saves."""
 
     SEQUENTIAL = "sequential"
     LOAD = "load"
@@ -53,7 +53,7 @@ def _iterations(name: str, text: str) -> int | None:
     if text == AUTO:
         return None
     if not text.isdecimal() or not 1 <= int(text) <= MOST_PERIOD:
-        raise ConfigError(f"{name} {text}; needs auto or a number of iterations, 1 to {MOST_PERIOD}")
+        raise ConfigError(f"{name} {text}; needs auto, or a number of iterations from 1 to {MOST_PERIOD}")
     return int(text)
 
 
@@ -63,82 +63,88 @@ class StrategyConfig:
 
     name: str = flag(
         "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, *PARTIAL, NO_STRATEGY], default=MoEvement.name,
-        help="moevement: a slice of the state every iteration; dense: all of it every so many iterations; either to "
-        "peers, and recovered by the stages that lost it. What it is compared with: checkfreq: all of it to disk; "
-        "gemini: all of it to the peers of a group; moc: some of the experts, whose other updates a failure loses; "
-        "moetion: those of them with the most tokens at risk; each rolls all ranks back. none: nothing is saved "
-        "(default: moevement; docs/strategies.md)",
+        help="state that snapshots hold, and where they are kept. moevement: a slice of the state every iteration, on "
+        "peers; dense: the whole state every K iterations, on peers; with both, only the stages that lost state roll "
+        "back. With the following, all ranks roll back. checkfreq: the whole state on disk; gemini: the whole state on "
+        "the peers of a group; moc: some of the experts, so that a failure loses updates of the others; moetion: the "
+        "experts with the most tokens at risk, with the same loss. none: nothing is saved (default: moevement; "
+        "docs/strategies.md)",
     )  # fmt: skip
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
         help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini, moc or "
-        f"moetion (default: {INTERVAL} for moc and 1 for moetion; for the others what --moevement-overhead-cap allows, "
-        f"but {FIRST_INTERVAL} or more for dense)",
+        f"moetion (default: {INTERVAL} for moc and 1 for moetion; for the others the shortest interval that links and "
+        f"--moevement-overhead-cap allow, but {FIRST_INTERVAL} or more for dense)",
     )  # fmt: skip
     experts: int | None = flag(
         "--moevement-snapshot-experts", type=int, metavar="K",
-        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth) or moetion "
-        "(default: as many as the measured bandwidths carry)",
+        help="number of experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth of the "
+        "experts) or moetion (default: the largest number that the measured bandwidths allow)",
     )  # fmt: skip
     persisted: int | None = flag(
         "--moevement-persist-experts", type=int, metavar="K",
-        help="experts of each layer that are written to disk of a snapshot, for --moevement-strategy moc (default: all "
-        "that it holds)",
+        help="number of experts of each layer that a snapshot writes to disk, for --moevement-strategy moc (default: "
+        "all experts in the snapshot)",
     )  # fmt: skip
     selection: Selection | None = flag(
         "--moevement-selection", choices=[str(selection) for selection in Selection],
         check=lambda name, value: None if value is None else Selection(value),
-        help="which experts a snapshot holds, for --moevement-strategy moc. sequential: they have their turn; load: of "
-        "each layer those with the most unsaved updates (default: sequential)",
+        help="selection of the experts in a snapshot, for --moevement-strategy moc. sequential: all experts in turn; "
+        "load: the experts of each layer with the most unsaved updates (default: sequential)",
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
-        help="share of tokens that failures may cost before more experts are saved, for --moevement-strategy moc; 1: "
-        f"as many stay (default: {PLT_LIMIT})",
+        help="share of lost tokens from which on a snapshot holds more experts, for --moevement-strategy moc; with 1, "
+        f"the number of experts never changes (default: {PLT_LIMIT})",
     )  # fmt: skip
     capacity_boost: float | None = flag(
         "--moevement-capacity-boost", type=float, metavar="F",
-        help="share of its capacity that an expert is given more until tokens that a failure cost it are repaid, for "
-        "--moevement-strategy moetion; needs a capacity factor (default: none; 0.1 in the paper)",
+        help="extra capacity, as a share of an expert's capacity, for experts that lost tokens in a failure; it ends "
+        "when an expert has received as many extra tokens as it lost. For --moevement-strategy moetion with a capacity "
+        "factor (default: no extra capacity; 0.1 in the paper)",
     )  # fmt: skip
     overhead_cap: float | None = flag(
         "--moevement-overhead-cap", type=float, metavar="F",
-        help="share of training time that saving may cost, as it is measured: windows and intervals that are not given "
-        f"keep to it; not for moc and moetion (default: {OVERHEAD_CAP}; checkfreq: {CHECKFREQ_CAP}; gemini: none)",
+        help="share of training time that saving may cost. Unless windows or intervals are given, the job chooses them "
+        f"so that the measured cost stays below this share; not for moc and moetion (default: {OVERHEAD_CAP}; "
+        f"checkfreq: {CHECKFREQ_CAP}; gemini: no cap)",
     )  # fmt: skip
     window: int | None = flag(
         "--moevement-window", default=AUTO, metavar="auto|N", check=_iterations,
-        help="iterations that a snapshot of everything is spread over, window after window; auto: the fewest that "
-        "copies from the device allow, and windows as often as links and the cap on overhead do (default: auto)",
+        help="W, number of snapshots in a window, which together hold the whole state. With a number, windows follow "
+        "each other without a rest. auto: the smallest W for which copies from the device are fast enough, and windows "
+        "as often as links and --moevement-overhead-cap allow (default: auto)",
     )  # fmt: skip
     window_kind: WindowKind = flag(
         "--moevement-window-kind", choices=[str(kind) for kind in WindowKind], default=str(WindowKind.ALIGNED),
         check=lambda name, value: WindowKind(value),
-        help="aligned: rollback of W to 2W iterations; rolling: of W, at more bytes (default: aligned)",
+        help="kind of windows. aligned: a failure rolls back W to 2W iterations; rolling: a failure rolls back W "
+        "iterations, and snapshots have more bytes (default: aligned)",
     )  # fmt: skip
     recovery: Recovery = flag(
         "--moevement-recovery", choices=[str(recovery) for recovery in Recovery], default=str(Recovery.REPLAY),
         check=lambda name, value: Recovery(value),
-        help="how lost state is brought back. replay: iterations are run again by the stages that lost it; redo: "
-        "reduced gradients are logged at peers, too, and the lost rank alone makes its updates again; auto: redo where "
-        "what is measured carries it (default: replay; with Adam on GPUs auto)",
+        help="method that restores lost state. replay: the stages that lost state execute iterations again; redo: "
+        "snapshots on peers hold reduced gradients beside the state, and only the replacement of a lost rank repeats "
+        "updates; auto: redo if the measured bandwidths are enough for the gradients, and replay otherwise (default: "
+        "replay; with Adam on GPUs auto)",
     )  # fmt: skip
     order: str | None = flag(
         "--moevement-order", choices=[str(order) for order in Ordering if order is not Ordering.CAPACITY],
-        help="by what operators are ordered in a window, the least first (default: hard, tokens per expert; "
-        "back-to-front without experts)",
+        help="statistic that orders the operators of a window, from the least to the most popular (default: hard, the "
+        "number of tokens of each expert; back-to-front for models without experts)",
     )  # fmt: skip
     order_alpha: float = flag(
         "--moevement-order-alpha", type=float, default=0.9, check=within(0.0, 1.0), metavar="A",
-        help="weight of the past for --moevement-order decayed, 0 to 1 (default: 0.9)",
+        help="weight of earlier counts, from 0 to 1, for --moevement-order decayed (default: 0.9)",
     )  # fmt: skip
     reorder_threshold: float = flag(
         "--moevement-reorder-threshold", type=float, default=0.10, check=within(0.0), metavar="F",
-        help="relative change of an expert's activation share that counts (default: 0.10)",
+        help="relative change of an expert's activation share from which on the expert has changed (default: 0.10)",
     )  # fmt: skip
     reorder_fraction: float = flag(
         "--moevement-reorder-fraction", type=float, default=0.25, check=within(0.0, 1.0), metavar="F",
-        help="operators are reordered when more than this fraction of the experts has changed (default: 0.25)",
+        help="fraction of experts; operators are reordered when a larger fraction has changed (default: 0.25)",
     )  # fmt: skip
     has_experts: bool = True
     """True if the model has experts."""
@@ -146,8 +152,8 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if self.window is not None and self.name != MoEvement.name:
             raise ConfigError(
-                f"--moevement-window {self.window} with --moevement-strategy {self.name}; give --moevement-window "
-                f"{AUTO}, or --moevement-strategy {MoEvement.name}"
+                f"--moevement-window {self.window} has no effect with --moevement-strategy {self.name}; give "
+                f"--moevement-window {AUTO}, or --moevement-strategy {MoEvement.name}"
             )
         for name, value, strategies in (
             ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
@@ -160,30 +166,31 @@ class StrategyConfig:
         ):
             if value is not None and self.name not in strategies:
                 raise ConfigError(
-                    f"--moevement-{name} {value} with --moevement-strategy {self.name}; needs --moevement-strategy "
-                    f"{', '.join(strategies)}"
+                    f"--moevement-{name} {value} has no effect with --moevement-strategy {self.name}; leave it out, or "
+                    f"give one of these: --moevement-strategy {', '.join(strategies)}"
                 )
         if self.experts is not None and self.experts < 1:
-            raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs 1 or more")
+            raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs a number of 1 or more")
         if self.persisted is not None and (self.persisted < 1 or self.selection is Selection.LOAD):
             raise ConfigError(
                 f"--moevement-persist-experts {self.persisted} with --moevement-selection "
-                f"{self.selection or Selection.SEQUENTIAL}; needs 1 or more, and {Selection.SEQUENTIAL}"
+                f"{self.selection or Selection.SEQUENTIAL}; needs 1 or more experts, and --moevement-selection "
+                f"{Selection.SEQUENTIAL}"
             )
         if self.plt_limit is not None and not 0 < self.plt_limit <= 1:
-            raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share, above 0 and at most 1")
+            raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share above 0 and up to 1")
         if self.capacity_boost is not None and not 0 < self.capacity_boost <= 1:
-            raise ConfigError(f"--moevement-capacity-boost {self.capacity_boost}; needs a share, above 0 and at most 1")
+            raise ConfigError(f"--moevement-capacity-boost {self.capacity_boost}; needs a share above 0 and up to 1")
         if not 0 < self.cap < 1:
-            raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share, above 0 and below 1")
+            raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share above 0 and below 1")
         if self.recovery is Recovery.REDO and self.name != MoEvement.name:
             raise ConfigError(
-                f"--moevement-recovery {self.recovery} with --moevement-strategy {self.name}; needs "
-                f"--moevement-strategy {MoEvement.name}"
+                f"--moevement-recovery {self.recovery} is not possible with --moevement-strategy {self.name}; give "
+                f"another recovery, or --moevement-strategy {MoEvement.name}"
             )
         if self.interval is not None and not 1 <= self.interval <= MOST_PERIOD:
             raise ConfigError(
-                f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_PERIOD}"
+                f"--moevement-dense-interval {self.interval}; needs a number of iterations from 1 to {MOST_PERIOD}"
             )
         _ = self.ordering, self.thresholds  # both raise ConfigError for impossible values
 
@@ -207,7 +214,7 @@ class StrategyConfig:
 
     @property
     def kept_cap(self) -> float | None:
-        """Share of training time that saving keeps to; None if the strategy has no cap."""
+        """Cap on the share of training time that saving costs; None if the strategy has no cap."""
         keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
         return self.cap if keeps or self.overhead_cap is not None else None
 
@@ -228,13 +235,13 @@ class StrategyConfig:
 
     @property
     def ordering(self) -> OrderingConfig:
-        """Statistic that operators are ordered by."""
+        """Statistic that orders the operators."""
         default = Ordering.HARD_COUNT if self.has_experts else Ordering.BACK_TO_FRONT
         return OrderingConfig(Ordering(self.order or default), self.order_alpha)
 
     @property
     def thresholds(self) -> ReorderThresholds:
-        """Thresholds of the change that triggers a new order."""
+        """Thresholds for changes of popularity that trigger a new order."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
     def of(self, table: OperatorTable, most_experts: int | None = None) -> Strategy:
@@ -242,7 +249,7 @@ class StrategyConfig:
 
         Args:
             table: the operators of the stage.
-            most_experts: number of experts of the layer of the job that has the most; None for that of this stage.
+            most_experts: experts in the largest layer of the job; None to use the largest layer of this stage.
         """
         if self.name == CheckFreq.name:
             return CheckFreq(table, self.interval, self.cap)

@@ -1,6 +1,6 @@
-"""Dense strategies: the whole state every k iterations, as CheckFreq and Gemini save it.
+"""Dense strategies, which save the whole state every k iterations; CheckFreq and GEMINI are two of them.
 
-It is the smallest strategy. The engine handles it through the same interface as all others.
+These are the simplest strategies. The engine uses them through the same interface as all others.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ class DenseSchedule(Schedule):
         return self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many snapshots a rank keeps: the persisted one, newer ones, and one that is written to disk.
+        """Return the number of kept snapshots: the persisted one, newer ones, and one that is being written to disk.
 
-        The newer ones are those taken until all ranks know of another persisted snapshot. A snapshot is taken in one
-        iteration, reported in the next, and known to all ranks in the one after.
+        The newer snapshots are those taken before all ranks know of the next persisted snapshot. A snapshot is taken in
+        one iteration, reported in the second, and known to all ranks in the third.
         """
         return 1 + -(-(2 + lag) // self.interval) + to_disk
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back at most.
+        """Return the most iterations that boundary logs hold.
 
-        They reach back to the oldest kept snapshot and one before it, which may have been left out, and include the
-        iteration under way.
+        These are the current iteration, all iterations since the oldest kept snapshot, and one interval more in case a
+        snapshot was left out.
         """
         return (self.slots_kept(lag, to_disk=to_disk) + 1) * self.interval + lag + 1
 
     def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays, from the newest snapshot that peers have."""
+        """Return the most iterations that a recovery replays after the newest snapshot that peers have."""
         return lag + self.interval
 
     def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback, iterations: the lag, half the interval, and one in which the snapshot is copied."""
+        """Return the mean rollback in iterations: the lag, half an interval, and one iteration for the copy."""
         return lag + self.interval / 2 + 1
 
     def with_windows_of(self, other: Schedule) -> DenseSchedule:
@@ -100,8 +100,8 @@ class Dense(Strategy):
 
     Args:
         table: the operators of the stage.
-        interval: k, iterations between snapshots; None to measure it.
-        cap: share of training time that saving may cost if the interval is measured.
+        interval: k, iterations between snapshots; None to choose it from measurements.
+        cap: share of training time that saving may cost if ``interval`` is None.
     """
 
     def __init__(self, table: OperatorTable, interval: int | None, cap: float = OVERHEAD_CAP) -> None:
@@ -110,11 +110,11 @@ class Dense(Strategy):
         self.settled = interval is not None
 
     def first(self, start: int, most: int) -> DenseSchedule:
-        """Return the schedule that begins with a snapshot of the state that the run begins from."""
+        """Return the schedule that begins with a snapshot of the run's first state."""
         return DenseSchedule(self.table, self.interval or FIRST_INTERVAL, start=start)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the measured interval if it differs from the current one."""
+        """Propose the interval that follows from measurements if it differs from the current interval."""
         if sizes is None:
             return Proposal([now], is_change=False)
         return Proposal([DenseSchedule(self.table, sizes[0]), now], is_change=sizes[0] != now.size)
@@ -126,12 +126,12 @@ class Dense(Strategy):
 
     @property
     def heaviest_bytes(self) -> int:
-        """Bytes of full state on the rank of the stage that has the most."""
+        """Bytes of full state on the rank with the most, within the stage."""
         return int(self.table.full.sum(axis=1).max())
 
 
 class DenseToPeers(Dense):
-    """Strategy that keeps dense snapshots in peers' memory, and on disk if asked; only lost stages roll back."""
+    """Strategy that keeps dense snapshots in peers' memory, and on disk if a folder is given; lost stages roll back."""
 
     name = "dense"
     is_tuned = True

@@ -1,10 +1,11 @@
-"""GEMINI (SOSP '23): the whole state to the memory of the peers of a placement group, and rarely to disk.
+"""GEMINI (SOSP '23): saves the whole state in the memory of other nodes of a group, and rarely on disk.
 
-The engine copies the whole state to host memory. Sender threads send it to the m - 1 other nodes of the rank's group
+The engine copies the whole state to host memory. Sender threads send this copy to the other nodes of the rank's group
 (:mod:`moevement_core.replication.placement`, ``groups``), in chunks while training leaves the network idle
-(:mod:`moevement_core.replication.pace`). The interval is given, or is the shortest in which a checkpoint is copied and
-sent. After a failure all ranks go back to the newest checkpoint that is complete for all of them. Survivors load it
-from their own memory and replacements from a peer; all ranks load from disk if a whole group was lost.
+(:mod:`moevement_core.replication.pace`). The interval is given, or is the shortest in which a checkpoint can be copied
+and sent. After a failure all ranks go back to the newest checkpoint that is complete for all of them. Survivors load
+this checkpoint from their own memory, and replacements load it from a peer. If a whole group was lost, all ranks load
+from disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moevement_core.strategies.strategy import Measured, Proposal
 PROFILED_WINDOWS = 3
 """Windows that are measured before the interval is chosen.
 
-The first shows when training communicates. The second shows how long sends take that wait for idle spans.
+The first window shows when training communicates. The second one shows the duration of sends that wait for idle spans.
 """
 
 
@@ -30,8 +31,8 @@ class Gemini(Dense):
 
     Args:
         table: the operators of the stage.
-        interval: iterations between snapshots; None to measure it.
-        cap: share of training time that saving may cost if the interval is measured; None for no cap, as in the paper.
+        interval: iterations between snapshots; None to choose it from measurements.
+        cap: share of training time that saving may cost if ``interval`` is None; None for no cap, as in the paper.
     """
 
     name = "gemini"
@@ -46,10 +47,11 @@ class Gemini(Dense):
         """Number of windows measured so far."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the shortest possible interval, and the number of windows measured, this one included.
+        """Return the shortest possible interval, and the number of measured windows including this one.
 
-        In the interval a checkpoint is copied and sent to every peer, and keeps to the cap on overhead if one is given.
-        Replacements, and stages without a survivor, learn the number from other ranks.
+        The interval is long enough to copy a checkpoint and to send it to every peer. It also keeps to the cap on
+        overhead if a cap is given. Replacements, and stages without a survivor, learn the number of measured windows
+        from other ranks.
         """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s

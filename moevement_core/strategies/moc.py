@@ -1,9 +1,9 @@
-"""MoC-System (ASPLOS '25): all state but the experts, and K of the E experts of each layer, every few iterations.
+"""MoC-System (ASPLOS '25): a checkpoint holds all state but the experts, and K of the E experts of each layer.
 
-After a failure all ranks go back to the newest checkpoint. Experts that it leaves out are restored from the newest
-earlier checkpoint that has them. Updates in between are lost. So the job loses the bits of a failure-free run, unless
-every expert is saved (K = E). The strategy counts the tokens behind lost updates, and doubles K while their share is
-beyond its limit.
+After a failure all ranks go back to the newest checkpoint. Experts that this checkpoint leaves out are restored from
+the newest earlier checkpoint that has them, and their later updates are lost. The result of the job then differs from
+that of a run without failures, unless every expert is saved (K = E). The strategy counts the tokens whose updates are
+lost. It doubles K while the share of these tokens is above a limit.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ INTERVAL = 10
 
 @dataclass(frozen=True, eq=False)
 class PartialSchedule(VersionSchedule):
-    """Schedule of all state but the experts every ``interval`` iterations, and ``experts`` of each layer in turn."""
+    """Schedule of a snapshot every ``interval`` iterations: non-expert state, and experts of each layer in turn."""
 
     experts: int
     """Number of experts of each layer in a snapshot, K."""
     most: int
-    """Number of experts of the layer of the job that has the most, E.
+    """Number of experts in the largest layer of the job, E.
 
     All stages use the same E, so their runs have the same number of snapshots.
     """
     persisted: int | None = None
-    """Number of experts of each layer that a snapshot writes to disk; None for all that it holds."""
+    """Number of experts of each layer that a snapshot writes to disk; None for all experts in the snapshot."""
     turn: int = 0
-    """Number of the turn of the first snapshot."""
+    """Number of the first snapshot's turn, counted from the start of the job; each snapshot is one turn."""
     history: int = 0
     """Number that changes with each recovery that lost updates.
 
-    Snapshots from after the restored iteration are useless then, and the new number gives later ones another
-    :attr:`id`.
+    After such a recovery, snapshots of iterations after the restored one must not be used. The new number gives new
+    snapshots of these iterations another :attr:`id`.
     """
 
     @cached_property
@@ -67,12 +67,12 @@ class PartialSchedule(VersionSchedule):
 
     @cached_property
     def checkpoints(self) -> int:
-        """Number of snapshots until every expert is in one, ``ceil(E / K)``."""
+        """Number of consecutive snapshots that together hold every expert, ``ceil(E / K)``."""
         return math.ceil(self.most / self.experts)
 
     @cached_property
     def size(self) -> int:
-        """Iterations until turns, and those of writes to disk, repeat from the beginning."""
+        """Iterations until the turns of snapshots, and the turns of writes to disk, repeat."""
         layers = {self.most, *map(len, self._turns.values())}
         return (
             self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers)) * self._rounds
@@ -80,7 +80,7 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def _rounds(self) -> int:
-        """Number of its turns among which an expert is written to disk once."""
+        """Number of turns of an expert in which the expert is written to disk once."""
         return 1 if self.persisted is None else math.ceil(self.experts / min(self.persisted, self.experts))
 
     @property
@@ -95,7 +95,7 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def reorders(self) -> bool:
-        """False: popularity does not decide the turns."""
+        """False, because popularity does not decide the turns."""
         return False
 
     @cached_property
@@ -109,14 +109,14 @@ class PartialSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of all operators but the experts whose turn it is not; None if no snapshot is taken."""
+        """Return full state of all operators except experts without a turn; None if the slot has no snapshot."""
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
         return self._with(chosen(self._turns, self.experts, self.turn + turn))
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return the contents to write to disk, with the experts that have waited longest; None for all contents."""
+        """Return the contents to write to disk, with the experts that waited longest; None to write all contents."""
         turn, rest = divmod(slot, self.interval)
         return None if rest or self.persisted is None else self._with(self._on_disk[turn])
 
@@ -146,15 +146,15 @@ class PartialSchedule(VersionSchedule):
 
 
 class MoC(Strategy):
-    """Strategy that saves some experts in every checkpoint; all ranks go back to the newest version of each.
+    """Strategy that saves some experts in every checkpoint. A failure sets each expert back to its newest version.
 
     Args:
         table: the operators of the stage.
         interval: iterations between checkpoints.
-        experts: K, experts of each layer in a checkpoint; None for an eighth.
-        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
-        persisted: number of experts of each layer that a checkpoint writes to disk; None for all that it holds.
-        limit: share of lost tokens beyond which K grows; see :mod:`moevement_core.policy.dynamic_k`.
+        experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts.
+        most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
+        persisted: number of experts of each layer that a checkpoint writes to disk; None for all experts in it.
+        limit: share of lost tokens above which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
         ConfigError: too many iterations pass until every expert has been saved.
@@ -186,12 +186,12 @@ class MoC(Strategy):
         """Number of experts of each layer in a checkpoint, K, which doubles when too many tokens are lost."""
         if (reach := math.ceil(self.most / self.experts) * interval) > MOST_REACH:
             raise ConfigError(
-                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations: every expert "
-                f"is saved once in {reach}; needs at most {MOST_REACH}, so save more experts or more often"
+                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations saves each "
+                f"expert once in {reach} iterations; needs {MOST_REACH} or less, so save more experts or more often"
             )
 
     def first(self, start: int, most: int) -> PartialSchedule:
-        """Return the schedule whose first run holds the whole state that the job begins from."""
+        """Return the schedule whose first run holds the whole state at the beginning of the job."""
         schedule = PartialSchedule(self.table, self.interval, self.experts, self.most, self.persisted)
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
@@ -200,7 +200,7 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that losses of this stage ask for."""
+        """Return the K that follows from the lost tokens of this stage."""
         return (self.experts,)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
@@ -216,7 +216,7 @@ class MoC(Strategy):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the tokens that restored versions of experts lack, and continue from the checkpoint's account.
+        """Return the tokens whose updates the restored experts lack, and continue from the checkpoint's account.
 
         K grows if too many tokens are lost.
         """
@@ -231,7 +231,7 @@ class MoC(Strategy):
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
-        """Return the schedules up to ``iteration``, and one that continues their turns under another ``history``."""
+        """Return the schedules up to ``iteration``, and a new one that continues their turns under ``history``."""
         # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration]
         before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
@@ -253,8 +253,8 @@ def caution_of(experts: int, most: int) -> str | None:
     if experts >= most:
         return None
     return (
-        f"a snapshot holds {experts} of {most} experts of each layer: a failure loses updates of the others, and what "
-        "is trained after it is not what would have been trained without it"
+        f"a snapshot holds {experts} of {most} experts of each layer; a failure loses updates of the others, so the "
+        "result of training then differs from that of a run without failures"
     )
 
 

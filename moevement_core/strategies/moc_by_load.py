@@ -26,9 +26,9 @@ class MoCByLoad(Selecting):
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots.
-        experts: K, experts of each layer in a snapshot; None for an eighth.
-        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
-        limit: share of lost tokens beyond which K grows.
+        experts: K, number of experts of each layer in a snapshot; None for an eighth of the experts.
+        most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
+        limit: share of lost tokens above which K grows.
 
     Raises:
         ConfigError: too many iterations pass until every expert has been saved.
@@ -50,14 +50,14 @@ class MoCByLoad(Selecting):
         super().__init__(table, interval, self._dynamic.first, most)
         self.settled = False
         self._wanted = self.experts
-        """K that losses of this stage ask for; the largest of all stages comes into force."""
+        """K that follows from the lost tokens of this stage. All stages use the largest K of any stage."""
 
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
         """Return the K experts of each layer with the most tokens at risk."""
         return most_of_each_layer(self.table, risk, due, self.experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that losses of this stage ask for."""
+        """Return the K that follows from the lost tokens of this stage."""
         return (self._wanted,)
 
     def take(self, sizes: tuple[int, ...]) -> None:
@@ -69,7 +69,7 @@ class MoCByLoad(Selecting):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the lost tokens, restore K, and let it grow if too many tokens are lost."""
+        """Return the lost tokens, restore K, and raise the wanted K if too many tokens are lost."""
         lost = super().restored(run, learned)
         self.experts = learned[run.last]["experts"]
         self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)

@@ -1,9 +1,9 @@
-"""MoEtion: all state but the experts in every snapshot, and the S of E experts with the most tokens at risk.
+"""MoEtion: a snapshot holds all state but the experts, and those S of the E experts with the most tokens at risk.
 
-A snapshot holds only gradients of an expert that the previous snapshot holds too; a rank that restores the expert
-repeats its updates (sections 4.3 and 5.2, Algorithms 1 and 3). After a failure all ranks go back to the newest
-snapshot, and each expert to its newest version. Updates in between are lost unless S = E, and the strategy counts the
-tokens behind them.
+If the previous snapshot holds an expert as well, the new one holds only the gradients of this expert. A rank that
+restores the expert repeats the updates with these gradients (sections 4.3 and 5.2, Algorithms 1 and 3). After a failure
+all ranks go back to the newest snapshot, and each expert goes back to its newest saved version. Unless S = E, later
+updates of an expert are lost. The strategy counts the tokens of lost updates.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MoEtion(Selecting):
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots; with 1, as in the paper, gradients may replace state.
-        experts: S, mean number of experts of each layer in a snapshot; None for as many as both budgets carry.
-        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
+        experts: S, mean number of experts of each layer in a snapshot; None for the most that copies and links carry.
+        most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
 
     Raises:
         ConfigError: too many iterations pass until every expert has been saved.
@@ -58,13 +58,13 @@ class MoEtion(Selecting):
         """Tokens that recoveries cost each expert, less those that extra capacity has admitted since."""
 
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """Return the experts of all layers with the most tokens at risk, shared out by layer (Algorithm 1)."""
+        """Return the experts with the most tokens at risk. A layer's share follows its tokens at risk (Algorithm 1)."""
         return most_at_risk(self.table, risk, due, self.experts * self._layers)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the number of experts of each layer that a snapshot has to leave out on this rank (section 4.2).
+        """Return the number of experts of each layer that a snapshot of this rank has to leave out (section 4.2).
 
-        Both budgets first pay for the state beside the experts, which the paper does not count.
+        The budgets of copies and links first cover the non-expert state, which the paper leaves out.
         """
         expert, other = (self.table.full[:, mask].sum(axis=1) for mask in (self.table.is_expert, ~self.table.is_expert))
         budget = (
@@ -76,28 +76,28 @@ class MoEtion(Selecting):
             (max(0.0, budget - beside) / nbytes for beside, nbytes in zip(other, expert, strict=True) if nbytes),
             default=1.0,
         )
-        # The full state of every expert has to be saved within MOST_REACH; see :attr:`span`.
+        # The full state of every expert has to be saved within MOST_REACH iterations; see :attr:`span`.
         fewest = math.ceil(self.most / max(1, MOST_REACH // self.interval // 2))
         return (self.most - max(fewest, math.floor(self.most * min(1.0, carried))),)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Set S to that of the rank that can save the fewest experts."""
+        """Set S to the number of experts that the slowest rank can save."""
         self.experts = self.most - sizes[0]
 
     def caution(self) -> str | None:
         """Return a warning if snapshots leave experts out, or may do so."""
         if self.experts >= self.most and self.settled:
             return None
-        how_many = f"{self.experts} of {self.most}" if self.settled else f"as many of {self.most} as is measured"
+        how_many = f"{self.experts} of {self.most}" if self.settled else f"up to {self.most} (to be measured)"
         return (
-            f"a snapshot holds {how_many} experts of each layer, those with the most tokens at risk: a failure loses "
-            "updates of the others, and what is trained after it is not what would have been trained without it"
+            f"a snapshot holds {how_many} experts of each layer, those with the most tokens at risk; a failure loses "
+            "updates of the others, so the result of training then differs from that of a run without failures"
         )
 
     # Extra capacity (section 6)
 
     def boosted_experts(self) -> Collection[str]:
-        """Return the experts that lost tokens in a recovery, until extra capacity has repaid them."""
+        """Return the experts to which extra capacity still owes tokens that a recovery lost."""
         return [self.table.names[place] for place in np.flatnonzero(self._owed)]
 
     @property
@@ -112,7 +112,7 @@ class MoEtion(Selecting):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the lost tokens, add them to those owed, and continue with the snapshot's S and account."""
+        """Return the lost tokens, add them to the tokens owed, and continue with the snapshot's S and account."""
         then = learned[run.last]
         if not self._is_given:
             self.experts, self.settled = then["experts"], then["settled"]

@@ -1,8 +1,8 @@
-"""MoEvement (section 3): the state in slices, one in each iteration, with the most popular experts in the last ones.
+"""MoEvement (section 3): saves the state in slices, one in each iteration, the most popular experts in the last slices.
 
-The number of slices of a window follows from the bandwidth of copies from device to host (the paper's Algorithm 1).
-Iterations without a snapshot come between windows if links, or the cap on the cost of saving, do not carry windows
-without a rest.
+The number of slices in a window follows from the bandwidth of copies from device to host (the paper's Algorithm 1). If
+links or the cap on overhead do not allow one window right after the other, windows have a rest: iterations without a
+snapshot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 FIRST_WINDOW = 8
 """Snapshots of a window, W, before anything is measured."""
 NEAR = (0.8, 1.25)
-"""Least and largest ratio to the period in force at which a new period is ignored, because measurements fluctuate."""
+"""Range of the ratio of a new period to the current one in which the new period is ignored.
+
+Measurements fluctuate by that much.
+"""
 
 
 class MoEvement(Strategy):
@@ -31,9 +34,9 @@ class MoEvement(Strategy):
     Args:
         table: the operators of the stage.
         kind: kind of the windows.
-        size: W, in windows without a rest between them; None to measure W and the rest.
-        ordering: statistic that operators are ordered by.
-        thresholds: thresholds of the change that triggers a new order.
+        size: W, for windows without a rest between them; None to choose W and the rest from measurements.
+        ordering: statistic that orders the operators.
+        thresholds: thresholds for changes of popularity that trigger a new order.
         cap: share of training time that saving may cost.
     """
 
@@ -57,7 +60,7 @@ class MoEvement(Strategy):
         self.settled = size is not None
 
     def first(self, start: int, most: int) -> SparseSchedule:
-        """Return the schedule with one window before ``start``, which holds the state that the run begins from."""
+        """Return the schedule with one window before ``start``, which holds the run's first state."""
         size = min(self.size or FIRST_WINDOW, most)
         return self._schedule(self.popularity.order(), size).starting_at(start - size)
 
@@ -66,10 +69,10 @@ class MoEvement(Strategy):
         self.popularity.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return W and the period that this rank's measurements ask for.
+        """Return W and the period that follow from this rank's measurements.
 
-        W is the fewest snapshots of a window that copies from the device carry, each in one iteration. The period is
-        the fewest iterations from one window to the next that the links and the cap allow.
+        W is the smallest number of snapshots in a window with which each snapshot is copied from the device within one
+        iteration. The period is the fewest iterations from one window to the next that links and the cap allow.
         """
         assert isinstance(now, SparseSchedule)
         return self.sizes(self._order(now), measured, now.mean_bytes)
@@ -80,7 +83,7 @@ class MoEvement(Strategy):
         Args:
             order: order of the operators.
             measured: measurements of this rank.
-            now_bytes: bytes that an iteration saves now, a mean over a window.
+            now_bytes: mean bytes that an iteration saves now, over a window.
         """
         if self.size is not None:
             return self.size, self.size
@@ -90,9 +93,9 @@ class MoEvement(Strategy):
         return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the new order and the measured window, or else the new order with the current window.
+        """Propose the window that follows from measurements; the alternative is the current window.
 
-        The order changes only if enough experts have changed their popularity.
+        Both windows have the same order. It is a new order only if the popularity of enough experts has changed.
         """
         assert isinstance(now, SparseSchedule)
         size, period = now.window.size, now.size
@@ -109,7 +112,7 @@ class MoEvement(Strategy):
             self.trigger.ordered(self.popularity.scores)
 
     def learned(self) -> tuple[Scores, Scores | None]:
-        """Return the popularity of experts, now and when the order in force was made."""
+        """Return the present popularity of experts, and the popularity from which the current order was made."""
         return self.popularity.scores, self.trigger.reference
 
     def adopt(self, learned: Any) -> None:
@@ -129,6 +132,6 @@ class MoEvement(Strategy):
 
 
 def is_near(now: SparseSchedule, size: int, period: int) -> bool:
-    """Return True if a window of ``size`` snapshots every ``period`` iterations is close to the one in force."""
+    """Return True if a window of ``size`` snapshots every ``period`` iterations is close to the current window."""
     least, most = NEAR
     return size == now.window.size and least * now.size <= max(size, period) <= most * now.size

@@ -1,13 +1,15 @@
-"""Redo: gradients beside slices of full state, so that a recovery repeats updates and replays no iteration.
+"""Redo: snapshots hold gradients beside slices of full state, so that a recovery repeats updates, not iterations.
 
-Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators, and of all others the
-gradients of the update to ``state@t``. Any W consecutive snapshots restore the state of the last of them
-(:mod:`moevement_core.policy.redo`). So a failure costs only the iterations by which copies lag, and not a window.
+Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators. For all other
+operators it holds the gradients of the update to ``state@t``. Any W consecutive snapshots restore the state of the last
+one (:mod:`moevement_core.policy.redo`). A failure therefore costs only the iterations by which copies lag, instead of a
+window.
 
-An update is elementwise, so any rank can repeat it from its inputs, bit for bit. Prior work logs gradients too: in
-MoEtion peers apply them to a copy (its section 5.2), and GoCkpt (arXiv 2511.07035), Checkmate (NSDI '26) and LowDiff
-(arXiv 2509.04084) log those between checkpoints; write-ahead logs of databases are older than all of them. New here is
-the slice of full state in every snapshot. With it the lost rank alone is restored, exactly and verified.
+An update is elementwise, so any rank can repeat it bit for bit from the same inputs. Earlier work logs gradients as
+well. In MoEtion peers apply gradients to a copy of the state (section 5.2 there). GoCkpt (arXiv 2511.07035), Checkmate
+(NSDI '26) and LowDiff (arXiv 2509.04084) log gradients between checkpoints. Write-ahead logs of databases are older
+than these systems. New here is the slice of full state in every snapshot: only the lost rank is restored, with equal
+bits, and the result is verified.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 BY_REPLAY, BY_REDO = "recovery by replay", "recovery by redo"
-"""Names of the two ways to recover in log lines."""
+"""Names of the two recovery methods in log lines."""
 NOT_CARRIED = 1 << 20
-"""Value that replaces W if no W has slots that are copied and sent within an iteration."""
+"""Value in place of W if copies or links are too slow for every W."""
 
 
 def order_of(table: OperatorTable) -> Order:
-    """Return the order of the table, but with the experts of each layer by their numbers with reversed bits.
+    """Return the order of the table, with the experts of each layer sorted by the reversed bits of their numbers.
 
-    A rank holds experts with consecutive numbers. Reversed bits spread these over the slots, so every rank has about
-    equal bytes in each slot. The order does not depend on the number of ranks: otherwise it would change when the job
-    changes its size, and the job would fall back to an earlier run.
+    A rank holds experts with consecutive numbers. Reversed bits spread these experts over the slots, so every rank has
+    about equal bytes in each slot. The order must not depend on the number of ranks. Otherwise it would change when the
+    job changes its size, and the job would fall back to an earlier run.
     """
     order = np.arange(len(table))
     for layer in np.unique(table.layers[table.is_expert]):
@@ -59,7 +61,7 @@ class RedoSchedule(SparseSchedule):
     def of(cls, table: OperatorTable, size: int, start: int = 0, rest: int = 0) -> RedoSchedule:
         """Return a schedule whose slots are about equally heavy on every rank.
 
-        Popularity does not matter, because all operators are restored alike.
+        Popularity does not decide the order, because all operators are restored in the same way.
 
         Args:
             table: the operators of the stage.
@@ -80,30 +82,30 @@ class RedoSchedule(SparseSchedule):
 
     @property
     def reorders(self) -> bool:
-        """False: popularity does not decide the order."""
+        """False, because popularity does not decide the order."""
         return False
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of the slot's operators and gradients of others; None in the rest of a window."""
+        """Return full state of the slot's operators, and gradients of all others; None in the rest of a window."""
         if slot >= self.window.size:
             return None
         full = self.slot_of_operator == slot
         return np.where(full, np.int8(Saved.FULL), np.int8(Saved.GRADIENT))
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back at most.
+        """Return the most iterations that boundary logs hold.
 
-        A recovery executes iterations again from the end of a persisted run. After a gap that end is a window and a run
-        ago.
+        A recovery executes iterations again from the end of the persisted run. After a left-out snapshot, the run may
+        have ended a window ago, or two windows ago if windows have a rest.
         """
         return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back while nothing fails.
+        """Return the number of iterations that boundary logs hold while nothing fails.
 
         A recovery executes iterations again from the end of the persisted run. Later snapshots are being copied,
-        reported or acknowledged, or lag. If windows have a rest, the run may have ended a window ago, and copies of the
-        newest window take as long to arrive.
+        reported or acknowledged, or they lag. If windows have a rest, the run may have ended a window ago, and copies
+        of the newest window take another window to arrive.
         """
         return 3 + lag + (2 * self.size if self.rest else 0)
 
@@ -114,19 +116,21 @@ class RedoSchedule(SparseSchedule):
     def most_replayed(self, lag: int) -> int:
         """Return the most iterations that a recovery replays.
 
-        They are those after ``SS_(T-1-L)``, the newest snapshot that peers may have.
+        Let T be the last committed iteration and L the lag. Peers may have no newer snapshot than ``SS_(T-1-L)``, so
+        L + 1 iterations are replayed. If windows have a rest, a window more may be replayed.
         """
         return lag + 1 + (self.size if self.rest else 0)
 
     def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback, iterations.
+        """Return the mean rollback in iterations.
 
-        It is the iterations that peers do not have yet, half of the rest, and half of the interrupted iteration.
+        It consists of the iterations whose snapshots peers do not have yet, half of the rest, and half of the
+        interrupted iteration.
         """
         return lag + 1.5 + 0.5 * self.rest
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """Return the operators of the next slot, which need the most updates of all in a recovery."""
+        """Return the operators of the next slot. A recovery repeats the most updates for these operators."""
         return self.active((self.slot(iteration) + 1) % self.window.size)
 
     def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
@@ -139,14 +143,15 @@ class RedoSchedule(SparseSchedule):
 
 
 class Redo(Strategy):
-    """Strategy that saves full state and gradients, or MoEvement's windows if those do not fit.
+    """Strategy that saves full state and gradients, or MoEvement's windows if gradients are too large.
 
-    Gradients have to fit into host memory, and copies and links have to carry them.
+    Gradients are too large if they do not fit into host memory, or if copies or links are too slow for them.
 
     Args:
         table: the operators of the stage.
         windows: strategy of the windows without gradients.
-        is_chosen: True to log gradients whatever is measured; False to log them only where they are carried.
+        is_chosen: True to log gradients whatever the measurements; False to log gradients only if copies and links are
+            fast enough.
     """
 
     name = "moevement"
@@ -167,9 +172,9 @@ class Redo(Strategy):
         return RedoSchedule.of(self.table, size, start - size)
 
     def first_without(self, start: int, most: int) -> SparseSchedule | None:
-        """Return windows without gradients as the alternative for lack of host memory; None if they come first.
+        """Return windows without gradients, for a job with too little host memory; None if :meth:`first` returns them.
 
-        They need less memory if gradients are heavier than compute weights.
+        These windows need less memory if gradients are larger than compute weights.
         """
         return self.windows.first(start, most) if self.is_chosen else None
 
@@ -180,7 +185,7 @@ class Redo(Strategy):
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return W with gradients, and W and the period of windows without gradients.
 
-        The first is the fewest snapshots of a window that are carried, or :data:`NOT_CARRIED`.
+        The first W is the smallest one for which copies and links are fast enough, or :data:`NOT_CARRIED`.
         """
         assert isinstance(now, SparseSchedule)
         to_save = measured.bytes_to_save(now.mean_bytes, self.windows.cap)
@@ -190,9 +195,9 @@ class Redo(Strategy):
         return size, *self.windows.sizes(order, measured, now.mean_bytes)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose windows with gradients if they are carried or the user chose redo.
+        """Propose windows with gradients if copies and links are fast enough, or if the user chose redo.
 
-        Windows without gradients are the alternative if host memory has no room.
+        Windows without gradients are the alternative for a job with too little host memory.
         """
         assert isinstance(now, SparseSchedule)
         if sizes is None:
@@ -217,13 +222,13 @@ class Redo(Strategy):
         return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
 
     def reason_prefix(self, schedule: Schedule) -> str:
-        """Return the way to recover that ``schedule`` is for; empty if the user chose redo."""
+        """Return the name of the recovery method that ``schedule`` is for; empty if the user chose redo."""
         if self.is_chosen:
             return ""
         return BY_REDO if isinstance(schedule, RedoSchedule) else BY_REPLAY
 
     def accept(self, proposal: Proposal) -> None:
-        """Pass ``proposal`` to the windows without gradients, which note their order."""
+        """Pass ``proposal`` to the strategy of windows without gradients."""
         self.windows.accept(proposal)
 
     def learned(self) -> Any:
@@ -235,7 +240,9 @@ class Redo(Strategy):
         self.windows.adopt(learned)
 
     def _size(self, measured: Measured, to_save: float) -> int:
-        """Return the fewest snapshots of a window that copies carry one by one and links on average.
+        """Return the smallest W with gradients for which copies and links are fast enough, or :data:`NOT_CARRIED`.
+
+        Copies have to be fast enough for each snapshot, and links for the mean snapshot.
 
         Args:
             measured: measurements of this rank.
@@ -252,7 +259,7 @@ class Redo(Strategy):
         return NOT_CARRIED if window.over_budget or _mean_bytes(window) > to_save else window.size
 
     def _size_for(self, to_save: float) -> int:
-        """Return the fewest snapshots of a window with a mean of ``to_save`` bytes.
+        """Return the smallest W with which a snapshot has a mean of ``to_save`` bytes or less.
 
         W snapshots hold all full states once, and all gradients ``W - 1`` times.
         """
@@ -267,14 +274,14 @@ class Redo(Strategy):
         window = impose_window(table, order_of(self.table), size_shown, WindowKind.ROLLING)
         copy_s = measured.copies.copy_s(window.peak_bytes)
         return (
-            f"a slot of {window.peak_bytes / 1e6:,.1f} MB with its gradients (W = {size_shown}) takes "
-            f"{1e3 * copy_s:,.0f} of the {1e3 * measured.iteration_s:,.0f} ms of an iteration to copy, and of "
-            f"{_mean_bytes(window) / 1e6:,.1f} MB on average links and the cap on overhead carry "
+            f"the largest snapshot has {window.peak_bytes / 1e6:,.1f} MB with gradients (W = {size_shown}), and its "
+            f"copy takes {1e3 * copy_s:,.0f} of the {1e3 * measured.iteration_s:,.0f} ms of an iteration; the mean "
+            f"snapshot has {_mean_bytes(window) / 1e6:,.1f} MB, of which links and the cap on overhead carry "
             f"{'all' if size < NOT_CARRIED else f'{to_save / 1e6:,.1f}'} to {measured.replicas} peers"
         )
 
     def _without(self, now: Schedule) -> SparseSchedule:
-        """Return ``now``, or windows without gradients in the order of the newest popularity if it has gradients."""
+        """Return ``now`` if it has no gradients; else windows without gradients, ordered by the newest popularity."""
         if isinstance(now, RedoSchedule):
             return self.windows.first(now.start, now.window.size)
         assert isinstance(now, SparseSchedule)
@@ -282,5 +289,5 @@ class Redo(Strategy):
 
 
 def _mean_bytes(window: Window) -> float:
-    """Return the mean bytes of a snapshot, on the rank that has the most."""
+    """Return the mean bytes of a snapshot, on the rank with the most bytes."""
     return float(window.slot_bytes.sum(axis=1).max()) / window.size

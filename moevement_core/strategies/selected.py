@@ -1,7 +1,8 @@
-"""Common part of strategies that save all state but the experts, and experts chosen by their tokens.
+"""Common part of strategies that save all non-expert state, and experts selected by their tokens.
 
-MoEtion works so, and MoC-System with selection by load. After a failure all ranks go back to the newest snapshot, and
-each expert to its newest version. Updates in between are lost, and the strategy counts the tokens behind them.
+These strategies are MoEtion, and MoC-System with selection by load. After a failure all ranks go back to the newest
+snapshot, and each expert goes back to its newest saved version. Later updates of an expert are lost. The strategy
+counts the tokens of lost updates.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from moevement_core.strategies.strategy import Proposal, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
 LEAST_SPAN = 4
-"""Least number of snapshots among which each expert has its full state saved once."""
+"""Least value of :attr:`Selecting.span`, in snapshots."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +37,9 @@ class SelectedSchedule(VersionSchedule):
     """Schedule of the next snapshot, or of several snapshots in turn at the start of a job."""
 
     span: int
-    """Number of consecutive snapshots that hold the full state of every operator, wherever they begin."""
+    """Number of consecutive snapshots that together hold the full state of every operator; any may be the first."""
     rounds: tuple[Contents, ...]
-    """Contents of consecutive snapshots; after the last the first follows."""
+    """Contents of consecutive snapshots; after the last contents, the first ones follow."""
     history: int = 0
     """Number that changes with each recovery that lost updates, as in :mod:`moevement_core.strategies.moc`."""
 
@@ -74,7 +75,8 @@ class SelectedSchedule(VersionSchedule):
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` for the operators of this stage, with the rounds of this schedule.
 
-        The selection of this stage may be lost with its ranks; its snapshots record what they hold.
+        The selection of this stage may be lost with its ranks. Snapshots do not depend on it, because they record what
+        they hold.
         """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds)
@@ -86,13 +88,13 @@ class SelectedSchedule(VersionSchedule):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Learned state of a stage, equal on all its ranks; it travels with every snapshot."""
+    """Learned state of a stage, equal on all ranks of the stage. Every snapshot contains it."""
 
     account: TokenAccount
     number: int
-    """Number of the newest snapshot; the snapshot of the state that the job began from has number 0."""
+    """Number of the newest snapshot, counted from the snapshot of the job's first state, which has number 0."""
     full_at: np.ndarray
-    """Number of the snapshot with the newest full state of each operator, int64 ``[operators]``."""
+    """Number of the newest snapshot that holds each operator's full state, int64 ``[operators]``."""
     held: np.ndarray
     """Operators that the newest snapshot holds, bool ``[operators]``."""
     saved: np.ndarray
@@ -120,13 +122,13 @@ class Memory:
 
 
 class Selecting(Strategy):
-    """Strategy that saves selected experts in every snapshot; all ranks go back to the newest version of each.
+    """Strategy that saves selected experts in every snapshot. A failure sets each expert back to its newest version.
 
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots.
         experts: mean number of experts of each layer in a snapshot.
-        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
+        most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
 
     Raises:
         ConfigError: too many iterations pass until every expert has been saved.
@@ -137,7 +139,7 @@ class Selecting(Strategy):
     counts = Ordering.HARD_COUNT
     sizes_are_iterations = False
     chains_gradients: ClassVar[bool] = False
-    """True if a snapshot holds only gradients of an expert that the previous snapshot holds too."""
+    """True if a snapshot holds only the gradients of experts that the previous snapshot already holds."""
 
     def __init__(self, table: OperatorTable, interval: int, experts: int, most: int | None = None) -> None:
         super().__init__(table)
@@ -146,8 +148,8 @@ class Selecting(Strategy):
         self.experts = min(experts, self.most)
         if (reach := self.span * interval) > MOST_REACH:
             raise ConfigError(
-                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations: every expert "
-                f"is saved once in {reach}; needs at most {MOST_REACH}, so save more experts or more often"
+                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations saves each "
+                f"expert once in {reach} iterations; needs {MOST_REACH} or less, so save more experts or more often"
             )
         self._memory = self._at_first()
         self._begins = 0
@@ -155,14 +157,14 @@ class Selecting(Strategy):
 
     @property
     def span(self) -> int:
-        """Number of consecutive snapshots that hold the full state of every expert.
+        """Number of consecutive snapshots that together hold the full state of every expert.
 
-        It bounds how long an expert with few tokens waits.
+        It limits the time that an expert with few tokens has to wait.
         """
         return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts))
 
     def first(self, start: int, most: int) -> SelectedSchedule:
-        """Return the schedule whose first run holds the whole initial state, with experts in turn."""
+        """Return the schedule whose first run holds the job's whole first state, with experts in turn."""
         self._begins = start - (self.span - 1) * self.interval
         return SelectedSchedule(self.table, self.interval, self.span, self._first_rounds(), start=self._begins)
 
@@ -208,7 +210,7 @@ class Selecting(Strategy):
 
         Args:
             risk: tokens that each operator has received since it was last saved, int64 ``[operators]``.
-            due: experts that the snapshot has to hold in any case, bool ``[operators]``.
+            due: experts that the snapshot must hold, because they waited longest, bool ``[operators]``.
         """
 
     @abstractmethod
@@ -242,7 +244,7 @@ class Selecting(Strategy):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the tokens that restored versions of experts lack, and continue from the snapshot's account."""
+        """Return the tokens whose updates the restored experts lack, and continue from the snapshot's account."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
         account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
@@ -255,7 +257,7 @@ class Selecting(Strategy):
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
-        """Return the schedules up to ``iteration``, the last one once more from there, under another ``history``."""
+        """Return the schedules up to ``iteration``, and a copy of the last one for later snapshots."""
         # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration] or [
             schedules[0].starting_at(self._begins)

@@ -71,10 +71,10 @@ class SparseSchedule(Schedule):
         return tuple(self.table.names[place] for part in others for place in part)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return what each operator contributes to the snapshot of a slot; None if windows rest in that slot.
+        """Return the part of each operator's state that a slot's snapshot holds; None if the slot is in the rest.
 
-        Operators of the slot contribute full state. With aligned windows operators of later slots contribute compute
-        weights; with rolling windows all other operators do.
+        The snapshot holds full state of the slot's operators. In aligned windows it holds compute weights of operators
+        of later slots; in rolling windows it holds compute weights of all other operators.
         """
         if slot >= self.window.size:
             return None
@@ -90,7 +90,7 @@ class SparseSchedule(Schedule):
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes that an iteration saves on the rank with the most, a mean over a window and its rest."""
+        """Mean bytes that an iteration saves, over a window and its rest, on the rank that saves the most."""
         return float(self.window.slot_bytes.sum(axis=1).max()) / self.size
 
     def last_of_run(self, first: int) -> int:
@@ -112,41 +112,43 @@ class SparseSchedule(Schedule):
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most snapshots that a rank keeps: two runs, one snapshot being copied, and the lag.
 
-        One run is persisted, and the next one is being taken; with ``to_disk`` a third is being written. Rolling
-        windows need both after a reorder or a lost snapshot: W new snapshots then have to form a run beside the W that
-        are persisted.
+        One run is persisted, and the next one is being taken; with ``to_disk`` a third run is being written to disk.
+        Rolling windows need two runs only after a reorder or a lost snapshot. W new snapshots then have to form a run
+        while the W persisted ones are kept.
         """
         return (3 if to_disk else 2) * self.window.size + 1 + lag
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many snapshots a rank keeps while nothing fails.
+        """Return the number of snapshots that a rank keeps while nothing fails.
 
-        Aligned windows, and windows with a rest, need as many as at most. Other rolling windows need the persisted run
-        and the snapshots taken before all ranks know of a newer run: one that is being captured (or waits for its
-        gradients), one that is being reported, and the lag. A run that is written to disk is freed after the write.
+        Aligned windows, and windows with a rest, need the number from :meth:`slots_kept`. Rolling windows without a
+        rest need the persisted run and the snapshots taken before all ranks know of a newer run. These are one that is
+        being captured (or waits for its gradients), one that is being reported, and those that lag. A run that is
+        written to disk is freed after the write.
         """
         if not self.begins_anywhere:
             return self.slots_kept(lag, to_disk=to_disk)
         return (2 if to_disk else 1) * self.size + 2 + lag
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back at most.
+        """Return the most iterations that boundary logs hold.
 
-        They reach back as far as snapshots are kept, and a window more: the window after an abandoned one is late.
+        Logs reach back as far as kept snapshots, and a window further, because the window after an abandoned one is
+        late.
         """
         return (4 if to_disk else 3) * self.size + 2 + lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back while nothing fails: as far as snapshots are kept."""
+        """Return the number of iterations that boundary logs hold without failures: all since the oldest snapshot."""
         windows = (2 if to_disk else 1) if self.begins_anywhere else (3 if to_disk else 2)
         return windows * self.size + (2 if self.begins_anywhere else 1) + lag
 
     def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays: back to the first snapshot of the run that peers have."""
+        """Return the most iterations that a recovery replays after the first snapshot of the newest run at peers."""
         return lag + (self.size if self.begins_anywhere else self.size + self.window.size - 1)
 
     def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback, iterations.
+        """Return the mean rollback in iterations.
 
         For aligned windows without lag and rest it is the paper's 3/2 W (section 3.6).
         """

@@ -23,7 +23,7 @@ from moevement_core.policy.schedule import Contents, Schedule
 from moevement_core.policy.window import Budget
 
 LEAST_COPIED = 0.25
-"""Least share of the copy bandwidth that snapshots get, however large the boundary log is."""
+"""Least share of the copy bandwidth that is left for snapshots, even if the boundary log is large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Measured:
     """Measurements of one rank, from which a strategy chooses windows and intervals."""
 
     iteration_s: float
-    """Seconds of an iteration beside which nothing is saved; of any iteration until such a one has run."""
+    """Seconds of an iteration without saving; before such an iteration has run, seconds of any iteration."""
     d2h_bytes_per_s: float
     replication_bytes_per_s: float
     """Bytes per second that links carry for snapshots of this rank, to all peers together."""
@@ -63,7 +63,7 @@ class Measured:
         """Return the bytes that an iteration may save, limited by the links and by the cap on overhead.
 
         Args:
-            now_bytes: bytes that an iteration saves now, a mean over a window.
+            now_bytes: mean bytes that an iteration saves now, over a window.
             cap: share of training time that saving may cost.
         """
         return min(self.link_bytes, now_bytes * factor(self.cost, cap))
@@ -83,7 +83,7 @@ class Proposal:
     reorders: bool = False
     """True if the preferred schedule saves operators in another order."""
     why: str = ""
-    """Log line with the chosen way to recover and the numbers behind it; empty if there was no choice."""
+    """Log line with the chosen recovery method and the measurements that decided; empty if there was no choice."""
 
 
 class Strategy(ABC):
@@ -95,13 +95,13 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     rolls_back_all: ClassVar[bool] = False
-    """True if a loss sends every rank back to the restore point; False if only stages that lost state go back."""
+    """True if all ranks roll back after a failure; False if only the stages that lost state roll back."""
     only_to_disk: ClassVar[bool] = False
     """True if restore points are on disk only, and peers receive no copies."""
     loses_updates: ClassVar[bool] = False
     """True if a recovery may leave operators at older versions; snapshots then also hold :meth:`learned`."""
     is_tuned: ClassVar[bool] = False
-    """True if the size of its windows is measured repeatedly; False if it is measured once."""
+    """True if the window size follows repeated measurements; False if it is chosen once."""
     sizes_are_iterations: ClassVar[bool] = True
     """True if :meth:`wanted_sizes` returns iterations, which ranks limit to ``MOST_PERIOD``."""
     paces_copies: ClassVar[bool] = False
@@ -112,19 +112,19 @@ class Strategy(ABC):
     def __init__(self, table: OperatorTable) -> None:
         self.table = table
         self.settled = True
-        """True if the size of the window is not measured any more."""
+        """True if the window size no longer follows measurements."""
 
     @abstractmethod
     def first(self, start: int, most: int) -> Schedule:
-        """Return the schedule that is in force until something is measured.
+        """Return the schedule that is in force before the first measurements.
 
         Args:
-            start: iteration whose state the run begins from; snapshots up to ``SS_start`` hold that state completely.
-            most: slots that a window may have: the number of operators of the stage that has the most.
+            start: iteration whose state is the run's first state; snapshots up to ``SS_start`` hold all of that state.
+            most: most slots of a window, which is the number of operators of the largest stage.
         """
 
     def first_without(self, start: int, most: int) -> Schedule | None:
-        """Return the schedule to use if host memory has no room for :meth:`first`; None if there is none."""
+        """Return the schedule to use if host memory is too small for :meth:`first`; None if there is no alternative."""
         return None
 
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
@@ -137,11 +137,11 @@ class Strategy(ABC):
         return restore_points(held, until)
 
     def open_starts(self, held: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-        """Yield the first iterations of restore points that are complete or may still become so.
+        """Yield the first iterations of restore points that are complete or may still become complete.
 
         Args:
             held: contents of each available snapshot, by iteration.
-            is_gapless: True if the newest of them is the last snapshot that was taken.
+            is_gapless: True if the newest available snapshot is the last one captured.
         """
         return open_starts(held, is_gapless=is_gapless)
 
@@ -169,7 +169,7 @@ class Strategy(ABC):
         """
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the sizes that this rank asks for; the job takes the largest of each over all ranks.
+        """Return the sizes that this rank needs; for each size, the job uses the largest value of all ranks.
 
         Args:
             now: newest schedule.
@@ -190,24 +190,24 @@ class Strategy(ABC):
         return Proposal([now], is_change=False)
 
     def reason_prefix(self, schedule: Schedule) -> str:
-        """Return the prefix of :attr:`Proposal.why` that goes with ``schedule``; empty if there is no choice."""
+        """Return the beginning of :attr:`Proposal.why` for proposals of ``schedule``; empty if there is no choice."""
         return ""
 
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
-        """Note that the job has accepted ``proposal``."""
+        """Record that the job has accepted ``proposal``."""
 
     def caution(self) -> str | None:
         """Return a warning to log before training begins; None if there is none."""
         return None
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Go back to what was learned when the snapshots of ``run`` were taken, and count the lost tokens.
+        """Restore the learned state from the time when the snapshots of ``run`` were taken, and count the lost tokens.
 
         The session calls it only if :attr:`loses_updates` is true.
 
         Args:
-            run: restored run of the stage, of which some operators may be older than others.
-            learned: results of :meth:`learned` when its snapshots were taken, by iteration.
+            run: restored run of the stage; versions of some operators may be older than others.
+            learned: results of :meth:`learned` from the times when these snapshots were taken, by iteration.
 
         Returns:
             Tokens whose updates are lost, by expert of the stage.
@@ -231,4 +231,4 @@ class Strategy(ABC):
         return None
 
     def adopt(self, learned: Any) -> None:  # noqa: B027
-        """Take over the result of :meth:`learned` on another rank of the stage."""
+        """Take over the learned state of another rank of the stage, in the form of :meth:`learned`."""

@@ -1,4 +1,4 @@
-"""Common part of schedules that leave experts to older snapshots: those of MoC-System and MoEtion."""
+"""Common part of the schedules of MoC-System and MoEtion. A snapshot may leave out experts that older ones hold."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
 from moevement_core.snapshot.agreement import HORIZON
 
 MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
-"""Most iterations in which the full state of every operator must be saved once.
+"""Longest time in which the full state of every operator must be saved once, in iterations.
 
-A run after a gap is up to twice as long, and ranks agree on runs that began at most :data:`HORIZON` iterations ago.
+Ranks agree on runs that began at most :data:`HORIZON` iterations ago, and a run after a gap is up to twice as long.
 """
 
 
@@ -26,11 +26,11 @@ class VersionSchedule(Schedule):
 
     @property
     def reach(self) -> int:
-        """Iterations of snapshots that a job takes at its start: those of one run."""
+        """Iterations that the first run of a job takes."""
         return self.snapshots * self.interval
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration, ``iteration`` or later, with a snapshot, whose experts can still be chosen."""
+        """Return the first iteration from ``iteration`` on with a snapshot. Its experts can still be chosen."""
         return max(self.start, iteration + (self.start - iteration) % self.interval)
 
     def last_of_run(self, first: int) -> int:
@@ -42,23 +42,23 @@ class VersionSchedule(Schedule):
         return (iteration - self.start) % self.interval == 0
 
     def decided_at(self, iteration: int) -> int:
-        """Return the iteration of the newest snapshot, up to which tokens were counted to choose experts."""
+        """Return the iteration of the newest snapshot. Tokens counted until then decide the next experts."""
         return iteration - (iteration - self.start) % self.interval
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most snapshots that a rank keeps: one run more, because the next run begins anew after a gap."""
+        """Return the most snapshots that a rank keeps: a run more than usual, because a new run begins after a gap."""
         return self.snapshots + self.slots_at_first(lag, to_disk=to_disk)
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many snapshots a rank keeps while nothing fails.
+        """Return the number of snapshots that a rank keeps while nothing fails.
 
-        They are the persisted run, the snapshots taken before all ranks know of a newer one, and a run that is being
+        These are the persisted run, the snapshots taken before all ranks know of a newer run, and a run that is being
         written to disk.
         """
         return self.snapshots * (1 + to_disk) + -(-(2 + lag) // self.interval)
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return how many iterations logs reach back, from the iteration under way to the newest persisted snapshot."""
+        """Return the number of iterations that boundary logs hold, back to the newest persisted snapshot."""
         return 2 * self.interval + lag + 1
 
     def replayed_after(self, run: tuple[int, int]) -> int:
@@ -66,11 +66,11 @@ class VersionSchedule(Schedule):
         return run[1]
 
     def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays, from the newest snapshot that peers have."""
+        """Return the most iterations that a recovery replays after the newest snapshot that peers have."""
         return lag + self.interval
 
     def expected_rollback(self, lag: float) -> float:
-        """Return the mean rollback, iterations: the lag, half the interval, and one in which the snapshot is copied."""
+        """Return the mean rollback in iterations: the lag, half an interval, and one iteration for the copy."""
         return lag + self.interval / 2 + 1
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Place of a rank among the others, and the channels between them."""
+"""Position of a rank in the job, and its channels to other ranks."""

@@ -14,14 +14,14 @@ from moevement_core.rendezvous.store import store_address
 from moevement_core.replication.config import CopiesConfig
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-"""Variable with the interfaces that torch's ranks listen on; this project follows it."""
+"""Environment variable with the interfaces on which torch's ranks listen; this project uses the first of them."""
 
 
 def own_address(interfaces: Sequence[str] = ()) -> str:
     """Return the address at which this rank listens for others.
 
-    It is the address of the first of these interfaces that exists: the rank's share of ``interfaces``, the interface
-    that ``GLOO_SOCKET_IFNAME`` names, the interface that leads to the store.
+    The interface is one of ``interfaces`` if there are any. Otherwise it is the one that ``GLOO_SOCKET_IFNAME`` names,
+    or without this variable the one that leads to the job's store.
 
     Args:
         interfaces: names of interfaces that every node has; ranks of a node take them in turn, by their local rank.
@@ -45,7 +45,7 @@ def own_address(interfaces: Sequence[str] = ()) -> str:
 
 
 def connections_of(copies: CopiesConfig) -> Connections:
-    """Return connections of this rank over the interface and with the streams that the flags name.
+    """Return the connections of this rank, with the interface and the number of streams that flags set.
 
     Raises:
         ConfigError: the interface has no address.
@@ -60,5 +60,6 @@ def _address_of(interface: str, asked: str) -> str:
             if address.family == family and not address.address.startswith("fe80"):
                 return address.address
     raise ConfigError(
-        f"{asked}: this host has no such interface with an address; it has {', '.join(sorted(psutil.net_if_addrs()))}"
+        f"{asked}: this host has no interface of that name with an address; its interfaces are "
+        f"{', '.join(sorted(psutil.net_if_addrs()))}"
     )

@@ -1,4 +1,4 @@
-"""Host memory that each rank may use and will need, and what changes where the need is larger.
+"""Host memory that each rank may use and will need, and the decision that makes the need fit.
 
 All ranks know the needs of every rank before training begins. They therefore decide alike, and raise the same error.
 """
@@ -14,12 +14,15 @@ from moevement_core.errors import ConfigError
 from moevement_core.util.host_memory import SHARE, node_memory
 
 Kept = Callable[[Sequence["AtPeer"]], Sequence[int]]
-"""Host memory that each rank needs for what it keeps of others, from what snapshots of each rank take on a peer."""
+"""Function that returns the bytes of host memory that each rank needs for snapshots of other ranks.
+
+The argument has, for each rank, the memory that the rank's snapshots take on a peer.
+"""
 
 
 @dataclass(frozen=True)
 class AtPeer:
-    """Host memory that snapshots of a rank take on each of its peers."""
+    """Host memory that the snapshots of one rank take on each peer."""
 
     nbytes: int
     slots: tuple[int, ...] = ()
@@ -27,7 +30,7 @@ class AtPeer:
     count: int = 0
     """Number of snapshots kept at a time."""
     staging: int = 0
-    """Bytes of a part that is received before it is added to a sum."""
+    """Bytes of the buffer that receives a part of a snapshot before the part is added to a parity sum."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Allowed:
 
     nbytes: float
     why: str
+    """Source of the limit, in words: a flag, or a share of the node's memory."""
 
 
 def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded: bool = True) -> Allowed:
@@ -45,7 +49,7 @@ def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded
         budget: flags of the job.
         nodes: node of every rank.
         rank: number of this rank.
-        is_bounded: True if the need is known beforehand; otherwise there is no cap by default.
+        is_bounded: True if the need is known beforehand. Otherwise, without a flag, there is no cap.
     """
     if budget.host_memory_bytes is not None:
         return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
@@ -61,23 +65,23 @@ class Needs:
     """Host memory that one rank needs, in bytes."""
 
     snapshots: int
-    """Bytes for its own snapshots, where it keeps them."""
+    """Bytes for the rank's own snapshots, if the rank keeps them after all peers have them."""
     in_flight: int
-    """Bytes for its own snapshots that peers may not have yet."""
+    """Bytes for the rank's own snapshots that peers may not have yet."""
     at_peer: AtPeer
-    """Bytes for its snapshots at each peer."""
+    """Memory that the rank's snapshots take on each peer."""
     log: int
-    """Boundary log."""
+    """Bytes for the boundary log."""
     allowed: Allowed
 
     def own(self, *, keeps_own_copies: bool) -> int:
-        """Return the bytes for its own snapshots."""
+        """Return the bytes for the rank's own snapshots."""
         return self.snapshots if keeps_own_copies else self.in_flight
 
 
 @dataclass(frozen=True)
 class Total:
-    """Total host memory that a rank needs, in bytes."""
+    """Total host memory that one rank needs, in bytes by purpose."""
 
     rank: int
     own: int
@@ -92,18 +96,18 @@ class Total:
 
     @property
     def beyond(self) -> float:
-        """Bytes by which the need exceeds what is allowed; negative where it fits."""
+        """Bytes by which the need exceeds the allowed memory; negative if the need fits."""
         return self.nbytes - self.allowed.nbytes
 
     def __str__(self) -> str:
         return (
             f"rank {self.rank} needs {gigabytes(self.nbytes)} GB ({self.own / 1e9:.3f} for its own snapshots, "
-            f"{self.kept / 1e9:.3f} for what it keeps for others, {self.log / 1e9:.3f} for logs)"
+            f"{self.kept / 1e9:.3f} for snapshots of other ranks, {self.log / 1e9:.3f} for logs)"
         )
 
 
 def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> list[Total]:
-    """Return the total of each rank, in time linear in the ranks."""
+    """Return the total of each rank, in time linear in the number of ranks."""
     at_peer = kept([need.at_peer for need in needs])
     return [
         Total(rank, need.own(keeps_own_copies=keeps_own_copies), at_peer[rank], need.log, need.allowed)
@@ -112,7 +116,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the total of the rank with the least memory left, or with the largest excess; the first of several."""
+    """Return the total of the rank with the least memory left or the largest excess; of equals, the lowest rank."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 
@@ -127,11 +131,11 @@ def decide_keep_own(
         kept: function that computes the memory for kept snapshots under the protection in force.
         budget: flags of the job.
         window: W, for the message.
-        changes: weaker protections, each with its flag and the same function for it.
+        changes: weaker protections: the flag of each, and the function that computes kept snapshots under it.
         may_drop: True if peers have all snapshots that would be dropped.
 
     Returns:
-        The decision, and the total of the rank that has the least memory left.
+        True if ranks keep these snapshots, and the total of the rank that has the least memory left.
 
     Raises:
         ConfigError: a rank does not fit either way. The message names the cheapest change that makes it fit.
@@ -163,7 +167,10 @@ def _cheapest(
     for flag, other in changes:
         if worst(needs, other, keeps_own_copies=keeps_own_copies or not may_drop).beyond <= 0:
             yield flag
-    yield f"--moevement-host-memory-gb {gigabytes(total.nbytes)}, if the node has that, or another window or strategy"
+    yield (
+        f"--moevement-host-memory-gb {gigabytes(total.nbytes)}, if the node has so much memory; or else another window "
+        "or strategy"
+    )
 
 
 def gigabytes(nbytes: float) -> str:

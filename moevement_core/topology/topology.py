@@ -1,6 +1,6 @@
-"""Position of this rank among the others, and its channels to them: made at the start and after each failure.
+"""Position of this rank in the job, and its channels to other ranks; both are new after each failure.
 
-Objects that survive a failure (snapshots, popularity, logs) live elsewhere and get the new topology.
+Objects that survive a failure (snapshots, popularity, logs) are kept elsewhere, and get the new topology.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from moevement_core.trainer.config import SessionConfig
 
 @dataclass(frozen=True)
 class _Rank:
-    """Report of a rank to all others when the topology is made."""
+    """Report that each rank sends to all other ranks when the topology is made."""
 
     place: Place
     node: str
     operators: Sequence[Operator]
     peers: tuple[int, ...] | None
-    """Peers that have kept its copies until now; None on a new rank."""
+    """Peers that have kept copies of this rank's snapshots until now; None if the rank is new."""
     sources: tuple[int, ...]
-    """Ranks whose copies it has kept until now."""
+    """Ranks whose snapshots this rank has kept until now."""
     groups: Groups | None
-    """Parity groups until now; None on a new rank."""
+    """Parity groups of the job until now; None if the rank is new."""
     address: Address
-    """Address at which the rank is reached."""
+    """Address at which other ranks reach this rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +71,9 @@ class Channels:
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Separate channel for fetches: senders and receivers keep using theirs."""
+    """Channel for fetches, because senders and receivers keep using ``snapshots``; None for a single rank."""
     feeds: Transport | None
-    """Channel that feeds a stage that replays alone; None where there is one stage."""
+    """Channel for logged tensors to stages that replay alone; None if there is only one stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +92,15 @@ class Topology:
     most_operators: int
     """Largest number of operators of any rank of the job."""
     most_experts: int
-    """Largest number of experts of any layer of the job; 1 without any."""
+    """Largest number of experts of any layer of the job; 1 without experts."""
     peers: Placement
-    """Peers of each rank, which keep its copies or the parity of its group."""
+    """Peers of each rank; they keep copies of the rank's snapshots, or the parity of the rank's group."""
     groups: Groups
     """Parity groups of ranks; empty if peers keep copies instead."""
     groups_are_new: bool
-    """True if the groups differ from those of the last generation, so that their sums are empty."""
+    """True if the groups differ from those of the last generation, so that the new parity sums are empty."""
     warning: str | None
-    """Note for operators on where copies are kept; None if nothing is unusual."""
+    """Warning for users about the places of copies; None if nothing is unusual."""
     channels: Channels
     pipeline: Pipeline
     neighbours: Neighbours
@@ -111,11 +111,11 @@ class Topology:
 
     @property
     def sources(self) -> list[int]:
-        """Ranks whose snapshots this one keeps."""
+        """Ranks whose snapshots this rank keeps."""
         return list(sources_of(self.peers, self.rank))
 
     def kept_bytes(self, at_peer: Sequence[AtPeer]) -> list[int]:
-        """Return the bytes that each rank needs for snapshots of others, in time linear in the number of copies.
+        """Return the bytes that each rank needs for snapshots of other ranks, in time linear in the number of copies.
 
         Args:
             at_peer: host memory that snapshots of each rank take on each of its peers.
@@ -133,7 +133,7 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Yield protections that need less host memory, stronger ones first: the flag, and the topology with it."""
+        """Yield protections that need less host memory, stronger ones first: the flag, and the resulting topology."""
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
@@ -157,7 +157,7 @@ def connect(
     Args:
         config: flags of the job.
         binding: binding of this rank.
-        before: topology of the last generation; None on a new rank.
+        before: topology of the last generation; None if this rank is new.
         is_running: True if the job has already begun, so that it continues with the nodes that are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -238,7 +238,7 @@ def _make_stage_groups(stages: tuple[int, ...], own_stage: int) -> Any:
 
 
 def _of_sums(members: Sequence[AtPeer]) -> int:
-    """Return the bytes of parity sums, each as long as the longest snapshot of an iteration."""
+    """Return the bytes of the parity sums of a group; a sum is as long as the longest snapshot among the members."""
     if len({(len(member.slots), member.count) for member in members}) > 1 or not members[0].slots:
         return max(member.nbytes for member in members)
     longest = np.array([member.slots for member in members]).max(axis=0)
@@ -266,12 +266,12 @@ def _in_parity(
 ) -> _Guard:
     members, blocks, warning = parity.members, parity.blocks, None
     if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
-        nodes, warning = range(len(nodes)), f"ranks stand for nodes in {parity}, which survives processes and not nodes"
+        nodes, warning = range(len(nodes)), f"{parity} counts ranks as nodes: it survives lost processes, not nodes"
     if is_running and len(set(nodes)) < members + blocks:
         members, blocks = narrowed(nodes, members, blocks)
-        warning = f"{parity} has become parity:{members}+{blocks}: there are {len(set(nodes))} nodes"
+        warning = f"{parity} is reduced to parity:{members}+{blocks}, because {len(set(nodes))} nodes are left"
     if not blocks:
-        return _Guard([()] * len(nodes), (), "one node is left, and nobody to keep parity")
+        return _Guard([()] * len(nodes), (), "only one node is left, so no other node keeps parity")
     before = next((other.groups for other in ranks if other.groups is not None), ())
     groups = before if groups_still_fit(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
     holders = {rank: group.holders for group in groups for rank in group.members}
@@ -290,7 +290,10 @@ def _place(config: SessionConfig, ranks: list[_Rank], copies: Copies) -> Placeme
 
 
 def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
-    """Return the former peers of every rank; those of a new rank are known from its peers. Empty if all are new."""
+    """Return the former peers of every rank; an empty list if all ranks are new.
+
+    A new rank does not know its former peers, but each of them reports whose snapshots it has kept.
+    """
     if all(report.peers is None for report in ranks):
         return []
     kept_by = all_sources([report.sources for report in ranks], len(ranks))

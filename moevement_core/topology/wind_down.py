@@ -10,6 +10,6 @@ from moevement_core.rendezvous.status_page import own_page
 
 
 def is_asked_for() -> bool:
-    """Return True if this process was asked to end its job."""
+    """Return True if the supervisor has asked the job to end."""
     page = own_page()
     return page is not None and page.is_winding_down

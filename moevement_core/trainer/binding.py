@@ -1,9 +1,8 @@
-"""The interface between a trainer and its fault tolerance: calls that the trainer makes, and methods that it
-implements.
+"""Interface between a trainer and its fault tolerance: methods and attributes that the trainer implements.
 
 Megatron's trainer implements it in ``megatron/moevement/binding.py``; ``examples/plain_torch/train.py`` is the smallest
 implementation. Unless a method says otherwise, the main thread of every rank of the job calls it at the same point. An
-exception in it is a failure of this rank: all ranks are interrupted and meet again.
+exception in a method is a failure of this rank: all ranks are interrupted and form the job again.
 
 Methods in the order of a job's life, and their callers:
 
@@ -17,7 +16,7 @@ Methods in the order of a job's life, and their callers:
 ``regroup`` or ``build``      survivors (``regroup``) or replacements (``build``), after a failure
 ``clear_gradients``,          every rank, after ``regroup`` or ``build``
 ``put_progress``, ``resume``
-``replaying``                 ranks that replay; it gives the ``Trainer`` of a replay
+``replaying``                 ranks that replay; it provides the ``Trainer`` of the replay
 ``gather_replicas``           ranks of a stage in which a rank repeated updates alone
 ``put_boundary``,             every rank, when all ranks have the state that training resumes from
 ``gradients_left``,
@@ -46,8 +45,9 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
 
 Replicas = tuple[str, tuple[int, ...], str]
-"""Operator name (empty: all compute weights of these ranks), the ranks that hold it alike, and the digest of one of
-them.
+"""Operator name, ranks that hold equal compute weights of this operator, and their digest on one rank.
+
+An empty name stands for all compute weights of these ranks.
 """
 
 
@@ -60,7 +60,7 @@ class Place:
     replica: int = 0
     """Smallest rank of the model replica. Ranks of one replica clip gradients by the same norm."""
     same_state: int = 0
-    """Smallest of the ranks that hold the same state or shards of it (the data-parallel peers)."""
+    """Smallest rank among this rank and its data-parallel peers, which hold the same state or shards of it."""
     pipeline: tuple[int, ...] = ()
     """Ranks of this rank's pipeline, in the order of stages; empty without a pipeline."""
     is_ring: bool = False
@@ -74,7 +74,7 @@ class Place:
 
 
 class Counts(Protocol):
-    """Counters of the decisions of routers; counting does not wait for the device."""
+    """Counters of the routing decisions on this rank. Counting does not wait for the device."""
 
     paused: bool
     """True while tokens are not counted, so that a replay does not count them twice."""
@@ -90,7 +90,7 @@ class ExpertRoom(Counts, Protocol):
     """Control of extra expert capacity, with counters of the tokens that used it."""
 
     def open(self, operators: Collection[str]) -> None:
-        """Give extra capacity to these experts alone from the next iteration on; the same on all ranks of a stage."""
+        """Give extra capacity to these experts alone, from the next iteration on; the same on all ranks of a stage."""
 
 
 class Binding(ABC):
@@ -129,7 +129,7 @@ class Binding(ABC):
 
     @abstractmethod
     def boundary(self) -> dict[str, Any]:
-        """Return everything else that an iteration changes, beside :meth:`states`: plain data and live tensors.
+        """Return all state that an iteration changes beside :meth:`states`, as plain data and live tensors.
 
         Examples are random states, router buffers, loss scalers and the learning rate schedule. The entry ``progress``
         is required. It maps names, ``iteration`` among them, to whole numbers.
@@ -145,11 +145,11 @@ class Binding(ABC):
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`boundary`, random states last, because restoring others may draw from them."""
+        """Restore the values of :meth:`boundary`, random states last, because restoring others may change these."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:
-        """Set ``progress`` alone, before data is opened."""
+        """Restore the entry ``progress`` of :meth:`boundary` alone, before the trainer opens its data."""
 
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
         """Return counters of the tokens that each expert gets; None if this trainer counts nothing.
@@ -186,23 +186,28 @@ class Binding(ABC):
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Plan the end of the job. Called before each iteration; the job may end after the next one, with everything
-        saved.
+        """Plan the end of the job after the next iteration with everything saved, or cancel that plan.
+
+        Called before each iteration.
+
+        Args:
+            committed: last committed iteration.
+            is_winding_down: True if the job is to end; False cancels an earlier plan.
         """
 
     # After a failure
 
     def build_data(self) -> Any:
-        """Return the data of a survivor from which a replacement builds itself without communication."""
+        """Return data of a survivor with which a replacement can build model and optimizer without communication."""
         return None
 
     def run_totals(self) -> Any:
-        """Return totals of a survivor that a replacement continues; they are not part of the state."""
+        """Return running totals of a survivor, which a replacement continues; they are not part of the state."""
         return None
 
     @abstractmethod
     def regroup(self) -> None:
-        """Use the current process groups in every object that survived."""
+        """Make every object that survived use the current process groups."""
 
     @abstractmethod
     def build(self, build_data: Any) -> bool:
@@ -212,7 +217,7 @@ class Binding(ABC):
             build_data: result of :meth:`build_data` on a survivor.
 
         Returns:
-            True if the state is the one that the job started from.
+            True if the built state is the one that the job started from.
         """
 
     @abstractmethod
@@ -228,27 +233,26 @@ class Binding(ABC):
         """
 
     def gradients_left(self) -> list[str]:
-        """Return in words the gradients that an interrupted iteration has left behind; empty if there are none."""
+        """Return descriptions of gradients that an interrupted iteration has left behind; empty if there are none."""
         return []
 
     def replicas(self) -> list[Replicas]:
-        """Return digests of compute weights that several ranks hold alike, without communication."""
+        """Return digests of the compute weights that must be equal on several ranks, without communication."""
         return []
 
     def live_replicas(self) -> Collection[int]:
-        """Return the live replicas of this rank: other ranks that hold all of its state and of its boundary record. The
-        default is none.
-        """
+        """Return the live replicas of this rank: other ranks that hold all of its state and boundary record."""
         return ()
 
     def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
-        """Return, from this rank's tensors, the part that ``rank``, one of the :meth:`live_replicas`, returns as
-        :meth:`states`. Called only if there are live replicas.
+        """Return the tensors of this rank that equal the :meth:`states` of its live replica ``rank``.
+
+        Called only if there are live replicas.
         """
         raise NotImplementedError
 
     def stages_are_tied_by(self) -> str | None:
-        """Return in words why a stage cannot roll back alone; None if it can."""
+        """Return the reason why a stage cannot roll back alone; None if it can."""
         return None
 
     def iterations_left_out(self) -> Collection[int]:
@@ -257,9 +261,9 @@ class Binding(ABC):
 
     @abstractmethod
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:
-        """Return a context in which iterations are re-executed, and training's records beside its state stay unchanged.
+        """Return a context for re-executed iterations, which change the state but no other records of training.
 
-        The ranks that replay call it.
+        The ranks that replay call it, and drive the replay by the returned :class:`Trainer`.
 
         Args:
             shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
@@ -268,7 +272,7 @@ class Binding(ABC):
         """
 
     def gather_replicas(self) -> None:
-        """Gather the parts of a state from its data-parallel replicas, and make compute weights from it.
+        """Gather the parts of the state from data-parallel replicas, and make compute weights from the whole state.
 
         All ranks of a stage call it after a rank of the stage has repeated its updates alone. Without this method,
         ``--moevement-recovery redo`` and ``auto`` are refused.
@@ -276,18 +280,18 @@ class Binding(ABC):
         raise NotImplementedError
 
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
-        """Do the work scheduled after ``until`` that the failure may have prevented; its state is live on every rank.
+        """Do work scheduled after ``until`` that a failure may have prevented. ``state@until`` is live on every rank.
 
         Args:
             until: resume iteration.
-            outcome: outcome of its step.
-            is_between: True if an evaluation or dense checkpoint scheduled after it may not have been done.
+            outcome: outcome of the step of ``until``.
+            is_between: True if an evaluation or dense checkpoint scheduled after ``until`` may be missing.
         """
 
     # Windows on disk
 
     def settings(self) -> dict[str, Any]:
-        """Return the flags that replayed iterations depend on; a job that loads a window must have the same."""
+        """Return the flags that replayed iterations depend on; a job that loads a window must have equal ones."""
         return {}
 
     def newest_checkpoint(self) -> int | None:
@@ -297,7 +301,7 @@ class Binding(ABC):
     # Drills
 
     def wipe(self) -> None:
-        """Overwrite all state of this rank, for ``--moevement-wipe-at``, which is refused where this is not defined."""
+        """Overwrite all state of this rank, for ``--moevement-wipe-at``. Without this method, the flag is refused."""
         raise NotImplementedError
 
 

@@ -1,11 +1,11 @@
-"""The commit point: the order in which a step reduces, updates and gathers, so a failure leaves it whole or undone.
+"""Commit point: order in which a step reduces, updates and gathers, so that a failure leaves it whole or undone.
 
 1. All reductions come first. A restart may interrupt them.
-2. The rank makes the update and marks it. No restart interrupts this section, and it waits for no other rank.
+2. The rank makes the update and sets its mark. No restart interrupts this, and the rank waits for no other rank.
 3. Ranks gather parameters. A restart may interrupt this, and ranks can repeat it.
 
-If any rank has made an update, every rank had finished the reductions before it. Ranks that are behind can therefore
-make the same update from their reduced gradients (:meth:`Commit.follow`), without data of other ranks.
+When a rank makes an update, every rank has already finished all reductions of the step. Ranks without the update can
+therefore make it from their own reduced gradients (:meth:`Commit.follow`), without data of other ranks.
 
 A reduction that another rank has aborted may seem to end successfully. A rank therefore asks the job's store between 1
 and 2 whether the generation was interrupted, and makes no update if it was
@@ -24,7 +24,10 @@ from moevement_core.restart.faults import Phase
 from moevement_core.restart.generation import atomic, refuse_if_interrupted
 
 Vote = Callable[[], None]
-"""Function that returns when every rank of the job has called it; at once if a reduction of the step proves it."""
+"""Function that returns when every rank of the job has called it.
+
+It returns at once if a reduction of the step proves that every rank has reached this point.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Mark:
 
     iteration: int
     boundary: Mapping[str, Any]
-    """Boundary record between this iteration and the next (``Binding.boundary``); copies."""
+    """Boundary record between this iteration and the next: a copy of ``Binding.boundary``."""
     outcome: Mapping[str, Any]
     """Outcome of the iteration's step; empty if there was no step."""
     resumed: Mapping[str, Any] | None = None
@@ -56,11 +59,11 @@ class Commit(ABC):
         self.updated: Callable[[int], None] = lambda iteration: None
         """Hook after the update of an iteration, while its gradients are still in memory."""
         self.overwriting: Callable[[], None] = lambda: None
-        """Hook before a gather that overwrites gradients; returns when they have been copied."""
+        """Hook before a gather that overwrites gradients; it returns when the gradients have been copied."""
 
     @abstractmethod
     def step(self, iteration: int) -> Any:
-        """Make the step of ``iteration`` in the order above, and return the result of the trainer's own step.
+        """Make the step of ``iteration`` in the described order, and return the result of the trainer's own step.
 
         Raises:
             GenerationInterrupted: a rank was interrupted before the update began. No state has changed.
@@ -68,15 +71,15 @@ class Commit(ABC):
 
     @abstractmethod
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """Make the update of ``iteration`` that other ranks have made, from this rank's reduced gradients.
+        """Make the update of ``iteration``, which other ranks have made, from this rank's reduced gradients.
 
         Ranks that are one update behind call it after a failure, with usable process groups. It waits for no other
         rank.
 
         Args:
             iteration: iteration after this rank's mark.
-            outcome: outcome of its step on a rank of the same model replica.
-            common: rank-independent part of the boundary record after it.
+            outcome: outcome of the iteration's step, from a rank of the same model replica.
+            common: rank-independent part of the boundary record after the iteration.
         """
 
     def gather(self, *, now: bool = False) -> None:
@@ -98,7 +101,7 @@ class Stepping(Protocol):
     def reduce(self) -> Mapping[str, Any]:
         """Reduce gradients over ranks, and return all other inputs of the update as plain data on the host.
 
-        No reduction may be under way when it returns, because an update waits for no other rank.
+        No reduction may be under way when this method returns, because an update waits for no other rank.
         """
 
     def update(self, outcome: Mapping[str, Any]) -> None:
@@ -109,7 +112,7 @@ class Stepping(Protocol):
 
 
 class UpdateCommit(Commit):
-    """Commit of a trainer whose step is a reduction and an update, both made by itself.
+    """Commit point of a trainer that makes its step itself, as a reduction and an update.
 
     Args:
         trainer: trainer that makes the step.

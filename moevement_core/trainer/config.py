@@ -46,7 +46,7 @@ class SessionConfig:
         Raises:
             ConfigError: a flag has an invalid value, or flags contradict each other.
         """
-        use_file_mode(args.moevement_file_mode)  # this process may write files from here on
+        use_file_mode(args.moevement_file_mode)  # before this process writes any file
         if args.moevement_strategy == NO_STRATEGY:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         if (complaint := unserved(args.moevement_metrics_port)) is not None:
@@ -56,8 +56,8 @@ class SessionConfig:
         if strategy.selects and budget.host_memory_bytes is not None:
             raise ConfigError(
                 f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
-                f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "
-                "--moevement-snapshot-experts"
+                f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave the memory "
+                "flag out, and give --moevement-snapshot-experts"
             )
         if strategy.persisted is not None and disk.persist_dir is None:
             raise ConfigError(
@@ -78,11 +78,13 @@ class SessionConfig:
 
 
 def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
-    """Return the copies that the strategy asks for: in groups for GEMINI, among replicas for MoEtion, and none for a
-    strategy that restores from disk alone.
+    """Return the configuration of copies with the placement of the strategy.
+
+    GEMINI places copies in groups, MoEtion among data-parallel replicas. A strategy that restores from disk alone gets
+    no copies.
 
     Raises:
-        ConfigError: such a strategy has no folder, or was given copies.
+        ConfigError: a strategy that restores from disk alone has no folder, or the flags ask for copies.
     """
     if copies.placement is None:
         papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
@@ -91,13 +93,13 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
         return copies
     if disk.persist_dir is None:
         raise ConfigError(
-            f"--moevement-strategy {strategy.name} without --moevement-persist-dir; needs a folder, for that is where "
-            "its checkpoints are"
+            f"--moevement-strategy {strategy.name} without --moevement-persist-dir; the strategy keeps its "
+            "checkpoints on disk: give a folder"
         )
     if copies.replicas:
         raise ConfigError(
-            f"--moevement-replicas {copies.replicas} with --moevement-strategy {strategy.name}, which gives copies to "
-            "no peer; leave it out"
+            f"--moevement-replicas {copies.replicas} with --moevement-strategy {strategy.name}; the strategy sends no "
+            "copies to peers: leave the replicas out"
         )
     return replace(copies, replicas=0)
 
@@ -118,13 +120,13 @@ def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig
     ):
         if needs:
             raise ConfigError(
-                f"--moevement-keep-own {budget.keep_own} with {flag}, which needs a rank's own snapshots; give "
-                f"{KeepOwn.ALWAYS}, or leave it out"
+                f"--moevement-keep-own {budget.keep_own} with {flag}; the second flag needs a rank's own snapshots: "
+                f"give {KeepOwn.ALWAYS}, or leave --moevement-keep-own out"
             )
 
 
 def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
-    """Add the flags of every part to a parser, or a group of one.
+    """Add the flags of every part to a parser or an argument group.
 
     Args:
         group: parser or argument group of ``argparse``.
@@ -134,7 +136,7 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
         group.add_argument(
             SWITCH,
             action="store_true",
-            help="keep a slice of the training state in host memory, and on peers, every iteration",
+            help="save a slice of the training state in host memory and on peers in every iteration",
         )
     add_flags(
         group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,

@@ -1,10 +1,10 @@
-"""Test of whether replayed iterations have the lost bits, or only the same values up to the order of sums.
+"""Prediction of replayed bits: equal to the lost ones, or different in the last bits because of another order of sums.
 
 Three causes change last bits and are no error:
 
 - kernels that add in no fixed order
 - a replacement on another kind of processor
-- under NCCL, a replacement on another node or device, because the rings that sum over ranks follow them
+- under NCCL, a replacement on another node or device, because NCCL's rings, which sum over ranks, depend on both
 
 State that was only loaded is exact in all these cases.
 """
@@ -38,18 +38,18 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
 
     Args:
         nodes: node of each rank.
-        devices: identity of each rank's device. Device numbers would not do, because each process counts its own.
+        devices: identity of each rank's device. A device number does not identify it: each process counts its own.
     """
     places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
     return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
 
 
 class PlacementHistory:
-    """Placements under which this rank has seen iterations computed, as far back as snapshots reach."""
+    """History of the placements of ranks under which iterations were computed, as far back as snapshots reach."""
 
     def __init__(self) -> None:
         self._placements: list[tuple[int, str]] = []
-        """Placements, each with the iteration after which it came into force."""
+        """Pairs of an iteration and the placement that came into force after it."""
 
     def note(self, iteration: int, placement: str, since: int = NONE) -> None:
         """Record that ``placement`` computes all iterations after ``iteration``.
@@ -57,7 +57,8 @@ class PlacementHistory:
         Args:
             iteration: iteration whose state is live.
             placement: current placement.
-            since: iteration after which other ranks know it to be in force; used on a rank that has seen no iteration.
+            since: iteration after which the placement is in force, by the history of other ranks. Used only on a rank
+                without a history.
         """
         if not self._placements and since != NONE:
             self._placements.append((min(iteration, since), placement))
@@ -87,7 +88,7 @@ _NEVER = 1 << 62
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
-    """Return in words why executing the plans may give other last bits than the lost ones; empty if it may not.
+    """Return the reason why a recovery by these plans may give other last bits than the lost ones; empty if it may not.
 
     Plans that replay no iteration are exact, because state is loaded and updates are elementwise.
 
@@ -100,7 +101,7 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
         return ""
     kinds = sorted({report.arithmetic for report in reports})
     if len(kinds) > 1:
-        return f"ranks are of different kinds: {' and '.join(kinds)}"
+        return f"ranks run on different processors or libraries: {' and '.join(kinds)}"
     if not all(report.is_repeatable for report in reports):
         return NOT_REPEATABLE
     if min(iterations.start for iterations in replayed) <= placed_since(reports):
@@ -114,9 +115,9 @@ def placed_since(reports: Sequence[Report]) -> int:
 
 
 def arithmetic_of_all() -> tuple[str, ...]:
-    """Return the arithmetic of each current rank, or one entry if all have the same. Every rank calls it.
+    """Return the arithmetic of each current rank, or one entry if all are equal. Every rank calls it.
 
-    If sums depend on the placement, its digest comes last.
+    If sums depend on the placement, the digest of the placement comes last.
     """
     of_ranks = all_gather_objects(arithmetic(), str)
     placed = (f"placement {placement()}",) if placement() else ()
@@ -124,17 +125,17 @@ def arithmetic_of_all() -> tuple[str, ...]:
 
 
 def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """Return in words why replaying a window on these ranks may give other bits than the lost ones; empty if not.
+    """Return the reason why replaying a window here may give other last bits than the lost ones; empty if it may not.
 
     Args:
         manifest: manifest of the window.
         here: current result of :func:`arithmetic_of_all`.
     """
     if not manifest.arithmetic:
-        return f"{manifest.name} does not say on what processors it was written"
+        return f"the manifest of {manifest.name} does not name the processors that wrote it"
     if manifest.arithmetic == here:
         return "" if is_repeatable() else NOT_REPEATABLE
     then, now = (" and ".join(sorted(set(kinds))) for kinds in (manifest.arithmetic, here))
     if then == now:
-        return f"{manifest.name} was written by ranks on {then}, which other ranks are on now"
+        return f"{manifest.name} was written on {then}; now other ranks run on these processors"
     return f"{manifest.name} was written on {then}, and these ranks are on {now}"

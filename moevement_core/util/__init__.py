@@ -1,1 +1,1 @@
-"""Small tools without a subject of this project: files, numbers, flags, signals, output."""
+"""General helpers for files, numbers, flags, signals and output."""

@@ -1,7 +1,7 @@
-"""Description of the processor and the libraries on which the last bits of a result depend.
+"""Description of the processor and the libraries that determine the last bits of a result.
 
-Windows on disk outlive the machines that wrote them. Another kind of processor or another library version replays
-iterations with other last bits. That difference is not an error.
+Windows on disk outlive the machines that wrote them. On a different processor or with a different library version, a
+replay gives results with different last bits. That difference is not an error.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 
 _PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Lines of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. In many virtual machines the model name is
-empty or always the same."""
+"""Fields of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. The model name is not among them, because
+it is empty or always the same in many virtual machines."""
 _GPU_LIBRARIES = ("transformer-engine", "triton", "apex")
 """Distributions whose kernels a model may run on a GPU."""
 _SUMS_ON_GPUS = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
-"""Environment variables that set the order in which GPU libraries add."""
+"""Environment variables that determine the order in which GPU libraries add numbers."""
 
 
 def arithmetic() -> str:
-    """Return a text that names everything in this process on which result bits depend.
+    """Return a text that names everything in this process that determines the bits of results.
 
-    Two processes with the same text compute the same bits. On GPUs that holds under two conditions: computations are
-    repeatable (:func:`is_repeatable`), and sums over ranks run on the same nodes and devices
+    Two processes with the same text compute the same bits. On GPUs this holds under two conditions. Computations are
+    repeatable (:func:`is_repeatable`), and ranks that sum together run on the same nodes and devices
     (:func:`sums_follow_places`).
     """
     library = f"torch {torch.__version__}"
@@ -47,7 +47,10 @@ def is_repeatable() -> bool:
 
 
 def sums_follow_places() -> bool:
-    """Return True if the order of sums over ranks depends on their nodes and devices: with NCCL, not with gloo."""
+    """Return True if the nodes and devices of the ranks determine the order of a sum over ranks.
+
+    This is the case with NCCL on GPUs, and not with gloo on CPUs.
+    """
     return torch.cuda.is_available()
 
 
@@ -58,7 +61,7 @@ def _nccl() -> str:
 
 
 def _versions(distributions: tuple[str, ...]) -> list[str]:
-    """Return the name and version of every installed distribution."""
+    """Return the name and version of each of ``distributions`` that is installed."""
     installed = []
     for name in distributions:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -67,7 +70,7 @@ def _versions(distributions: tuple[str, ...]) -> list[str]:
 
 
 def _chosen() -> list[str]:
-    """Return the settings of this process that fix the order of sums on a GPU."""
+    """Return the settings of this process that determine the order of sums on a GPU."""
     deterministic = "deterministic" if is_repeatable() else "not deterministic"
     return [deterministic, *(f"{name}={os.environ[name]}" for name in _SUMS_ON_GPUS if name in os.environ)]
 

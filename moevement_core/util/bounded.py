@@ -1,4 +1,4 @@
-"""Bounded waits for a disk that may never answer: a lost mount blocks every thread that looks at it, for ever."""
+"""Bounded waits for a disk that may never answer: a thread that accesses a lost mount blocks forever."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""Seconds of one wait. A main thread that executes no bytecode for long counts as hanging."""
+"""Seconds of one wait. Waits are short, because a main thread that executes no bytecode for long counts as hanging."""
 
 
 def within[T](seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of ``work``, which runs on its own thread; the thread is abandoned if it takes too long.
+    """Run ``work`` on a new thread, wait for it, and return its result; abandon the thread after ``seconds``.
 
     Args:
         seconds: longest time to wait.
-        work: function that does no harm if it ends later.
+        work: function that does no harm if it continues and ends on the abandoned thread.
 
     Raises:
         OSError: ``ETIMEDOUT`` if ``work`` takes longer. Errors of ``work`` are raised as they are.

@@ -22,7 +22,7 @@ class Damage:
     data: str
     """Description of the damaged data."""
     action: str
-    """Action of the rank instead of using the data."""
+    """Action that the rank takes instead of using the data."""
 
     def __str__(self) -> str:
         return f"damage found by {self.check}: {self.data}; {self.action}"

@@ -1,7 +1,7 @@
 """Exit codes of this project's processes, and the conversion of errors to them.
 
-A mistake of the user becomes one line on stderr and code 2. Another error of this project becomes one line and code 1.
-Every other exception keeps its traceback.
+A mistake of the user becomes one line on stderr and code 2. Any other error of this project becomes one line and
+code 1. Exceptions of other code keep their traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ BROKEN_DEVICE = 74
 """Exit code of a process that gives its rank back because its device is unusable (``EX_IOERR`` of sysexits.h); the job
 continues."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
-"""Variable with the number of the ended member that this process replaces; such a process reports its errors itself."""
+"""Variable with the number of the ended member that this process replaces. A process with this variable prints its
+errors itself, whatever its rank."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, by the convention of shells."""
 HUNG_UP = 128 + signal.SIGHUP
@@ -32,10 +33,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Convert errors that a user can correct to one line on stderr and exit code 2, and other own errors to code 1.
+    """Convert errors of this project to one line on stderr and an exit code.
 
-    All ranks find the same errors, so only rank 0 prints them. Two kinds of errors are printed by the process itself:
-    those of its own environment variables or code, and all errors of a process that replaces another one.
+    Errors that a user can correct give exit code 2. All others give exit code 1, and every process prints them. All
+    ranks find the same errors of the user, so only rank 0 prints those. There are two exceptions: every process prints
+    errors in its environment variables or code, and a process that replaces another one prints all errors.
 
     Raises:
         SystemExit: the ``with`` block raised one of this project's errors.
@@ -58,7 +60,7 @@ def quiet_on_closed_output() -> Iterator[None]:
 
     Raises:
         ConfigError: standard output cannot be written, for example because the disk is full.
-        SystemExit: the reader is gone; the exit code is that of a process that SIGPIPE or SIGHUP ends.
+        SystemExit: the reader is gone. The exit code is the one after SIGPIPE, or after SIGHUP for a closed terminal.
     """
     try:
         yield
@@ -73,7 +75,7 @@ def quiet_on_closed_output() -> Iterator[None]:
         _discard_output()
         if is_terminal:
             raise SystemExit(HUNG_UP) from None
-        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
+        raise ConfigError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _discard_output() -> None:
@@ -86,7 +88,7 @@ def files_are_given() -> Iterator[None]:
     """Convert an OSError that names a file to a ConfigError, for commands whose user gives the file names.
 
     Raises:
-        ConfigError: a file or folder cannot be read or written, and inner code has not reported it otherwise.
+        ConfigError: a file or folder cannot be read or written, and the ``with`` block let the OSError pass.
     """
     try:
         yield

@@ -16,8 +16,8 @@ from moevement_core.util.flags import flag
 
 FLAG = "--moevement-file-mode"
 ENV = "MOEVEMENT_FILE_MODE"
-"""Environment variable with the default of the flag, for ``moevement coordinate``, which does not see the script's
-flags."""
+"""Environment variable with the default of the flag. It is for ``moevement coordinate``, which does not see the flags
+of the training script."""
 
 
 class FileMode(StrEnum):
@@ -52,8 +52,8 @@ class FilesConfig:
 
     mode: FileMode = flag(
         FLAG, metavar="MODE", default=None, check=_mode,
-        help="who may read run directories and windows on disk that this job makes: private, group or all; folders "
-        "that are there keep their mode (default: private)",
+        help="users who may read the run directories and windows on disk that this job creates: private (only this "
+        "user), group or all; existing folders keep their mode (default: private)",
     )  # fmt: skip
 
 

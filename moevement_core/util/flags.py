@@ -16,7 +16,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.util.numbers import Range
 
 Check = Callable[[str, Any], Any]
-"""Function of a flag's name and its value from argparse; it returns the value of the field.
+"""Function that takes the name of a flag and the value from argparse, and returns the value of the field.
 
 Raises:
     ConfigError: the value is invalid; the message has the flag, the value and the valid values.
@@ -137,7 +137,7 @@ def each(check: Check, into: Callable[[Any], Any]) -> Check:
 
 
 def positive(default: float | None) -> Check:
-    """Return a check for a number above 0, which returns ``default`` for None."""
+    """Return a check for a number above 0; the check returns ``default`` for None."""
 
     def check(name: str, value: float | None) -> float | None:
         if value is None:
@@ -160,16 +160,16 @@ def within(least: float, most: float = math.inf) -> Check:
 
 
 def gigabytes(name: str, value: float | None) -> float:
-    """Return a number of gigabytes as whole bytes; infinite for None.
+    """Convert gigabytes to whole bytes; return infinity for None.
 
-    Rounding keeps a decimal number of gigabytes from becoming one byte too small.
+    Rounding is necessary: without it, a decimal number of gigabytes could become one byte too small.
     """
     checked = positive(math.inf)(name, value)
     return round(checked * 1e9) if math.isfinite(checked) else checked
 
 
 def bandwidth(name: str, text: str) -> float | None:
-    """Return a rate in bytes per second from gigabytes per second; None for ``auto``."""
+    """Convert a rate from gigabytes per second to bytes per second; return None for ``auto``."""
     if text == AUTO:
         return None
     try:
@@ -177,5 +177,5 @@ def bandwidth(name: str, text: str) -> float | None:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} {text}; needs auto or gigabytes per second, more than 0")
+        raise ConfigError(f"{name} {text}; needs auto, or gigabytes per second above 0")
     return value * 1e9

@@ -1,4 +1,4 @@
-"""Host memory of a node, and the share of it that a rank uses by default."""
+"""Host memory of a node, and the share of that memory that jobs use by default."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 
 SHARE = 0.5
-"""Default share of a node's memory for snapshots, copies, parity and logs of all its ranks."""
+"""Default share of a node's memory for snapshots, copies, parity and logs of all ranks on the node."""
 _UNLIMITED = 1 << 60
-"""Bytes from which a limit counts as no limit: version 1 of control groups reports a huge number for "unlimited"."""
+"""Smallest number of bytes that counts as no limit. Version 1 of control groups reports a huge number for "unlimited".
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def node_memory(root: Path = Path("/")) -> NodeMemory:
 
 
 def _limits(root: Path) -> list[int]:
-    """Return the limits in bytes of this process's control group and its parents, in versions 2 and 1."""
+    """Return the memory limits, in bytes, of this process's control groups (versions 1 and 2) and their parents."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

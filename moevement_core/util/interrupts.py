@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C: a command ends whatever code the signal interrupts."""
+"""Handling of Ctrl-C: the command ends, no matter which code the signal interrupts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _AGAIN_S = 0.1
 def is_importing(frame: FrameType | None) -> bool:
     """Return True if ``frame`` or one of its callers is importing a module.
 
-    An exception would do harm there. A compiled module aborts the process or stays half initialized. Code that tries an
-    optional import would treat the interruption as a missing module.
+    An exception during an import would do harm. A compiled module would abort the process or stay half initialized.
+    Code that tries an optional import would treat the interruption as a missing module.
     """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
@@ -27,10 +27,11 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 class _Interrupts:
-    """Handler that raises KeyboardInterrupt at SIGINT, and repeats it where Python cannot raise it or drops it.
+    """Handler that raises KeyboardInterrupt at SIGINT, and tries again later if that has no effect.
 
-    An alarm repeats it. A signal handler must not start a thread, because it may have interrupted the start of another
-    one.
+    During an import the handler does not raise. In a finalizer, Python drops the exception. In both cases an alarm
+    (SIGALRM) calls the handler again. A thread could not do that: a signal handler must not start a thread, because it
+    may have interrupted the start of another thread.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class _Interrupts:
             self._before.append((number, signal.signal(number, self._interrupt)))
 
     def restore(self, *, process_ends: bool) -> None:
-        """Restore the earlier handlers, or ignore SIGINT from now on if the process ends."""
+        """Restore the earlier handlers; if the process ends, ignore SIGINT from now on instead."""
         if process_ends:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -71,9 +72,9 @@ class _Interrupts:
 def interruptible(*, process_ends: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGINT, as soon as no module is being imported.
 
-    The ``with`` block also raises it if the interrupted code failed with another error because of it. Code that catches
-    KeyboardInterrupt may continue. The function changes nothing outside the main thread, or if SIGINT is ignored or has
-    a handler already (``nohup``, a handler of the caller).
+    Code may turn the KeyboardInterrupt into another error; the ``with`` block then raises KeyboardInterrupt in place of
+    that error. Code in the block may also catch KeyboardInterrupt and continue. The function changes nothing in two
+    cases: outside the main thread, and if SIGINT is ignored (``nohup``) or the caller has set a handler.
 
     Args:
         process_ends: True if the process ends after the ``with`` block; it ignores SIGINT from then on.

@@ -1,13 +1,13 @@
 """Lock of a folder, so that one job at a time writes to it, even if several hosts share the folder.
 
 The lock is a file with owner, host and heartbeat that its holder creates (``O_EXCL``) and rewrites every few seconds.
-Clocks of different hosts are never compared: an observer watches the file by its own clock. If the file changes, the
-holder lives, and the folder is refused. The observer takes the lock over if the file stays the same for
-:data:`STALE_S`, or if its holder ran on this host and has ended. It renames the old file, which only one of several
-observers can do, and creates a new one.
+Clocks of different hosts are never compared. An observer measures, by the clock of this host, how long the file stays
+the same. If the file changes, the holder is alive, and :func:`acquire` refuses the folder. The observer takes the lock
+over if the file stays the same for :data:`STALE_S`, or if the holder ran on this host and has ended. To take the lock
+over, the observer renames the old file and creates a new one. Of several observers, only one can rename the file.
 
-The owner is the *job*: a process of the same job takes a lock over at once, because it has taken over the rank of the
-process that held it. The former holder notices the loss within a heartbeat and stops writing.
+The owner is the *job*. A process of the same job takes a lock over at once, because it has taken over the rank of the
+former holder. The former holder notices the loss within a heartbeat and stops writing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ STALE_S = 15.0
 """Seconds without a heartbeat after which an observer takes the holder for dead."""
 _LOOK_S = 0.1
 _SETTLE_S = 0.2
-"""Seconds after a takeover that another observer may take between its last look and its rename."""
+"""Seconds to wait after a takeover. Within this time, another observer that read the old file may still rename the new
+one."""
 _RELEASE_S = 5.0
 _BYTES = 512
-"""Bytes of the file, independent of its content, so that a heartbeat overwrites all of it in one write."""
+"""Size of the lock file in bytes. It is constant, so that a heartbeat overwrites the whole file in one write."""
 
 Report = Callable[[str], None]
 
@@ -56,7 +57,8 @@ class Holder:
     """Boot and process namespace in which ``pid`` is valid."""
     pid: int
     started: str
-    """Start of the process by its kernel's count, because process ids are used again."""
+    """Start time of the process, in kernel ticks since boot. It tells this process from a later one with the same id.
+    """
     since: float
     """Time of the acquisition, in seconds since the epoch by the holder's clock."""
     beat: int = 0
@@ -71,7 +73,7 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process is known to have ended; False if that cannot be known from here."""
+        """True if the process has certainly ended; False if it is alive or this machine cannot know."""
         return is_gone(self.machine, self.pid, self.started)
 
     def sentence(self) -> str:
@@ -80,7 +82,7 @@ class Holder:
         return f"job {self.job} (pid {self.pid} on {self.host}, since {since})"
 
     def encode(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the content of the lock file."""
         return json.dumps(asdict(self)).encode().ljust(_BYTES - 1) + b"\n"
 
     @staticmethod
@@ -93,9 +95,9 @@ class Holder:
 
 
 class FolderLock:
-    """Lock that this process holds, with a thread that renews it; :func:`acquire` makes it.
+    """Lock that this process holds, with a thread that renews it; :func:`acquire` creates the object.
 
-    It is a context manager; other callers call :meth:`release`.
+    Callers use the object as a context manager, or call :meth:`release`.
     """
 
     def __init__(self, folder: Path, descriptor: int, own: Holder, report: Report, beat_s: float) -> None:
@@ -170,11 +172,12 @@ def acquire(
 
     Args:
         folder: folder, which is created if it is missing.
-        job: name that only the processes of one job have.
+        job: identifier of the job, the same in all its processes and different in other jobs.
         flag: flag by which the user named the folder, for messages.
-        may_wait: True to watch a lock whose holder may be dead for ``stale_s`` seconds; False to refuse the folder at
-            once.
-        report: callback that receives a sentence if that takes a while, and later if another job takes the lock over.
+        may_wait: True to watch the lock for ``stale_s`` seconds if its holder may be dead; False to refuse the folder
+            at once.
+        report: callback that receives a sentence when the watching begins, and later if another job takes the lock
+            over.
         beat_s: seconds between heartbeats.
         stale_s: seconds without a heartbeat after which a holder counts as dead.
 
@@ -191,14 +194,14 @@ def acquire(
                 return FolderLock(folder, descriptor, own, report, beat_s)
             os.close(descriptor)
         if (content := _read(path)) is None:
-            continue  # the holder has just released it
+            continue  # the holder has just released the lock
         holder = Holder.decode(content)
         if holder is not None and (holder.job == job or holder.has_ended):
             _put_aside(path, lambda data, token=holder.token: _token(data) == token)  # type: ignore[misc]
         elif watched is None and may_wait:
             watched, since = content, time.monotonic()
             if holder is not None:
-                report(f"{flag} {folder}: found locked by {holder.sentence()}; seeing whether it lives")
+                report(f"{flag} {folder}: locked by {holder.sentence()}; checking whether that process is alive")
         elif content != watched:
             owner = holder.sentence() if holder is not None else "a job that is only just starting"
             raise FolderInUse(
@@ -211,7 +214,7 @@ def acquire(
 
 
 def other_holder(folder: Path, job: str) -> str | None:
-    """Return text that names the holder of ``folder`` if it is another job than ``job``; None otherwise.
+    """Return text that names the holder of ``folder`` if another job than ``job`` holds it; None otherwise.
 
     The function reads the lock file, which may take long.
 
@@ -234,11 +237,14 @@ def _create(path: Path, holder: Holder) -> int | None:
 
 def _write(descriptor: int, holder: Holder) -> None:
     os.pwrite(descriptor, holder.encode(), 0)
-    os.fsync(descriptor)  # other hosts of a shared file system see the file only after that
+    os.fsync(descriptor)  # other hosts of a shared file system see the content only after fsync
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the bytes of a lock file, opened anew because NFS asks the server only then; None if it is missing."""
+    """Return the bytes of a lock file; None if it is missing.
+
+    The function opens the file each time, because NFS asks the server for changes only when a file is opened.
+    """
     try:
         return read_regular(path)
     except FileNotFoundError:
@@ -251,7 +257,7 @@ def _token(data: bytes) -> str | None:
 
 
 def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
-    """Remove a lock whose holder has ended; put it back if another process has created it meanwhile."""
+    """Remove the lock file of a holder that has ended; put the file back if another process has just created it."""
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)
@@ -259,7 +265,7 @@ def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
         return  # another observer was quicker
     try:
         if not is_it(_read(aside) or b""):
-            with suppress(OSError):  # if this fails, its holder notices the loss at its next heartbeat
+            with suppress(OSError):  # if this fails, the new holder notices the loss at the next heartbeat
                 os.link(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Host memory for the boundary log: buffers of the sizes that an iteration sends, allocated for one iteration at once.
+"""Host memory for the boundary log, allocated in one piece for all tensors that an iteration sends.
 
 Each page-locking call waits for the whole device, so fewer calls cost less. Every iteration of pipeline training sends
-the same number of tensors of the same few sizes. The log therefore allocates missing memory for the rest of an
-iteration in one piece. A log that keeps K iterations has K such pieces, and not a byte more than planned.
+the same number of tensors of the same few sizes. When memory is missing, the log therefore allocates one piece for the
+rest of the iteration. A log that keeps K iterations has K such pieces, and not a byte more than planned.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from moevement_core.device import MOST_AT_ONCE, Device
 
 Size = tuple[int, int]
-"""Bytes of a buffer, and of an element in it: a view of wider elements may not begin at every offset."""
+"""Bytes of a buffer, and bytes of one element. The second number matters, because a view of wide elements may begin
+only at multiples of their width."""
 
 
 class LogBuffers:
-    """Buffers of exact sizes for one log, which reuses them; only the training thread calls the methods.
+    """Buffers of exact sizes that one log reuses; only the training thread calls the methods.
 
     Args:
         device: device whose host memory is allocated.
@@ -73,7 +74,7 @@ class LogBuffers:
         return self._free[size].popitem()[1]
 
     def release(self, buffer: torch.Tensor, element_bytes: int) -> None:
-        """Return a buffer to the free ones."""
+        """Make a buffer free again; later calls of :meth:`take` may return it."""
         if buffer.numel():
             self._free[buffer.numel(), element_bytes][buffer.data_ptr()] = buffer
 
@@ -93,10 +94,10 @@ class LogBuffers:
         self._count()
 
     def reclaim(self, held: Iterable[torch.Tensor]) -> None:
-        """Return every buffer that is not in ``held`` to the free ones.
+        """Make every buffer free that is not in ``held``.
 
-        The log calls it after an exception from another thread. The exception may have struck between :meth:`take` and
-        the storing of the buffer, so that no log entry refers to it.
+        The log calls this method after an exception from another thread. The exception may have struck after
+        :meth:`take` and before the log stored the buffer. No log entry then refers to that buffer.
 
         Args:
             held: all buffers that are still in use.
@@ -108,7 +109,7 @@ class LogBuffers:
         self._count()
 
     def _allocate(self, size: Size, room_bytes: float) -> None:
-        """Allocate buffers for the rest of the iteration, or as many as ``room_bytes`` allows, but at least one.
+        """Allocate buffers for the rest of the iteration, or as many buffers as fit into ``room_bytes``; at least one.
 
         One call allocates at most :data:`~moevement_core.device.MOST_AT_ONCE`, unless a single buffer is larger.
         """

@@ -1,7 +1,8 @@
 """Files in memory that a process shares with its descendants, independent of folders and disks.
 
-SIGBUS ends a process that writes to a hole of a mapping in a full file system. Cleaners of temporary folders remove
-files that look old. A file in memory has neither problem. It lives as long as the process that created it.
+A file in a temporary folder has two risks. If the disk is full, SIGBUS ends a process that writes to a mapped page
+without disk space. Cleaners of temporary folders remove files that look old. A file in memory has neither risk. It
+lives as long as the process that created it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ class MemoryFile:
     def __init__(self, name: str, content: bytes = b"") -> None:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        """Path by which this process and its descendants open the file; valid while this process lives and keeps it
-        open."""
+        """Path by which this process and its descendants open the file; valid until this process ends or closes it."""
         with open(self.descriptor, "wb", closefd=False) as file:
             file.write(content)
 
     def close(self) -> None:
-        """Close the descriptor; processes that have opened or mapped the file keep it."""
+        """Close the descriptor; other processes that have opened or mapped the file can still use it."""
         os.close(self.descriptor)

@@ -1,8 +1,8 @@
 """Binding of a rank to the processors of its GPU's NUMA node, so that its host memory is on that node too.
 
-Copies from a GPU to memory of another socket cross the link between the sockets. So do reads by threads that send that
-memory. Linux places a page next to the processor that touches it first, and a thread inherits the processors of its
-creator. One call before the allocation of snapshots and the start of threads is therefore enough.
+Copies from a GPU to the memory of another socket cross the link between the sockets. When a thread sends that memory,
+its reads cross the link too. Linux places a page next to the processor that touches it first, and a thread inherits
+the processors of its creator. One call before snapshots are allocated and threads are started is therefore enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def node_of(address: str, sys: Path = SYS) -> NumaNode | None:
     try:
         number = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         processors = _processors(sys / f"devices/system/node/node{number}/cpulist")
-    except (OSError, ValueError):  # A container may hide the files; for number -1 there is no folder.
+    except (OSError, ValueError):  # A container may hide the files. For an unknown node, the number is -1.
         return None
     return NumaNode(number, processors) if processors else None
 
@@ -43,31 +43,31 @@ def node_of(address: str, sys: Path = SYS) -> NumaNode | None:
 def bind_to_device(device: Device, sys: Path = SYS) -> NumaNode | None:
     """Bind the calling thread to the processors of the device's NUMA node, and log the result.
 
-    Threads that it starts later inherit the binding. A user or Slurm has already bound a thread that may not use all
-    processors. The function does not change such a thread.
+    Threads that the calling thread starts later inherit the binding. If the calling thread may not use all processors,
+    a user or Slurm has bound it already. The function then leaves that binding as it is.
 
     Returns:
-        The NUMA node, or None if the thread is not bound to it.
+        The NUMA node; None if the thread is not bound to exactly this node.
     """
     if (address := device.pci_address) is None or (node := node_of(address, sys)) is None:
         return None
-    place = f"NUMA node {node.number}, that of its GPU {address}"
+    place = f"NUMA node {node.number} of this rank's GPU {address}"
     allowed = frozenset(os.sched_getaffinity(0))
     if allowed == node.processors:
         return node
     if not allowed >= _online(sys):
         if allowed & node.processors:
             log.info(
-                f"bound already, to {len(allowed)} processors, {len(allowed & node.processors)} of them of {place}"
+                f"already bound to {len(allowed)} processors; {len(allowed & node.processors)} of these are on {place}"
             )
         else:
             log.warning(
-                f"bound already, to {len(allowed)} processors, none of them of {place}: copies cross sockets; bind "
-                "tasks to the node of their GPU, or leave them unbound"
+                f"already bound to {len(allowed)} processors; none of these is on {place}, so copies cross sockets; "
+                "bind each task to the node of its GPU, or do not bind tasks"
             )
         return None
     os.sched_setaffinity(0, node.processors)
-    log.info(f"bound to the {len(node.processors)} processors of {place}")
+    log.info(f"now bound to the {len(node.processors)} processors of {place}")
     return node
 
 
@@ -80,7 +80,7 @@ def _online(sys: Path) -> frozenset[int]:
 
 
 def _processors(path: Path) -> frozenset[int]:
-    """Return the processors in a file of the kernel, whose list has the form ``0-3,8``."""
+    """Return the processors that a file of the kernel lists in the form ``0-3,8``."""
     processors: set[int] = set()
     for word in path.read_text().strip().split(","):
         if word:

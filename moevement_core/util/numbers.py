@@ -44,7 +44,7 @@ class Range:
         return text + (" or inf" if self.or_infinite else "")
 
     def check(self, what: str, value: float | None) -> None:
-        """Raise if ``value`` is not in the range; None stands for a value that was left out, and passes.
+        """Raise an error if ``value`` is not in the range; None stands for a value that was left out, and passes.
 
         Args:
             what: name of the value, for the message.

@@ -1,7 +1,7 @@
-"""Standard output and error of a job's processes, which never fail: a process reports a broken stream only once.
+"""Replacement of standard output and error by streams that never raise an error.
 
-A closed pipe (``| head``), a full disk or a limit on file sizes would otherwise raise an exception in the code that
-prints.
+Otherwise a closed pipe (``| head``), a full disk or a limit on file sizes would raise an exception in the code that
+prints. A process reports a broken stream once, on the other stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DESCRIPTORS = {"stdout": 1, "stderr": 2}
 
 
 class _Forgiving(io.FileIO):
-    """Raw stream of a descriptor that drops the data which it cannot write."""
+    """Raw stream of a descriptor; it drops data that it cannot write."""
 
     def __init__(self, name: str) -> None:
         super().__init__(_DESCRIPTORS[name], "wb", closefd=False)
@@ -34,7 +34,7 @@ class _Forgiving(io.FileIO):
             return
         self._is_told = True
         other = next(number for name, number in _DESCRIPTORS.items() if name != self._stream)
-        text = f"moevement: {self._stream} cannot be written any more ({error.strerror}); the job goes on\n"
+        text = f"moevement: {self._stream} cannot be written any more ({error.strerror}); the job continues\n"
         try:
             os.write(other, text.encode())
         except OSError:
@@ -44,8 +44,8 @@ class _Forgiving(io.FileIO):
 def never_fails() -> None:
     """Replace standard output and error by streams that drop data instead of raising errors.
 
-    Processes that are forked later inherit the streams. Streams that other code has already replaced, such as tests,
-    stay.
+    Processes that are forked later inherit the streams. The function keeps a stream that other code, such as a test
+    runner, has already replaced.
     """
     for name in _DESCRIPTORS:
         stream = getattr(sys, name)

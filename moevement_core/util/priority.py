@@ -10,15 +10,15 @@ from contextlib import suppress
 LEAST = 19
 """Largest niceness of Linux, which is the lowest priority."""
 NICENESS = 5
-"""Niceness that a background thread adds to its own: next to a training thread on one processor it gets a quarter of
-the time. With 10 it got a tenth; then the newest gradients reached peers too late on a busy host, and a redo
-re-executed iterations."""
+"""Niceness that :func:`lower_priority` adds. If a training thread and a background thread share a processor, the
+background thread then gets a quarter of the time. With a value of 10 it got a tenth. On a busy host, the newest
+gradients then reached peers too late, and recoveries by redo had to re-execute iterations."""
 
 
 def lower_priority() -> None:
     """Lower the priority of the calling thread and of the threads that it starts later.
 
-    Other systems than Linux have no priority for each thread; there the function does nothing. A process without
+    On systems other than Linux, threads have no priority of their own, and the function does nothing. A process without
     privileges cannot undo the change.
     """
     if sys.platform == "linux":

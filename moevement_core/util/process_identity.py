@@ -1,4 +1,4 @@
-"""Identity of a process beyond its id, which the system reuses and which has no meaning on another machine."""
+"""Identity of a process. The process id is not enough: a system reuses ids, and other machines have equal ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine_id() -> str:
-    """Return the identifier of the boot and of the process namespace in which this process's ids are valid."""
+    """Return the identifier of the boot and the process namespace in which this process's id is valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -28,7 +28,7 @@ def start_of(pid: int) -> str | None:
 
 
 def is_gone(machine: str, pid: int, started: str) -> bool:
-    """Return True if a process has certainly ended; False if this machine cannot know.
+    """Return True if a process has certainly ended; False if it is alive or this machine cannot know.
 
     Args:
         machine: identifier of the machine of the process (:func:`machine_id`).

@@ -22,7 +22,8 @@ class QuantisedBuffers[Buffer: RawBuffer]:
     Attributes:
         codes: one byte for each element, in the order of the elements; a range of elements is a range of bytes.
         scales: factors by which the codes are multiplied, by name; they belong to the whole weight.
-        others: buffers by name that are computed from the same numbers in another way, and not from these codes.
+        others: buffers of a second FP8 form of the weight, by name (MXFP8 by columns); they do not follow from
+            ``codes``.
     """
 
     codes: Buffer

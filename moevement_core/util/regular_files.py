@@ -1,4 +1,4 @@
-"""Reading of files from untrusted folders: pipes, sockets and devices are refused without waiting for them."""
+"""Reading of files from untrusted folders. Pipes, sockets and devices are refused at once, without a wait."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: the file is missing or unreadable, or is not a regular file.
     """
-    # Without O_NONBLOCK, open() waits until another process writes to a pipe.
+    # Without O_NONBLOCK, open() of a pipe waits until another process opens it for writing.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EINVAL, "no regular file, but a pipe, a socket or a device", str(path))
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a regular file", str(path))
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
@@ -37,5 +37,5 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, which no such file has", str(path))
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than any valid file has", str(path))
         return file.readall()  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""TCP connections of this process, found through its own descriptors.
+"""TCP connections of this process, found through the descriptors of the process.
 
-The list of the whole host would be long on a busy host.
+The kernel's list of TCP connections covers the whole host, and would be long on a busy host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _ends_of(connection: socket.socket) -> Ends | None:
 
 
 def is_tcp(connection: socket.socket) -> bool:
-    """Return True if a socket uses TCP; listening sockets count."""
+    """Return True if a socket uses TCP, whether it is connected or listening."""
     return connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
 
 
@@ -73,7 +73,7 @@ def moved(connection: socket.socket) -> tuple[int, int] | None:
     """Return the bytes that the other side has acknowledged and the bytes received here.
 
     Returns:
-        None if no more data can arrive; zeros on Linux before 4.1.
+        None if the connection is not established; zeros on Linux before 4.1.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     if info[0] != _ESTABLISHED:

@@ -22,14 +22,14 @@ class UndoStack:
         self._undo.append(undo)
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute now, and restore its present value in :meth:`close`."""
+        """Set an attribute now; :meth:`close` restores its old value."""
         before = getattr(owner, name)
         self.push(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
     @contextmanager
     def nested(self) -> Iterator[UndoStack]:
-        """Provide a stack that the ``with`` block closes; closing the outer stack closes it too."""
+        """Provide an inner stack; the end of the ``with`` block closes it, and so does :meth:`close` of this stack."""
         inner = UndoStack()
         self.push(inner.close)
         try:

@@ -1,4 +1,4 @@
-"""Environment variables that the processes of a job read, with their valid values: Slurm's, torch's and MoEvement's."""
+"""Valid values of the environment variables that the processes of a job read: Slurm's, torch's and MoEvement's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS: dict[str, Range] = {
 """Variables with whole numbers, and their ranges."""
 CHOICES: dict[str, tuple[str, ...]] = {"MOEVEMENT_LOG": ("text", "json"), "MOEVEMENT_PLATFORM": ("cpu", "cuda")}
 RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-"""Pairs of variables: a number counted from 0, and the count that it has to be below."""
+"""Pairs of variables: a number counted from 0, and a count. The number must be below the count."""
 _SHOWN = 60
 
 
@@ -35,12 +35,12 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
             raise VariableError(f"{name}={value}: needs a whole number, {allowed}")
     for name, known in CHOICES.items():
         if (text := environment.get(name)) and text not in known:
-            raise VariableError(f"{name}={text[:_SHOWN]!r}: needs one of {', '.join(known)}, or not to be set")
+            raise VariableError(f"{name}={text[:_SHOWN]!r}: needs one of {', '.join(known)}, or to be unset")
     # In a job with spares, members are numbered beyond the world size until they have a rank.
     for number, count in RANKS if MEMBER_ENV not in environment else ():
         position, total = environment.get(number), environment.get(count)
         if position and total and int(position) >= int(total):
-            raise VariableError(f"{number}={position} with {count}={total}: needs a number below it")
+            raise VariableError(f"{number}={position} and {count}={total}: the first must be less than the second")
     if text := environment.get(STORE_ENV):
         _check_address(STORE_ENV, text)
 

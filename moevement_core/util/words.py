@@ -9,7 +9,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     Args:
         number: number of objects.
         noun: singular noun.
-        plural: plural noun; None: the noun with an s.
+        plural: plural noun; None to add an s to the noun.
     """
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 

@@ -1,4 +1,4 @@
-"""What tests may assert and import: values and not the wording of messages, and nothing of another test module."""
+"""Rules for assertions and imports of tests: tests assert values, and not the wording of messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = r"[A-Za-z']+[,;:.]?"
 _SENTENCE = re.compile(rf"(?<![\w-]){_WORD} +{_WORD} +{_WORD}(?![\w-])")
 """Three words in a row. Flags, paths, values and names of fields are no words."""
 _ESCAPE = re.compile(r"\\.")
-"""Of a regular expression: no word, and no blank between two."""
+"""Escape of a regular expression, which is neither a word nor a blank between two words."""
 _MATCHERS = ("startswith", "endswith", "count", "match", "search", "fullmatch")
 
 
@@ -38,8 +38,10 @@ def asserted_sentences(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_sentence_is_asserted() -> None:
-    found = {str(path.relative_to(ROOT)): list(asserted_sentences(ast.parse(path.read_text()))) for path in MODULES}
-    assert {path: sentences for path, sentences in found.items() if sentences} == {}
+    sentences_by_path = {
+        str(path.relative_to(ROOT)): list(asserted_sentences(ast.parse(path.read_text()))) for path in MODULES
+    }
+    assert {path: sentences for path, sentences in sentences_by_path.items() if sentences} == {}
 
 
 @pytest.mark.parametrize(

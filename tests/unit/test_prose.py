@@ -1,4 +1,4 @@
-"""Docstrings of the product begin with sentences, and names say what they hold."""
+"""Docstrings begin with sentences, and names say what they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 from tests.training import ROOT
 
-PRODUCT = ("moevement_core", "megatron/moevement", "moevement_cli", "kernels", "examples", "benchmarks", "scripts")
+FOLDERS = (
+    "moevement_core", "megatron/moevement", "moevement_cli", "kernels", "examples", "benchmarks", "scripts", "tests",
+)  # fmt: skip
 CONTINUATIONS = frozenset(
     re.findall(
         r"\w+",
@@ -49,7 +51,7 @@ def complaint(text: str, *, is_owned: bool) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("folder", PRODUCT)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_begin_with_sentences(folder: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {problem}"
@@ -90,7 +92,7 @@ def bound_names(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
 
 
-@pytest.mark.parametrize("folder", PRODUCT)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_names_say_what_they_hold(folder: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

@@ -199,7 +199,7 @@ def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> Non
     config = session_config(parsed("--moevement-recovery", "redo"))
     assert config is not None
     live = Live()
-    needed = r"\bWithoutGathering\b.*\bcomplete\(\).*--moevement-recovery replay\b"
+    needed = r"\bWithoutGathering\b.*\bgather_replicas\(\).*--moevement-recovery replay\b"
     with pytest.raises(ConfigError, match=rf"--moevement-recovery redo\b.*{needed}"):
         refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
 

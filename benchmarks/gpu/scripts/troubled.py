@@ -1,4 +1,4 @@
-"""Script that trains nothing under the real in-process restarts, and fails on purpose.
+"""Script that fails on purpose under the real in-process restarts. It does not train.
 
 The first process of the rank breaks its device, or makes one long C call during set-up. Each generation adds a line to
 a file.
@@ -62,7 +62,7 @@ class Troubled(Training):
         self._is_first |= number == 0
         self._write("entered", number)
         if self._trouble == "long-call" and number == 0:
-            # GPUs have a longer limit until the first commit. On CPUs a trainer asks for it with this context.
+            # On GPUs the limit for a hang is longer until the first commit. On CPUs this context lengthens it.
             with nullcontext() if self.watching.devices else waiting_for_others():
                 ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the interpreter, and runs no Python code
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -100,7 +100,7 @@ class Troubled(Training):
 
 
 def break_device() -> None:
-    """Read far out of bounds on the device, which ends its CUDA context. Without a device, raise the same error.
+    """Read far out of bounds on the device, which breaks the CUDA context. Without a device, raise the same error.
 
     Raises:
         torch.AcceleratorError: always.
@@ -111,7 +111,7 @@ def break_device() -> None:
 
     wild_read()
     torch.cuda.synchronize()
-    raise RuntimeError("a read far out of bounds was not noticed by the device")
+    raise RuntimeError("the device did not report a read far out of bounds")
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++, which are built when they are first used."""
+"""Kernels in CUDA C++. A kernel is built when it is first used."""

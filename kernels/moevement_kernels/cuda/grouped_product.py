@@ -1,7 +1,7 @@
 """Grouped input gradient in CUDA C++ (wgmma and TMA), for compute capability 9.0 and BF16.
 
-:mod:`torch.utils.cpp_extension` builds it at its first use. It is then compared with the reference on that device
-before it computes anything else.
+:mod:`torch.utils.cpp_extension` builds the kernel at the first use. On each device, the kernel is compared with FP32
+products before it computes anything else.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
 """Rows of a tile; the constant in the source must be equal."""
 BUILD_LIMIT_S = 600.0
-"""Seconds for which a process waits for another process's build, which takes less than a minute."""
+"""Longest wait for the build of another process, in seconds. A build takes less than a minute."""
 _DESCRIPTION_BYTES = 128
 _TOLERANCE = 2**-6
 """Tolerance relative to the largest element; BF16 rounds to 2^-9, and sums have another order."""
 
 
 class CudaKernelError(RuntimeError):
-    """Error if the kernel cannot be built or run, or computes wrong results on this device."""
+    """Error for a kernel that cannot be built or run, or that computes wrong results on this device."""
 
 
 def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
@@ -51,7 +51,7 @@ def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> b
 
 
 def run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
-    """Compute ``out = left W``, from ``[T, K]`` and ``[K, N]`` of each expert to ``[T, N]``.
+    """Compute ``out = left W``: ``left`` is ``[T, K]``, the weight of each expert ``[K, N]``, and ``out`` ``[T, N]``.
 
     Raises:
         CudaKernelError: the kernel cannot run, or its check on this device failed.
@@ -84,7 +84,7 @@ def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int) -> torch.Tensor:
-    """Return the tensor maps of the weights, which the hardware reads; the weights of a training run do not move."""
+    """Return the tensor maps through which the hardware reads the weights. Weights do not move, so maps are cached."""
     array = (ctypes.c_void_p * len(pointers))(*pointers)
     on_device = torch.empty(len(pointers) * _DESCRIPTION_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -97,9 +97,9 @@ def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int)
 
 
 def build_folder() -> Path:
-    """Return this node's folder below torch's (``TORCH_EXTENSIONS_DIR``), and create it if it is missing.
+    """Return this node's build folder in torch's folder (``TORCH_EXTENSIONS_DIR``), and create it if it is missing.
 
-    Nodes may share torch's folder, in a home over NFS, and a lock may not work between nodes.
+    Nodes may share torch's folder, for example in a home directory on NFS, where locks may not work between nodes.
     """
     from torch.utils import cpp_extension
 
@@ -113,13 +113,13 @@ def library() -> Any:
     """Return the built library; the first process of a node builds it, and the others wait.
 
     Raises:
-        CudaKernelError: it cannot be built, or another process has been building for ``BUILD_LIMIT_S``.
+        CudaKernelError: the build failed, or another process has been building for more than ``BUILD_LIMIT_S``.
     """
     from torch.utils import cpp_extension
 
     try:
         folder = build_folder()
-        # Torch's own lock outlives a process that is killed during a build, and all others would wait for it forever.
+        # Torch's lock file remains if a process is killed during a build; other processes would wait for it forever.
         with locked(folder.with_name(f"{folder.name}.lock"), BUILD_LIMIT_S):
             (folder / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
@@ -127,15 +127,15 @@ def library() -> Any:
                 build_directory=str(folder), verbose=False,
             )  # fmt: skip
     except (OSError, RuntimeError, ImportError) as error:
-        raise CudaKernelError(f"the CUDA kernel cannot be built: {error}; use the Triton ones") from error
+        raise CudaKernelError(f"the CUDA kernel cannot be built: {error}; use the Triton kernels") from error
     return ctypes.CDLL(str(path))
 
 
 @functools.cache
 def _check_on(device: int) -> None:
-    """Check an irregular problem against FP32, in which every stage of the ring is reused."""
+    """Compare the kernel with FP32 products on an irregular problem that reuses every stage of the ring."""
     generator = torch.Generator().manual_seed(7)
-    # This needs more steps than two rounds of the ring of stages, and more row tiles than a group has.
+    # The problem needs more steps than two rounds of the ring of stages, and more row tiles than a group has.
     counts, inner, columns = [130, 0, 1, 1300], 840, 328
     place = torch.device("cuda", device)
     left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)
@@ -147,11 +147,11 @@ def _check_on(device: int) -> None:
     off = float((out.float() - wanted).abs().max() / wanted.abs().max())
     if not off < _TOLERANCE:
         raise CudaKernelError(
-            f"the CUDA kernel is off by {off:.3g} of the largest element on {torch.cuda.get_device_name(device)}, "
-            f"needs less than {_TOLERANCE}; use the Triton ones"
+            f"the CUDA kernel is wrong by {off:.3g} of the largest element on {torch.cuda.get_device_name(device)}; "
+            f"the limit is {_TOLERANCE}; use the Triton kernels"
         )
 
 
 def _raise(code: int, doing: str) -> None:
     if code:
-        raise CudaKernelError(f"{doing} the CUDA kernel failed with error {code}; use the Triton ones")
+        raise CudaKernelError(f"{doing} the CUDA kernel failed with error {code}; use the Triton kernels")

@@ -1,4 +1,4 @@
-"""Lock between the processes of a node, for which a process waits in short steps."""
+"""Lock between the processes of a node. A process waits for the lock in short steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 STEP_S = 0.1
-"""Seconds between two attempts."""
+"""Seconds between two attempts to get the lock."""
 
 
 @contextmanager
@@ -22,11 +22,11 @@ def locked(path: Path, limit_s: float) -> Iterator[None]:
     heartbeat. Attempts that return at once allow both.
 
     Args:
-        path: the lock file; its holder writes its process id into it.
+        path: lock file; the process that holds the lock writes its process id into the file.
         limit_s: seconds to wait for the lock.
 
     Raises:
-        TimeoutError: another process still holds it after ``limit_s`` seconds.
+        TimeoutError: another process still holds the lock after ``limit_s`` seconds.
     """
     deadline = time.monotonic() + limit_s
     with path.open("a+") as file:
@@ -34,8 +34,8 @@ def locked(path: Path, limit_s: float) -> Iterator[None]:
             if time.monotonic() >= deadline:
                 file.seek(0)
                 raise TimeoutError(
-                    f"process {file.read().strip() or 'unknown'} has held {path} for more than {limit_s:g} s; end it "
-                    "if it hangs, or set TORCH_EXTENSIONS_DIR to another folder"
+                    f"process {file.read().strip() or 'unknown'} has held {path} for more than {limit_s:g} s; end this "
+                    "process if it hangs, or set TORCH_EXTENSIONS_DIR to another folder"
                 )
             time.sleep(STEP_S)
         file.truncate(0)

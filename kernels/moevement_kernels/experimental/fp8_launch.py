@@ -1,7 +1,7 @@
-"""Launcher of the backward pass of frozen experts with FP8 products: it checks shapes, and runs kernel or reference.
+"""Launcher for FP8 backward passes of frozen experts: it checks shapes, and runs the kernel or the reference.
 
-``--moevement-frozen-kernels`` does not select it, because no GPU has shown that it is right and faster (``python -m
-benchmarks.kernels``).
+``--moevement-frozen-kernels`` does not select these kernels, because no GPU has shown yet that they are right and
+faster (``python -m benchmarks.kernels``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def input_gradient(
     h = h.contiguous()
     size = tiles or TILES
     if quantiser.is_by_block and (size.columns != BLOCK or BLOCK % size.inner):
-        raise ValueError(f"tiles of {size.columns} x {size.inner}; with scales by block they need {BLOCK} columns")
+        raise ValueError(
+            f"tiles have {size.columns} columns and {size.inner} inner elements; scales by block need {BLOCK} columns, "
+            "and inner elements that divide this number"
+        )
     tokens, hidden, inner = h.shape[0], w2.columns, w2.rows
     rows = row_tiles(counts, size.rows, h.device)
     across = _cdiv(inner, size.columns)
@@ -94,20 +97,25 @@ def _check(
     quantiser: Quantiser,
 ) -> None:  # fmt: skip
     if h.is_cuda and torch.cuda.get_device_capability(h.device)[0] != 9:
-        raise ValueError(f"compute capability {torch.cuda.get_device_capability(h.device)}; FP8 products need 9.0")
+        raise ValueError(
+            f"the GPU has compute capability {torch.cuda.get_device_capability(h.device)}; FP8 products need 9.0"
+        )
     inner, hidden = w2.rows, w2.columns
     wanted = inner * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (hidden, wanted) or not len(w1.data) == len(w2.data) == len(counts):
         raise ValueError(
-            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, W2 of {len(w2.data)} {(w2.rows, w2.columns)}; "
-            f"transposed for FP8 products they need {(hidden, wanted)} and [F, H], {len(counts)} each, for {kind}"
+            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, and W2 of {len(w2.data)} experts is "
+            f"{(w2.rows, w2.columns)}; FP8 products need transposed weights, {(hidden, wanted)} and [F, H], for "
+            f"{len(counts)} experts and the activation {kind}"
         )
     tokens = sum(counts)
     shapes = (tuple(dy.data.shape), tuple(h.shape), tuple(p.shape))
     if shapes != ((tokens, hidden), (tokens, wanted), (tokens,)):
-        raise ValueError(f"dy, h and p are {shapes}; need {((tokens, hidden), (tokens, wanted), (tokens,))}")
+        raise ValueError(
+            f"shapes of dy, h and p are {shapes}; needed are {((tokens, hidden), (tokens, wanted), (tokens,))}"
+        )
     if h.dtype not in (torch.bfloat16, torch.float16) or dy.data.dtype not in (reference.E4M3, E5M2):
-        raise ValueError(f"h is {h.dtype} and dy is {dy.data.dtype}; h has to be BF16 or FP16, and dy FP8")
+        raise ValueError(f"h is {h.dtype} and dy is {dy.data.dtype}; h must be BF16 or FP16, and dy must be FP8")
     by_block = quantiser.is_by_block
     if not _has_scales(w1, by_block) or not _has_scales(w2, by_block) or dy.is_by_block != by_block:
         raise ValueError(
@@ -118,11 +126,11 @@ def _check(
     scales = (tokens, _cdiv(hidden, BLOCK)) if by_block else (len(counts),)
     if dy.inverse_scales.shape != scales or (quantiser.scales is not None and quantiser.scales.shape != scales):
         raise ValueError(
-            f"the scales of dy have shape {tuple(dy.inverse_scales.shape)}; those of dy and dh need shape {scales}"
+            f"the scales of dy have shape {tuple(dy.inverse_scales.shape)}; scales of dy and dh need shape {scales}"
         )
     if hidden % 16 or inner % 16 or (by_block and inner % BLOCK and kind.is_gated):
-        needed = f"H a multiple of 16, F one of {BLOCK if by_block and kind.is_gated else 16}"
-        raise ValueError(f"H of {hidden} and F of {inner}; FP8 products need {needed}")
+        needed = f"H as a multiple of 16, and F as a multiple of {BLOCK if by_block and kind.is_gated else 16}"
+        raise ValueError(f"H is {hidden} and F is {inner}; FP8 products need {needed}")
 
 
 def _has_scales(weights: Weights, by_block: bool) -> bool:

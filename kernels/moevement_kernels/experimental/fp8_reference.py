@@ -1,13 +1,13 @@
 """Backward pass of a frozen expert with FP8 products, simple and slow; it specifies what the kernels compute.
 
-    da = dy W2                      both in FP8; never rounded
+    da = dy W2                      dy and W2 in FP8; the result is never rounded
     dp = sum over F of da * act(h)
     dh = da * p * act'(h)           rounded to the dtype of h, then to FP8
-    dx = dh W1                      both in FP8
+    dx = dh W1                      dh and W1 in FP8
 
-The recipes are Transformer Engine's for Hopper. The matrix of an expert has one scale, from earlier matrices (delayed
-scaling) or from itself (current scaling). Or a power of two scales every 128 elements of a row, and every 128 x 128 of
-a weight (blockwise). Sums are in FP32.
+The recipes are those of Transformer Engine for Hopper. With delayed scaling, the matrix of an expert has one scale,
+from earlier matrices. With current scaling, it has one scale from the matrix itself. With blockwise scaling, every 128
+elements of a row, and every 128 x 128 elements of a weight, share a power of two as scale. Sums are in FP32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Codes:
 
     @property
     def is_by_block(self) -> bool:
-        """True if each row has its own scales."""
+        """True if every 128 elements of a row have a scale; False if there is one scale for each expert."""
         return self.inverse_scales.dim() == 2
 
     def dense(self, counts: Sequence[int]) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Quantiser:
     Args:
         dtype: E5M2 or E4M3.
         scales: FP32 factors ``[E]`` (delayed scaling); None to derive them from the matrix of each expert.
-        is_by_block: True for a scale for every 128 elements of a row instead.
+        is_by_block: True to compute a scale for every 128 elements of a row; ``scales`` must then be None.
     """
 
     dtype: torch.dtype
@@ -67,9 +67,9 @@ class Quantiser:
 
     def __post_init__(self) -> None:
         if self.dtype not in (E4M3, E5M2):
-            raise ValueError(f"dh in {self.dtype}; needs {E4M3} or {E5M2}")
+            raise ValueError(f"the dtype of dh is {self.dtype}; it must be {E4M3} or {E5M2}")
         if self.is_by_block and self.scales is not None:
-            raise ValueError("scales are given, and each block has one of its own; needs one or the other")
+            raise ValueError("scales are given, but is_by_block computes a scale for each block; give only one of them")
 
     def of(self, dh: torch.Tensor, counts: Sequence[int]) -> Codes:
         """Return the codes of ``dh``, ``[T, G]``."""
@@ -104,8 +104,8 @@ def input_gradient(
         h: BF16 or FP16 ``[T, G]`` from the forward pass.
         p: probabilities ``[T]``.
         counts: tokens of each expert.
-        w1: FP8 ``[H, G]`` of each expert: **transposed**, because Hopper's FP8 products need their right operand so.
-        w2: FP8 ``[F, H]`` of each expert, transposed too.
+        w1: FP8 ``[H, G]`` of each expert. Hopper's FP8 products need the right operand **transposed**.
+        w2: FP8 ``[F, H]`` of each expert, transposed as ``w1`` is.
         kind: activation.
         quantiser: quantiser of dh.
     """
@@ -127,7 +127,7 @@ def amaxes(matrix: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def by_rows(matrix: torch.Tensor, dtype: torch.dtype) -> Codes:
-    """Quantise with a power of two for every 128 elements of a row."""
+    """Quantise with power-of-two scales, one for every 128 elements of a row."""
     columns = matrix.shape[1]
     across = -(-columns // BLOCK)
     padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * BLOCK - columns))
@@ -143,7 +143,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if it is 0 or not finite."""
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if ``amax`` is 0 or not finite."""
     scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale

@@ -1,7 +1,7 @@
 """Backward pass of a frozen expert with FP8 products, in Triton (compute capability 9.0).
 
-``fp8_reference.py`` specifies what it computes. Each step of the inner dimension is a separate product, and the kernel
-adds it to the sum in FP32. Hopper's tensor cores sum FP8 products with fewer bits than FP32 has.
+``fp8_reference.py`` specifies the results. Hopper's tensor cores sum FP8 products with fewer bits than FP32 has. So
+each step of the inner dimension is a separate product, and the kernel adds it to a sum in FP32.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _store_codes(
     value, codes, scales, rows, inside, here, place, block, blocks, scale,
     MODE: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of dh, in FP8, or unchanged for current scaling, which needs the amax of the whole matrix first."""
+    """Store a tile of dh in FP8. With current scaling, store it unchanged: the scale needs the whole matrix's amax."""
     if MODE == CURRENT:
         tl.store(codes + place, value, mask=inside)
     else:
@@ -109,7 +109,7 @@ def hidden_gradient_kernel(
     DH_DTYPE: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``da = dy W2``, which stays in registers, and from it ``dh``, its amax and this tile's part of ``dp``.
+    """Compute ``da = dy W2`` in registers, and from it ``dh``, the amax of ``dh``, and this tile's part of ``dp``.
 
     ``w2`` is ``[F, H]``; ``amaxes`` and ``dp_parts`` are ``[column tiles, row tiles]`` and ``[column tiles, T]``.
     """

@@ -1,4 +1,4 @@
-"""Runner of the script to measure, which follows on the command line, under an observer."""
+"""Runner that executes the training script on the command line, with an observer that measures."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from moevement_core.trainer import observer as observers
 
 OUTPUT_ENV = "MOEVEMENT_BENCH_OUTPUT"
-"""Variable with the folder for ``samples.json``; rank 0 writes it, and the other ranks keep in step with rank 0."""
+"""Environment variable with the folder of ``samples.json``, which rank 0 writes."""
 
 
 def run_observed(observer: observers.Observer, samples: Callable[[], Any]) -> None:
-    """Run the script with an observer. Collective.
+    """Run the training script on the command line with an observer. Collective.
 
     Args:
         observer: observer that the session calls before every iteration.

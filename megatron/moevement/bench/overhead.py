@@ -1,7 +1,7 @@
-"""Benchmark run whose iterations alternate between no snapshots, captured snapshots, and captured and sent snapshots.
+"""Benchmark run in three modes: no snapshots, captured snapshots, and captured and sent snapshots.
 
-Blocks of a few iterations alternate in one run, so that a drift of the machine affects all modes equally. The script to
-measure follows this one on the command line and runs unchanged.
+Blocks of a few iterations alternate between the modes, so that a drift of the machine affects all modes equally. The
+training script to measure follows this script on the command line and runs unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sample:
     copy_cpu_s: float
     digest_cpu_s: float
     whole_cpu_s: float
-    """Processor seconds of digests of the whole state, in iterations that compute one."""
+    """Processor seconds spent on digests of the whole state; 0 in iterations without such a digest."""
     replicated_bytes: int
 
 
@@ -44,7 +44,7 @@ def mode_of(iteration: int, block: int) -> str:
 
 
 class Observer(observers.Observer):
-    """Observer that sets the mode of every iteration and keeps its measurements."""
+    """Observer that sets the mode of every iteration and collects measurements."""
 
     def __init__(self, block: int) -> None:
         self.samples: list[Sample] = []
@@ -71,7 +71,7 @@ class Observer(observers.Observer):
 
 
 def main() -> None:
-    """Run the script that is given on the command line, under the observer."""
+    """Run the training script on the command line, with the observer."""
     observer = Observer(int(os.environ[BLOCK_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 

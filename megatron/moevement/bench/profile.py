@@ -1,9 +1,9 @@
-"""Measured training run for ``moevement profile``: the parts of which a simulated iteration consists.
+"""Training run for ``moevement profile``. It measures the parts from which the simulator composes an iteration.
 
-Iterations alternate. One runs without Megatron's timers and gives the length of an iteration. The next runs with them
-(log level 2, at which each timer waits for the device at both ends) and gives the parts. After the last iteration the
-ranks measure copies, storage and collectives, all at the same time. The script to measure follows on the command line;
-it needs no flag of this project.
+Iterations alternate. An iteration without Megatron's timers gives the length of an iteration. The next iteration runs
+with timers and gives the parts (log level 2, where each timer waits for the device when it starts and stops). After the
+last iteration, all ranks measure copies, storage and collectives at the same time. The training script to measure
+follows on the command line, and needs no flag of this project.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = {
     "gather": ("params-all-gather",),
     "optimizer": ("optimizer",),
 }
-"""Megatron's timers of each part; the optimizer's time includes the gathering of parameters."""
+"""Megatron's timers of each part. The time of ``optimizer`` includes the time of ``gather``."""
 SIZES = tuple(4**power for power in range(5, 12))
 """Sizes of a rank's message in bytes: 1 KB to 4 MB."""
 REPEATS = 7
@@ -151,8 +151,8 @@ def _layers(model: Any, sizes: dict[str, Any]) -> Iterator[None]:
 
     Args:
         model: this rank's virtual stages.
-        sizes: receives the number of layers, and means over them: bytes kept for the backward pass, bytes of the
-            output.
+        sizes: dictionary that receives the number of layers, and two means over layers: the bytes kept for the backward
+            pass, and the bytes of the output.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -235,7 +235,7 @@ def _storage_rate(folder: Path) -> float:
 
 
 def _collectives() -> Iterator[dict[str, Any]]:
-    """Yield the seconds of each collective, by message size and number of ranks. Every rank iterates over them."""
+    """Yield the seconds of each collective, by message size and number of ranks. Collective."""
     ranks = dist.get_world_size()
     sizes = sorted({2**power for power in range(1, ranks.bit_length())} | {ranks})
     for count in (size for size in sizes if 1 < size <= ranks):
@@ -290,7 +290,7 @@ def _once(name: str, size: int, group: Any, count: int) -> float:
 
 
 def main() -> None:
-    """Run the script that is given on the command line, and measure it."""
+    """Run the training script on the command line, and measure it."""
     from megatron.training import training
 
     measured = Measured(int(os.environ[ITERATIONS_ENV]))

@@ -1,7 +1,7 @@
 """Benchmark run that alternately loses the memory of one stage and of all stages, and recovers each time.
 
-The script to measure follows this one on the command line. Each recovery restores its state bit for bit, or the run
-ends.
+The training script to measure follows this script on the command line. If a recovery does not restore the lost state
+bit for bit, the run ends with an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sample:
     """Measurement of one iteration or one recovery."""
 
     kind: str
-    """Kind of the sample: normal, stage, or all."""
+    """Kind of the sample: ``normal`` for an iteration, ``stage`` or ``all`` for a recovery of one or all stages."""
     wall_s: float
     """Seconds of the iteration, or of the recovery's replay."""
     cpu_s: float
@@ -70,7 +70,7 @@ class Observer(observers.Observer):
 
 
 def main() -> None:
-    """Run the script that is given on the command line, under the observer."""
+    """Run the training script on the command line, with the observer."""
     observer = Observer(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
     run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 

@@ -1,8 +1,8 @@
-"""Benchmark run that replays iterations with growing shares of frozen operators.
+"""Benchmark run that replays iterations with different shares of frozen operators.
 
-The shares alternate round after round, so that a drift of the machine affects all shares equally. Operators become
-active in the order in which a replay activates them, the least popular first. The script to measure follows this one on
-the command line; its state is useless afterwards.
+Every round measures all shares, so that a drift of the machine affects all shares equally. Operators become active in
+the order of a real replay, the least popular first. The training script to measure follows this script on the command
+line. The state of training is useless after the measurement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moevement_core.trainer import observer as observers
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
-"""Iteration before which all measurements happen; earlier iterations give the popularity of operators."""
+"""Iteration before which all measurements happen. Earlier iterations measure the popularity of operators."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Sample:
 
     round: int
     share: float
-    """Share of the operators that are frozen; with share 0 the iteration equals a normal one."""
+    """Share of operators that are frozen. With share 0, the iteration computes the same as a normal one."""
     seconds: float
 
 
@@ -72,7 +72,7 @@ class Observer(observers.Observer):
 
 
 def _skewness(session: Session) -> float:
-    """Return S of the counted routing, as a mean over layers (MoEvement appendix D)."""
+    """Return the skewness S of the counted routing, as a mean over layers (MoEvement, appendix D)."""
     strategy, layers = session.saving.windows.strategy, dict[str, list[float]]()
     assert isinstance(strategy, MoEvement)
     for name, kind, score in zip(
@@ -87,7 +87,7 @@ def _skewness(session: Session) -> float:
 
 
 def main() -> None:
-    """Run the script that is given on the command line, under the observer."""
+    """Run the training script on the command line, with the observer."""
     observer = Observer(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
     run_observed(
         observer,

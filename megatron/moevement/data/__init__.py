@@ -1,1 +1,1 @@
-"""Data of training: conversion of text to Megatron's token files, the embedded corpus, and re-readable batches."""
+"""Training data: conversion of text to Megatron's token files, the embedded corpus, and re-readable batches."""

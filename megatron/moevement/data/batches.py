@@ -1,7 +1,7 @@
 """Training batches that a replay can read again.
 
-The batch of an iteration is a pure function of the samples consumed before it. A loader that is opened at that number
-returns the same batches again.
+The batch of an iteration depends only on the number of samples consumed before that iteration. A loader that is opened
+at this number returns the same batches again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator
     """Return iterators over this rank's training micro-batches after the first ``consumed_train_samples`` samples.
 
     Each virtual stage has one iterator; it is None if this rank reads no data. The function does not communicate, and
-    advances no generator from which training draws. It needs ``--dataloader-type single`` or ``cyclic``.
+    advances no generator from which training draws. The job must use ``--dataloader-type single`` or ``cyclic``.
     """
     from megatron.training import get_args, training
 

@@ -1,7 +1,7 @@
-"""Text for jobs without data of their own: about 190 KB of generated sentences, with the same bytes on every machine.
+"""Text for jobs without data: about 190 KB of generated sentences, with the same bytes on every machine.
 
-Integer arithmetic generates the text from the tables below, so it depends neither on the version of Python nor on any
-other source. Four kinds of documents, each with its own words and form, give the experts differences to learn.
+Integer arithmetic generates the text from the tables below, so the bytes do not depend on the version of Python. There
+are four kinds of documents with different words and forms, so that experts can specialise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATES = ("on time", "late by 5 minutes", "late by 10 minutes", "not running", 
 
 
 class Draws:
-    """Linear congruential generator of 64 bits, of which the high bits are used."""
+    """Linear congruential generator with 64 bits of state. Draws use only the high bits."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed
@@ -41,12 +41,12 @@ class Draws:
         return (self._state >> 33) % bound
 
     def choice(self, words: Sequence[str]) -> str:
-        """Return the next of ``words``."""
+        """Return one of ``words``, chosen by the next draw."""
         return words[self.below(len(words))]
 
 
 def documents() -> list[str]:
-    """Return all documents, each a paragraph that ends with a line end."""
+    """Return all documents. Each document is one paragraph, with a line end at the end."""
     return [_document(number) for number in range(DOCUMENTS)]
 
 
@@ -82,4 +82,4 @@ def _timetable(draws: Draws) -> str:
 _KINDS: tuple[tuple[Callable[[Draws], str], str], ...] = (
     (_story, " "), (_recipe, "\n"), (_sums, "\n"), (_timetable, "\n"),
 )  # fmt: skip
-"""Functions that write one sentence of each kind of document, with the separator between two sentences."""
+"""Kinds of documents: the function that writes a sentence, and the separator between two sentences."""

@@ -1,7 +1,7 @@
 """Byte-level token files of the embedded corpus: the same text on every machine, without a download.
 
-The files are built once into a cache; ranks that need them at the same time wait for the rank that builds them. The
-text itself is beside the token files.
+The first process builds the files in a cache. Other processes that need the files at the same time wait. The text is
+stored beside the token files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moevement_core import log
 VOCAB_SIZE = BYTE_VOCAB_SIZE
 SPLIT = "95,4,1"
 FORMAT = 2
-"""Version in the cache's path; it must be raised whenever the text or its token files change."""
+"""Version in the path of the cache. Raise it whenever the text or the token files change."""
 
 
 def cache_dir() -> Path:
@@ -43,7 +43,7 @@ def corpus_prefix() -> Path:
         with open(prefix.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not prefix.with_suffix(".idx").exists():
-                log.info("building the embedded corpus, once")
+                log.info("building the embedded corpus; later jobs reuse it")
                 text = prefix.with_suffix(".txt")
                 text.write_text("\n".join(corpus.documents()), encoding="utf-8")
                 build_token_files([text], prefix, ByteTokenizer(), documents="paragraph")

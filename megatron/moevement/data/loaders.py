@@ -17,11 +17,12 @@ from moevement_core.restart.generation import waiting_for_others
 def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper of ``build_pretraining_data_loader`` whose loaders do not use the default generator.
 
-    A loader draws the seed of its workers whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and
-    a recovery opens another one. Both would advance the generator, from which dropout draws on a machine without a GPU.
+    A loader draws a seed for workers whenever an iterator is opened. On a machine without a GPU, dropout draws from the
+    default generator. Draws by loaders would change dropout there: only tensor-parallel rank 0 has a loader, and a
+    recovery opens further iterators.
 
-    Workers of validation and test sets are not forked before the first evaluation, because a recovery enters training
-    again and would fork all of them.
+    Workers of validation and test sets are forked at the first evaluation. Otherwise every recovery would fork all of
+    them, because a recovery enters training again.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Calla
 
 
 class _OpenedLate(DataLoader[Any]):
-    """Data loader that opens an iterator at the request for its first batch."""
+    """Data loader that opens an iterator only when the first batch is requested."""
 
     @override
     def __iter__(self) -> Any:
@@ -63,10 +64,10 @@ class _Late(Iterator[Any]):
 
 
 def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``build_train_valid_test_data_loaders`` that starts at the job's consumed samples.
+    """Return a wrapper of ``build_train_valid_test_data_loaders`` whose loaders start at the job's consumed samples.
 
-    If a continued job has consumed no validation samples, Megatron assumes that an old checkpoint lacks the number, and
-    guesses it.
+    If a continued job has consumed no validation samples, Megatron assumes that an old checkpoint lacks this number,
+    and guesses the number from the iteration. The wrapper prevents that: it sets the iteration to 0 during the call.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Conversion of text files to the ``.bin``/``.idx`` pair that Megatron's ``GPTDataset`` reads.
 
 The default is byte-level: a token is a byte of the text (0 to 255), and :data:`END_OF_DOCUMENT` closes every document.
-Megatron's ``NullTokenizer`` with ``--vocab-size 257`` trains on it, so no tokenizer file is needed.
+Megatron's ``NullTokenizer`` with ``--vocab-size 257`` reads these tokens, so no tokenizer file is needed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from moevement_core.errors import DataError
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 CHUNK_BYTES = 16 << 20
-"""Size in bytes above which a document is written as several sequences, cut at line ends, so that memory stays bounded.
-"""
+"""Bytes of a document above which it is written as several sequences, cut at line ends. This bounds memory."""
 
 DocumentUnit = Literal["file", "line", "paragraph"]
 
@@ -81,13 +80,13 @@ class FileTokenizer:
         self.train_flags = ["--tokenizer-type", kind, "--tokenizer-model", str(model)]
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of the tokenizer."""
+        """Return the token ids of ``text`` (UTF-8), int64."""
         return np.asarray(self._tokenizer.tokenize(text.decode("utf-8")), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Description of written token files and of the flags that train on them; ``PREFIX.json`` has a copy."""
+    """Summary of written token files, with the flags for training on them. ``PREFIX.json`` holds this summary."""
 
     prefix: str
     documents: int
@@ -105,29 +104,29 @@ def build_token_files(
     json_key: str = "text",
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> TokenFiles:
-    """Write ``prefix.bin`` and ``prefix.idx``; they appear only when they are complete.
+    """Write ``prefix.bin`` and ``prefix.idx``. The files get these names only when both are complete.
 
     Args:
         inputs: text files, or ``.jsonl`` with one document per line under ``json_key``; either may end in ``.gz``.
         prefix: path without suffix; the function creates its folder.
         tokenizer: converter of text into token ids.
-        documents: part of a text file that is a document. Ignored for ``.jsonl``.
+        documents: unit of a text file that becomes one document; ignored for ``.jsonl``.
         json_key: key of the text in a line of ``.jsonl``.
         on_bytes: function that receives the number of input bytes after each read.
 
     Raises:
-        DataError: an input is not readable, is not UTF-8 although the tokenizer needs that, all inputs are empty, or
+        DataError: an input is unreadable, an input is not UTF-8 but the tokenizer needs UTF-8, all inputs are empty, or
             the output is not writable.
     """
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     if not prefix.name:
-        raise DataError(f"output {str(prefix)!r}: needs a name for the files; give a path without suffix")
+        raise DataError(f"output {str(prefix)!r} has no file name; give a path with a name and without suffix")
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{prefix}: its folder cannot be made ({error.strerror}); give another place") from None
+        raise DataError(f"{prefix}: the folder cannot be created ({error.strerror}); give another path") from None
     partial = prefix.with_name(f".{prefix.name}.{os.getpid()}.partial")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     written_documents = written_tokens = 0
@@ -154,7 +153,7 @@ def build_token_files(
         for suffix in (".json", ".bin", ".idx"):
             os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
     except OSError as error:
-        raise DataError(f"{prefix}: cannot be written ({error.strerror}); give another place") from None
+        raise DataError(f"{prefix}: the files cannot be written ({error.strerror}); give another path") from None
     finally:
         for suffix in (".json", ".bin", ".idx"):
             Path(f"{partial}{suffix}").unlink(missing_ok=True)
@@ -174,7 +173,7 @@ def _encode(tokenizer: Tokenizer, text: bytes, path: Path) -> np.ndarray:
 def _pieces(
     path: Path, documents: DocumentUnit, json_key: str, on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[bytes, bool]]:
-    """Yield pieces of documents, each with True if it ends its document."""
+    """Yield pieces of documents, and for each piece True if it is the last piece of a document."""
     is_json = path.name.removesuffix(".gz").endswith(".jsonl")
     try:
         with _open(path) as file:
@@ -185,9 +184,9 @@ def _pieces(
             else:
                 yield from _lines_or_paragraphs(file, documents, on_bytes)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path}: the file cannot be read ({error.strerror or error})") from None
     except (EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cut off or damaged ({error}); compress it again") from None
+        raise DataError(f"{path}: the file is cut off or damaged ({error}); compress it again") from None
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -232,9 +231,9 @@ def _json_documents(
         try:
             record: Any = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from None
+            raise DataError(f"{path}, line {number}: the line is not JSON: {error}") from None
         text = record.get(json_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            raise DataError(f"{path}, line {number}: no text under {json_key!r}; name the right key with --json-key")
+            raise DataError(f"{path}, line {number}: there is no text under {json_key!r}; give the key by --json-key")
         if text:
             yield text.encode("utf-8"), True

@@ -1,1 +1,1 @@
-"""Elastic jobs on Megatron, which continue with fewer ranks when nodes fail, and grow again."""
+"""Elastic jobs on Megatron. They continue with fewer ranks when nodes fail, and grow when spare nodes are available."""

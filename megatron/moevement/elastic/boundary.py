@@ -1,4 +1,4 @@
-"""Conversion of another rank's boundary state for this rank."""
+"""Conversion of boundary records and iteration records from other ranks, so that this rank can use them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron.moevement.state_digest import members, random_states
 
 
 def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the boundary state of a rank of the same stage in a form that this rank can restore.
+    """Convert the boundary record of another rank of this stage to one that this rank can restore.
 
-    With one data-parallel rank, Megatron has a single optimizer; with more, it has another one for experts. If the
-    number of optimizers has changed, the function uses the first loss scaler for all of them.
+    A job with one data-parallel rank has a single Megatron optimizer. Larger jobs have a second optimizer for experts.
+    If the two ranks have different numbers of optimizers, every optimizer gets the first loss scaler.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))
     if len(scalers) != count:
         scalers = [scalers[0]] * count
     steps = {step for of_member in boundary["group_steps"] for step in of_member if step is not None}
-    step = max(steps, default=None)  # A step counts for all parameters together, so all groups have the same count.
+    step = max(steps, default=None)  # Each optimizer step updates all groups, so all groups have the same count.
     return {
         **boundary,
         "rng": _with_own_expert_draws(boundary["rng"]),
@@ -31,17 +31,17 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: bool) -> dict[str, Any]:
-    """Return the outcome of an iteration in a form that this rank can use.
+    """Convert the iteration record of another rank of this stage to one that this rank can use.
 
     Args:
-        record: outcome on a rank of the same stage.
+        record: iteration record of the other rank; empty if there is none.
         optimizer: Megatron's optimizer.
-        is_comparable: True if a recovery computes the same bits again; if False, the losses are left out.
+        is_comparable: True if the recovery reproduces the bits of the first execution; False to leave out the losses.
     """
     if not record:
         return {}
     kept = {name: value for name, value in record.items() if is_comparable or name != "losses"}
-    kept.pop("sent", None)  # other ranks receive it now, in other pieces
+    kept.pop("sent", None)  # Ranks of the resized job send other tensors, so this digest does not apply.
     if "step" not in kept:
         return kept
     found_inf, count = list(kept["step"]["found_inf"]), len(members(optimizer))
@@ -51,10 +51,10 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
 
 
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return random states with this rank's own generator of expert weights, if experts are in slots.
+    """Return random states with this rank's own generator of expert weights. Without slots, return ``rng`` unchanged.
 
-    This generator differs between expert-parallel ranks. Megatron draws from it when it builds a model, but in no
-    iteration.
+    Each expert-parallel rank has another state of this generator. Megatron draws from the generator only when it builds
+    a model.
     """
     from megatron.core import tensor_parallel
 

@@ -1,4 +1,4 @@
-"""Transfer of an elastic job's state to the present ranks, and the report of it to the operator."""
+"""Transfer of an elastic job's state to the present ranks, and the log line and event about the new size."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from moevement_core.run.events import Resized as ResizedEvent
 def bring_live_state(
     live: Live, stand: RankPosition, iteration: int, survivor: SurvivorState | None, *, is_verified: bool
 ) -> Exchanged:
-    """Fill the optimizer's state and the weights of a model that was just built. Collective.
+    """Fill the optimizer state and the weights of a newly built model. Collective.
 
     Args:
         live: Megatron's objects.
         stand: position of this rank in the resized job.
-        iteration: iteration of the state; the newest that any rank has committed.
-        survivor: state that this rank brings; None if it brings none.
+        iteration: newest iteration that any rank has committed; the state after it is transferred.
+        survivor: state that this rank brings; None if the rank brings no state.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
     Returns:
-        What the exchange moved and compared.
+        The number of moved bytes, and the compared digests.
 
     Raises:
-        StateMissing: neither a replica nor a shard of a part of the state is left; raised on all ranks.
-        RecoveryError: replicas differ, or the digest of the state has changed; raised on all ranks.
+        StateMissing: no rank holds some part of the state; every rank raises this error.
+        RecoveryError: replicas differ, or a digest differs after the transfer; every rank raises this error.
     """
     from megatron.core.utils import unwrap_model
 
@@ -54,9 +54,9 @@ def bring_live_state(
 
 @torch.no_grad()
 def equalize_replicas(live: Live, stand: RankPosition) -> None:
-    """Copy the state of the first replica of each expert to its other replicas, when the job starts. Collective.
+    """Copy the state of each expert's first replica to the other replicas of the expert. Collective.
 
-    The first replica has the state with which the model was built or loaded.
+    Every rank calls it when the job starts. The first replica has the state that was built or loaded.
     """
     from megatron.core.utils import unwrap_model
 
@@ -82,7 +82,7 @@ def _make_weights(live: Live) -> None:
 
 
 def report_resized(job: Job, resized: Resized) -> None:
-    """Write the event of a change of size, and log it on rank 0. Collective."""
+    """Write the event about a change of the job's size; rank 0 also logs the event. Collective."""
     now = generation()
     assert now is not None
     roster = now.roster
@@ -91,7 +91,7 @@ def report_resized(job: Job, resized: Resized) -> None:
         tuple[float | None, float, float, float],
     )
     interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
-    deaths = (*roster.earlier, *roster.deaths)  # a failure may have interrupted an earlier attempt to continue
+    deaths = (*roster.earlier, *roster.deaths)  # earlier: from attempts to continue that were interrupted
     began_at = min([*(death.at for death in deaths), *filter(None, interrupted_at)], default=min(usable_at))
     lost = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in deaths if death.rank is not None)
     event = ResizedEvent(

@@ -1,4 +1,4 @@
-"""Snapshots from before the job's last change of ranks, which a rank can send to others afterwards."""
+"""Snapshots from before the latest change of the job's ranks. A rank can send them to other ranks after the change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Formation:
-    """Ranks of a job from one forming to the next failure."""
+    """Ranks of a job in one generation, with their positions."""
 
     generation: int
-    """Generation in which the job was formed. It is part of the identity, because a job may return to an earlier size
-    with other state in the same positions.
+    """Number of the generation; -1 for the ranks that wrote windows on disk.
+
+    The number distinguishes formations of equal size: a job may return to an earlier size with other state.
     """
     stands: tuple[RankPosition, ...]
     """Positions of all ranks of the formation, in rank order."""
@@ -29,19 +30,19 @@ class FormationSnapshots:
 
     formation: Formation
     own: int
-    """Rank of this process in that formation; -1 if it had none."""
+    """Rank of this process in the formation; -1 if the process had no rank."""
     holdings: Sequence[Holding]
     open: Callable[[Holding], Snapshot | None]
-    """Function that opens one snapshot without checking it; it returns None if the snapshot is not readable."""
+    """Function that opens a snapshot without a check of digests; None means that the snapshot is not readable."""
 
     @staticmethod
     def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> FormationSnapshots:
-        """Return the snapshots that this process captured and those it keeps for peers.
+        """Return the snapshots that this process captured or keeps for peers.
 
         Args:
             snapshots: snapshots of one formation.
-            formation: the formation.
-            rank: rank of this process in it.
+            formation: formation in which the snapshots were captured.
+            rank: rank of this process in the formation.
         """
         by_holding = {
             holding_of(snapshot, Source.MEMORY if snapshot.header.rank == rank else Source.PEER): snapshot

@@ -1,4 +1,4 @@
-"""Loading of windows on disk into a job with another number of ranks than the job that wrote them."""
+"""Loading of windows on disk, if the job that wrote the windows had another number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.storage.manifest import Manifest
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """Return how an elastic job loads windows of another size; None if the job is not elastic.
+    """Return the conditions under which an elastic job loads windows of other sizes; None if the job is not elastic.
 
     Args:
         args: Megatron's arguments.
@@ -27,9 +27,9 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
         return None
 
     def is_needed(manifest: Manifest) -> bool:
-        """Return True if the window has to be recut.
+        """Return True if the window has to be cut for the ranks of this job.
 
-        With slots it always has to be, because the ranks that wrote it may have had other experts.
+        With slots this is always necessary, because the ranks that wrote the window may have held other experts.
         """
         return slots() is not None or manifest.settings.get("world_size") != args.world_size
 

@@ -11,9 +11,9 @@ from moevement_core.util.flags import from_args
 
 
 def grid_of(args: Namespace) -> Grid | None:
-    """Return the sizes that the job may have; None if it is not elastic.
+    """Return the sizes that the job may have; None if the job is not elastic.
 
-    A process calls it before the job's first change of size.
+    A process calls it before the job's first change of size, because ``args`` must have the size at the start.
 
     Raises:
         ConfigError: a flag has an invalid value.
@@ -30,9 +30,10 @@ def grid_of(args: Namespace) -> Grid | None:
 
 
 def unit_of(args: Namespace) -> int:
-    """Return the number of ranks of a stage that the job adds or removes together.
+    """Return the number of ranks in a unit: the ranks of one stage that the job adds or removes together.
 
-    A unit is a data-parallel replica; if experts are not in slots, it also has whole expert-parallel groups.
+    With expert slots, a unit is one data-parallel replica. Without slots, it is the smallest number of ranks that forms
+    both whole replicas and whole expert-parallel groups.
     """
     replica = int(args.tensor_model_parallel_size * args.context_parallel_size)
     if args.moevement_expert_slots is not None:
@@ -44,7 +45,8 @@ def unit_of(args: Namespace) -> int:
 def blocks_of(args: Namespace) -> tuple[int, ...]:
     """Return the sizes of the blocks of consecutive ranks that communicate in every layer.
 
-    One block has the tensor- and context-parallel ranks; a larger one has the expert-parallel ranks too.
+    The small block holds the tensor- and context-parallel ranks. The large block is a unit, which without expert slots
+    holds whole expert-parallel groups. Blocks of one rank are left out.
     """
     sizes = {int(args.tensor_model_parallel_size * args.context_parallel_size), unit_of(args)}
     return tuple(sorted(sizes - {1}))

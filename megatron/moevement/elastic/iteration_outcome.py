@@ -1,4 +1,7 @@
-"""Outcome of the newest iteration of an elastic job, kept because a failure may have prevented its metrics line."""
+"""Outcome of the newest iteration of an elastic job, collected from survivors after a failure.
+
+The failure may have come before the job wrote the iteration's line of ``metrics.jsonl``.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from moevement_core.comms.exchange import all_gather_objects
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """Outcome of an iteration, as a metrics line reports it."""
+    """Losses and step outcome of one iteration, for the iteration's line of ``metrics.jsonl``."""
 
     losses: Mapping[str, torch.Tensor]
-    """Losses of the iteration by name; empty if a rank that had a part of them failed."""
+    """Mean losses by name; empty if a rank that had computed a part of the losses failed."""
     outcome: Mapping[str, Any]
     """Outcome of the iteration's optimizer step."""
 
@@ -28,7 +31,7 @@ def newest_outcome(survivor: SurvivorState | None, iteration: int) -> IterationO
     """Return the losses and the step outcome of ``iteration``; None if no survivor has them. Collective.
 
     Args:
-        survivor: state that this rank brings; None if it is new.
+        survivor: state that this rank brings; None if the rank is new.
         iteration: newest iteration that any rank has committed.
     """
     from megatron.training import get_args

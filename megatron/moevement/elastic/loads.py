@@ -1,4 +1,4 @@
-"""Recent token counts of the experts of this rank's layers, and the check that triggers a rebalance."""
+"""Recent token counts of the experts in this rank's layers, and the check that starts a rebalance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.restart.generation import Regroup
 
 
 class RoutedLoads:
-    """Counter of tokens by expert, for this rank's layers with slots; equal on all ranks of a stage.
+    """Counter of tokens by expert, for this rank's layers with slots. All ranks of a stage have the same counts.
 
     Args:
         chunks: this rank's virtual stages.
@@ -29,12 +29,12 @@ class RoutedLoads:
         self._layers = {layer.layer_number - 1: layer.token_dispatcher for layer in slot_layers(chunks)}
         self._slots, self._interval = slots, interval
         self._committed: dict[int, torch.Tensor] = {}
-        """Tokens of each expert by layer, on the device, since the last check that moved no experts."""
+        """Tokens of each expert by layer, on the device, since the last check that kept the placement."""
         self._last: dict[int, torch.Tensor] = {}
         """Tokens of each expert by layer in the last iteration, on the device."""
 
     def committed(self) -> None:
-        """Add the tokens that were routed in an iteration; called when the iteration is committed."""
+        """Add the tokens that were routed in the iteration that was just committed."""
         for layer, dispatcher in self._layers.items():
             routed, dispatcher.routed = dispatcher.routed, None
             if routed is not None:
@@ -43,7 +43,7 @@ class RoutedLoads:
                 self._committed[layer] = routed if before is None else before + routed
 
     def put(self, loads: dict[int, list[int]]) -> None:
-        """Continue to count from ``loads``, by layer."""
+        """Set the counts to ``loads``, by layer; the next iterations are added to these counts."""
         self._committed = {
             layer: torch.tensor(tokens, device=self._layers[layer].table.expert.device)
             for layer, tokens in loads.items()
@@ -51,10 +51,11 @@ class RoutedLoads:
         }
 
     def imbalance(self) -> float | None:
-        """Return the imbalance of the last iteration: tokens of the rank with the most, over an even share.
+        """Return the imbalance of the last iteration, as a mean over the layers of this rank's stage.
 
-        All ranks wait for the slowest, so this is the factor by which imbalance slows the expert computation. It is the
-        mean over the layers of this rank's stage; None without any. The call waits for the device.
+        The imbalance of a layer is the largest token count of a rank, divided by the mean over ranks. All ranks wait
+        for the rank with the most tokens, so the expert computation is slower by this factor. The result is None if no
+        layer has counted tokens. The call waits for the device.
         """
         shares = [
             slowest_node(np.array(tokens.tolist(), dtype=np.int64), self._slots.tables[layer])
@@ -63,30 +64,29 @@ class RoutedLoads:
         return float(np.mean(shares)) if shares else None
 
     def forget_replayed(self) -> None:
-        """Drop the tokens routed in re-executed iterations, which were counted before or are not needed any more."""
+        """Drop the tokens that were routed in re-executed iterations, so that no iteration counts twice."""
         for dispatcher in self._layers.values():
             dispatcher.routed = None
 
     def now(self) -> dict[int, list[int]]:
-        """Return the tokens of each expert by layer, each a list of E counts; the call waits for the device."""
+        """Return the token counts by layer, as a list with one count for each expert. The call waits for the device."""
         return {layer: tokens.tolist() for layer, tokens in self._committed.items()}
 
     def regroup_if_uneven(self, committed: int) -> None:
-        """Check the loads if an interval ends, and propose a regroup if another allocation is worth its migration.
-        Collective.
+        """Check the loads if iteration ``committed`` ends an interval. Collective.
 
         Raises:
-            Regroup: another allocation is worth its migration; raised on all ranks.
+            Regroup: a new allocation of experts is worth the migration; every rank raises this exception.
         """
         if committed % self._interval:
             return
-        # Ranks of stages without such layers have to vote too, because the reduction spans the job.
+        # The reduction spans the job, so ranks of stages without MoE layers take part as well.
         wanted = torch.tensor(
             [float(any(self._proposes(layer) for layer in self._committed))], device=torch.cuda.current_device()
         )
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
         if wanted.item():
-            raise Regroup("the loads of experts ask for another placement")
+            raise Regroup("expert loads are uneven; all ranks meet to place the experts anew")
         self._committed.clear()
 
     def _proposes(self, layer: int) -> bool:

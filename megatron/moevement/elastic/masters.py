@@ -1,8 +1,8 @@
-"""Dense checkpoints of FP32 masters in a job in which a rank may have two replicas of an expert.
+"""Dense checkpoints of FP32 master weights, if a rank may hold two replicas of an expert.
 
-A checkpoint takes each tensor of a rank once, so it leaves the second replica out
-(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron keeps masters in lists, in which the entries after a
-left-out one move up. Keys by number keep their positions.
+A checkpoint stores each tensor of a rank once, so it omits the second replica
+(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron stores masters in lists, where an omitted entry would
+shift all later entries. A dictionary by number keeps every entry at the same key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``sharded_state_dict`` that has FP32 masters in dictionaries by group and number, if it has any."""
+    """Return a ``sharded_state_dict`` that stores FP32 masters in dictionaries, by group and number."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def masters_in_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``load_state_dict`` that accepts the masters as :func:`masters_by_number` saves them."""
+    """Return a ``load_state_dict`` that accepts the dictionaries of :func:`masters_by_number`."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Exchange between the ranks of an elastic job about the state that is left.
+"""Exchange of reports between the ranks of an elastic job about the state that memory still holds.
 
-Ranks meet after a failure, before the job grows, and at a rebalance. They continue from what they have in memory:
-replicas and shards of the state after the newest iteration that any rank has committed, and snapshots. A process may
-get another rank, so it keeps only the state of its old model.
+Ranks meet after a failure, before the job grows, and at a rebalance. Memory may hold replicas and shards of the state
+after the newest committed iteration, and snapshots. A process may get another rank, so it keeps the state of the old
+model and drops the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moevement_core.trainer.commit import Mark
 
 @dataclass(frozen=True)
 class _Standing:
-    """Report that a rank sends to all others about the state it has."""
+    """Report about a rank's state that the rank sends to all other ranks."""
 
     lineage: str
     committed: int
@@ -44,7 +44,7 @@ class OfferedState:
     """State that a rank brings into the new formation of the job."""
 
     stand: RankPosition | None = None
-    """Position of the rank in the job that it leaves; None if it is new or has waited as a spare."""
+    """Position of the rank before the meeting; None if the rank does not hold the newest iteration."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Experts in the rank's slots, by layer."""
     loads: Loads = field(default_factory=dict)
@@ -52,11 +52,11 @@ class OfferedState:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Result of the exchange; equal on all ranks."""
+    """Result of the exchange, equal on all ranks."""
 
     lineage: str
     is_between: bool
-    """True if an evaluation or dense save due after the newest iteration may be missing."""
+    """True if an evaluation or dense save that was due after the newest iteration may not have happened."""
     world_before: int
     newest: int
     """Newest iteration that any rank has committed; -1 if only snapshots hold state."""
@@ -65,16 +65,17 @@ class Meeting:
     held: Sequence[OfferedState]
     """State that each rank brings, by rank."""
     newest_outcome: IterationOutcome | None = None
-    """Outcome of the newest iteration; a failure may have prevented its metrics line."""
+    """Outcome of the newest iteration, which ``metrics.jsonl`` may lack; None if no survivor has it."""
 
 
 def meet(process: Process) -> Meeting | None:
-    """Exchange what state is left, bring every survivor to the newest iteration, and keep its state as an survivor.
+    """Exchange reports about the state that is left, and bring survivors to the newest iteration.
 
-    Collective: every rank calls it as soon as process groups are usable.
+    Collective: every rank calls it as soon as process groups are usable. Afterwards the state of a survivor is in
+    ``process.survivor``.
 
     Returns:
-        The agreement of all ranks; None, on all ranks, if no rank has state left.
+        The result of the exchange; None on every rank if no rank has state left.
     """
     own = _standing(process)
     known: list[_Standing] = [report for report in all_gather_objects(own, _Standing | None) if report is not None]
@@ -97,9 +98,9 @@ def meet(process: Process) -> Meeting | None:
 
 
 def _agree(survivor: SurvivorState | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
-    """Exchange the state that ranks bring.
+    """Exchange descriptions of the state that ranks bring. Collective.
 
-    A rank without state of ``iteration`` brings nothing; it may have waited as a spare since.
+    A rank that has not committed ``iteration`` brings nothing; for example, it was a spare in the meantime.
     """
     committed = -1 if survivor is None or survivor.mark is None else survivor.mark.iteration
     held = (
@@ -116,17 +117,17 @@ def _agree(survivor: SurvivorState | None, lineage: str, iteration: int, is_betw
 
 
 def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankPosition) -> Mapping[str, Any] | None:
-    """Return the boundary state with which this rank continues from the newest iteration. Collective.
+    """Return the boundary record with which this rank continues from the newest iteration. Collective.
 
-    The optimizer's state is not part of it (:func:`~megatron.moevement.elastic.bring.bring_live_state`).
+    The record has no optimizer state, which :func:`~megatron.moevement.elastic.bring.bring_live_state` transfers.
 
     Args:
-        meeting: the agreement of all ranks.
-        survivor: state that this rank brings; None if it brings none.
+        meeting: result of the exchange.
+        survivor: state that this rank brings; None if the rank brings no state.
         stand: position of this rank in the resized job.
 
     Returns:
-        The boundary state; None if no rank of this rank's stage has it.
+        The boundary record; None if no rank of the same stage has one.
     """
     own: dict[RankPosition, Mapping[str, Any]] = {}
     if survivor is not None and (mark := survivor.mark) is not None and mark.iteration == meeting.newest:
@@ -138,16 +139,16 @@ def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankP
 def nearest_of_stage(
     offered: Mapping[RankPosition, Mapping[str, Any]], stand: RankPosition
 ) -> Mapping[str, Any] | None:
-    """Return what a rank of the same stage brings, if possible a rank with the same position in it. Collective.
+    """Return a record for this rank's stage, if possible from the same parallel position in the stage. Collective.
 
-    Data-parallel replicas draw the same random numbers, so all of them continue with the state of one replica.
+    Data-parallel replicas draw the same random numbers, so all replicas can continue with the record of one replica.
 
     Args:
-        offered: what this rank brings, by the position that a rank had.
+        offered: records that this rank offers, by the position at which each was made.
         stand: position of this rank in the resized job.
 
     Returns:
-        The chosen entry of some rank's ``own``; None if no rank brings an entry of this stage.
+        The chosen record; None if no rank offers a record of this stage.
     """
     speakers: dict[tuple[int, int, int], int] = {}
     for rank, stands in enumerate(all_gather_objects(list(offered), list[RankPosition])):
@@ -169,9 +170,9 @@ def _number_of_start(name: str) -> int:
 
 
 def _standing(process: Process) -> _Standing | None:
-    """Return the report of this rank; None if it is new.
+    """Return the report of this rank; None if the rank is new.
 
-    A rank whose optimizer step was torn has committed nothing, but may have snapshots.
+    After a torn optimizer step, a rank reports no committed iteration, but it may still have snapshots.
     """
     if (survivor := process.survivor) is not None:
         return _standing_of(survivor.lineage, survivor.mark, survivor.stand, may_follow=False)
@@ -191,14 +192,14 @@ def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_fo
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
-    """Execute the update that other ranks have committed; all of its reductions were complete."""
+    """Make the update that other ranks have committed. This rank had finished all reductions of the step."""
     assert job.session is not None
     assert job.stand is not None
-    # Ranks of one model replica clip by the same norm; replicas of a stage have the same gradients.
+    # Replicas of a stage have the same gradients, and all ranks of a model replica clip by the same norm.
     same = [holder for holder in holders if holder.stand.stage == job.stand.stage]
     peer = (same or list(holders))[0]
     commit = job.session.commit
-    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # skipped, without a step
+    if newest in job.binding.iterations_left_out() and commit.mark is not None:  # skipped: no step was made
         commit.mark = Mark(newest, {**commit.mark.boundary, **peer.common}, {})
         return
     commit.follow(newest, peer.outcome, peer.common)
@@ -219,7 +220,7 @@ def _survivor_state(process: Process) -> SurvivorState:
     return SurvivorState(
         process.lineage,
         mark,
-        # The device memory is needed for the next model, whose shards differ.
+        # Pieces move to host memory, because the next model needs the device memory.
         [Piece(piece.operator, piece.name, piece.begin, piece.tensor.cpu()) for piece in pieces],
         job.stand,
         float(get_args().num_floating_point_operations_so_far),

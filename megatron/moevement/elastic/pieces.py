@@ -1,4 +1,4 @@
-"""Optimizer state of a rank as pieces, whose names do not depend on the number of data-parallel replicas."""
+"""Pieces of a rank's optimizer state. Their names do not depend on the number of data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Position of a rank in the job for which its model was built."""
+    """Position of a rank in the parallel layout of a job."""
 
     rank: int
     world: int
     stage: int
     """Pipeline stage of the rank."""
     tensor: int
-    """Tensor-parallel rank of dense parameters; that of experts is ``expert_tensor``."""
+    """Tensor-parallel rank for dense parameters; ``expert_tensor`` is the one for experts."""
     expert: int
     """Position of the rank in its expert-parallel group."""
     expert_tensor: int
@@ -75,7 +75,7 @@ class RankPosition:
 def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: RankPosition) -> list[Piece]:
     """Return views of all master weights and optimizer state of this rank.
 
-    With the distributed optimizer these are the rank's shard, without it they are whole tensors.
+    With the distributed optimizer the views cover this rank's shard, otherwise whole tensors.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -118,10 +118,10 @@ def snapshot_pieces(snapshot: Snapshot, stand: RankPosition) -> Iterator[Piece]:
 def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
     """Return a tensor of a snapshot as a piece.
 
-    Full state has the names that :func:`state_pieces` uses; other kinds of state have their kind in the name.
+    Full state gets the same name as in :func:`state_pieces`. For any other kind of state, the name includes the kind.
 
     Args:
-        saved: tensor as the rank's views describe it.
+        saved: tensor with its operator, kind of state, and key.
         stand: position of the rank that saved it.
     """
     match = _KEY.fullmatch(saved.key)
@@ -135,7 +135,7 @@ def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the name of each tensor, the index at which this rank's part of it begins, and that part, flat."""
+    """Yield the name, the first index, and the flat elements of this rank's part of each tensor."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor
     for what, tensor in part.state.items():

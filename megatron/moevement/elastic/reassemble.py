@@ -1,4 +1,4 @@
-"""Reassembly of an elastic job after every failure, when it grows, and at a rebalance."""
+"""Reassembly of an elastic job after a failure, when the job grows, and at a rebalance."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ from moevement_core.session.session import Session
 
 
 def reassemble(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
-    """Rebuild the job with the present ranks, from the state that they have in memory. Collective.
+    """Rebuild the job on the present ranks, from the state in the memory of survivors. Collective.
 
-    Every rank calls it as soon as process groups are usable, before Megatron opens data. State that has to be recovered
-    is recovered inside the training loop (:func:`take_up_resized`).
+    Every rank calls it as soon as process groups are usable, before Megatron opens data. If memory holds the state only
+    in snapshots, this function prepares a recovery, which runs later inside the training loop.
 
     Args:
         process: this process.
-        setup: function of Megatron that builds model, optimizer and scheduler.
+        setup: Megatron's function that builds model, optimizer and scheduler.
         groups: process groups of this generation.
-        first: progress with which the job started first.
+        first: progress in Megatron's arguments when this process first started.
 
     Returns:
-        False, on all ranks, if memory does not hold a state; the caller then sets the job up from its start.
+        True if the job is rebuilt. False on every rank if memory does not hold the whole state; the caller then starts
+        the job anew from disk or from the seed.
     """
     from megatron.training import get_args
 
@@ -95,13 +96,14 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 def _bring(
     job: Job, survivor: SurvivorState | None, meeting: Meeting, *, is_verified: bool
 ) -> tuple[Resized, Prepared | None]:
-    """Bring the newest state from replicas and shards; without them, prepare a recovery from snapshots.
+    """Transfer the newest state from replicas and shards. If these are incomplete, prepare a recovery from snapshots.
 
     Returns:
-        The state for :func:`take_up_resized`, and the prepared recovery; None if replicas and shards had the state.
+        The state for :func:`take_up_resized`, and the prepared recovery. The recovery is None if the state was
+        transferred.
 
     Raises:
-        StateMissing: memory holds no state; raised on all ranks.
+        StateMissing: memory does not hold the whole state; every rank raises this error.
     """
     live, stand = job.live, job.stand
     assert stand is not None
@@ -109,7 +111,7 @@ def _bring(
     boundary = live_boundary(meeting, survivor, stand)
     try:
         if not all(all_gather_objects(boundary is not None, bool)):
-            raise StateMissing("a stage has no rank left that trained")
+            raise StateMissing("a pipeline stage has no survivor with the newest iteration")
         exchanged = bring_live_state(live, stand, meeting.newest, survivor, is_verified=is_verified)
         iteration = meeting.newest
     except StateMissing as why:
@@ -123,7 +125,7 @@ def _bring(
         boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
         iteration = boundary["progress"]["iteration"]
         if dist.get_rank() == 0:
-            log.info(f"{why}; snapshots lead to iteration {iteration}")
+            log.info(f"{why}; the recovery from snapshots ends at iteration {iteration}")
     assert boundary is not None
     job.binding.put_progress(boundary["progress"])
     resized = Resized(
@@ -134,7 +136,7 @@ def _bring(
 
 
 def take_up_resized(process: Process, resized: Resized) -> None:
-    """Continue from the state that :func:`reassemble` brought to this rank. Collective, inside the training loop."""
+    """Continue from the state that :func:`reassemble` brought. Collective; every rank calls it in the training loop."""
     job = process.job
     assert job.session is not None
     if resized.boundary is not None:

@@ -1,10 +1,10 @@
-"""Rebuild of state of which neither a replica nor a shard is left, from snapshots of an earlier job size.
+"""Rebuild of lost state from snapshots that ranks captured before the job had the present size.
 
-Ranks captured these snapshots before the job had its present size. The snapshots of a window are cut for the present
-ranks: each rank gets the snapshots that it would have captured if the job had always had this size. It then recovers
-from them inside the training loop, as any rank does: by redo from logged gradients, or by replay of a sparse window.
-Redo gives the bits that were lost, whatever the number of ranks, because an update is elementwise. Replay gives the
-bits of a job of the present size that replays the window.
+The rebuild is needed if some part of the state has no replica or shard left. Snapshots of a window are cut for the
+present ranks: each rank gets the snapshots that it would have captured if the job had always had this size. Each rank
+then recovers inside the training loop as usual: by redo from logged gradients, or by replay of a sparse window. Redo
+reproduces the lost bits for any number of ranks, because an update is elementwise. Replay gives the bits of a job that
+has the present size and replays the window.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from moevement_core.snapshot.snapshot import (
 
 @dataclass(frozen=True)
 class _Kind:
-    """Common header of all snapshots of one iteration and stage."""
+    """Header fields that all snapshots of one iteration and stage share."""
 
     schedule: str
     slot: int
     contents: str
     state: int
     saved: Mapping[str, Saved]
-    """Kind of state that the snapshots have of each operator."""
+    """Kind of state that the snapshots hold, by operator."""
     places: Mapping[str, int]
-    """Positions of operators in the stage's table; operators of windows that do not state a position are left out."""
+    """Position of each operator in the stage's table. Snapshots of version 2 state no positions."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """Yield the operators whose state no rank has released, with the kind of state that the snapshots have."""
+        """Yield each operator whose state no rank has released, with the kind of state that the snapshots hold."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
@@ -75,7 +75,7 @@ class Rebuilt:
 
     prepared: Prepared
     boundary: Mapping[str, Any]
-    """Boundary state of the iteration with which the recovery ends."""
+    """Boundary record of the iteration at which the recovery ends."""
     exchanged: Exchanged
 
 
@@ -88,18 +88,18 @@ def prepare_from_snapshots(
     until: int | None = None,
     is_verified: bool,
 ) -> Rebuilt:
-    """Plan a recovery from the snapshots that all ranks have, and send each rank its part. Collective.
+    """Plan a recovery from the snapshots of all ranks, and send every rank the state that it needs. Collective.
 
     Args:
         kept_snapshots: snapshots that this rank has, by formation of the job.
-        states: live tensors of this rank's operators; the function writes nothing to them.
+        states: live tensors of this rank's operators, which the function does not change.
         optimizer: Megatron's optimizer.
         stand: position of this rank in the resized job.
         until: iteration to reach; None for the newest iteration whose state the snapshots hold.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
     Raises:
-        StateMissing: the snapshots do not hold a state; raised on all ranks.
+        StateMissing: the snapshots do not hold the whole state; every rank raises this error.
     """
     began = time.perf_counter()
     plan, formation, handed_out = _agree(kept_snapshots, until)
@@ -125,9 +125,9 @@ def prepare_from_snapshots(
 def _agree(
     kept_snapshots: Sequence[FormationSnapshots], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
-    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank sends for it.
+    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank sends.
 
-    All ranks plan anew without the snapshots that turn out to be damaged.
+    If snapshots turn out to be damaged, all ranks make a new plan without them.
     """
     usable = {held.formation: list(held.holdings) for held in kept_snapshots}
     while True:
@@ -145,7 +145,7 @@ def _agree(
             return plan, formation, handed_out
         usable[formation] = [holding for holding in usable.get(formation, ()) if holding not in damaged]
         if dist.get_rank() == 0:
-            log.warning(f"{count} snapshots are damaged or gone; planning again without them")
+            log.warning(f"{count} snapshots are damaged or missing; ranks plan the recovery again without these")
 
 
 def _plan(
@@ -163,7 +163,7 @@ def _plan(
                 places = by_job.setdefault(formation, {}).setdefault((holding.owner, holding.iteration), [])
                 places.append((holding.owner != own, rank, holding))
     plans: list[tuple[RecoveryPlan, Formation]] = []
-    why = "nobody has a snapshot"
+    why = "no rank has a snapshot"
     for formation, of_job in by_job.items():
         nearest = {which: min(places, key=lambda place: place[:2])[2] for which, places in of_job.items()}
         reports = [
@@ -174,7 +174,7 @@ def _plan(
             plans.append((plan_recovery(reports, until), formation))
         except RecoveryError as error:
             why = str(error)
-    # Strategies that leave operators at older versions derive the cost of it from the ranks of the old formation.
+    # Plans that leave operators at older versions are excluded: their cost is known only for the old formation.
     exact = [candidate for candidate in plans if not any(run.is_stale for run in candidate[0].runs.values())]
     if not exact:
         raise StateMissing(why)
@@ -213,7 +213,7 @@ class _Recut:
             snapshots: snapshots of that iteration that this rank sends.
 
         Returns:
-            The snapshot, and what the exchange moved and compared.
+            The snapshot, and the result of the exchange.
         """
         kind = self._kind(snapshots)
         wanted = [t for name, saved in sorted(kind.of_operators()) for t in _tensors(self._states.get(name), saved)]
@@ -237,7 +237,7 @@ class _Recut:
         return Snapshot(header, Buffer(buffer)), exchanged
 
     def _kind(self, snapshots: Sequence[Snapshot]) -> _Kind:
-        """Return the common header of this rank's stage. Collective."""
+        """Return the header fields that the snapshots of this rank's stage share. Collective."""
         kinds: list[_Kind] = []
         for of_rank in all_gather_objects(_kinds(snapshots, self._stands), list[tuple[int, _Kind]]):
             kinds += [kind for stage, kind in of_rank if stage == self._stand.stage]
@@ -261,14 +261,14 @@ class _Recut:
 def _record_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return a copy of the snapshot's record.
 
-    The record's tensors are views, and sending a view sends the snapshot's whole buffer.
+    The record's tensors are views of the snapshot's buffer, and a message with a view contains the whole buffer.
     """
     marked, tensors = plain.flatten(snapshot.record())
     return dict(plain.restore(marked, [tensor.clone() for tensor in tensors]))
 
 
 def _kinds(snapshots: Sequence[Snapshot], stands: Sequence[RankPosition]) -> list[tuple[int, _Kind]]:
-    """Return the stage and the common header of each snapshot."""
+    """Return the stage and the shared header fields of each snapshot."""
     return [
         (
             stands[header.rank].stage,

@@ -1,7 +1,7 @@
 """Reduction of gradients over the replicas of an expert, and norms that count each expert once.
 
-The rank of the first replica sums the gradients in the order of ranks and slots, and sends the sum to all replicas. So
-all replicas have the same bits, in every run with the same placement.
+The rank of the first replica sums the gradients in the order of ranks and slots, and sends the sum to all replicas. All
+replicas therefore have the same bits, and runs with the same placement reproduce these bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.moevement.elastic.slots import Table, slots
 from megatron.moevement.optimizer.views import parts_of
 
 SHARED = "shared"
-"""Name of Megatron's attribute that marks a parameter as a duplicate, which norms leave out."""
+"""Name of Megatron's attribute that marks a parameter as a duplicate. Norms leave duplicates out."""
 
 
 def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:
 
 
 def local_parameters(layer: Any) -> list[list[Any]]:
-    """Return the parameters of each of this rank's slots; equally ordered in all slots."""
+    """Return the parameters of each slot of this rank, in the same order for every slot."""
     return [list(expert.parameters()) for expert in layer.experts.local_experts]
 
 
@@ -75,7 +75,7 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
 
     Args:
         table: expert in each slot of each rank.
-        gradients: flat gradients of the parameters in each of this rank's slots.
+        gradients: flat gradients of the parameters, by slot of this rank.
         group: expert-parallel group.
     """
     rank = dist.get_rank(group)
@@ -141,7 +141,7 @@ def _exchange(
 
     Args:
         tensors: tensors to send, in the order of their target ranks.
-        like: a tensor of the size and type of all others.
+        like: tensor with the size and dtype of every sent tensor.
         sends: number of tensors for each rank.
         receives: number of tensors from each rank.
         group: expert-parallel group.

@@ -12,18 +12,18 @@ from moevement_core.elastic.exchange import Exchanged
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """State that a resize brought to one rank, with what training needs to continue from it."""
+    """State that a resize brought to one rank, and from which that rank continues training."""
 
     iteration: int
     """Iteration from which all ranks continue."""
     boundary: Mapping[str, Any] | None
-    """Boundary state of that iteration; None if a recovery from snapshots restores it first."""
+    """Boundary record after ``iteration``; None if a recovery from snapshots has to restore the state first."""
     is_between: bool
-    """True if an evaluation or a dense save that is due after that iteration may not have happened."""
+    """True if an evaluation or a dense save that is due after ``iteration`` may not have happened."""
     world_before: int
     exchanged: Exchanged
     newest_outcome: IterationOutcome | None = None
-    """Outcome of that iteration; a failure may have prevented its metrics line."""
+    """Outcome of ``iteration``, which ``metrics.jsonl`` may lack; None if the outcome is not known."""
     usable_at: float = 0.0
     """Time at which process groups became usable, in seconds since the epoch."""
     brought_at: float = 0.0

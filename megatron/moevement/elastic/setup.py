@@ -1,4 +1,4 @@
-"""Setup of experts in slots, as the flags ask for it."""
+"""Setup of expert slots, according to the flags of an elastic job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moevement_core.util.flags import from_args
 
 
 def put_experts_in_slots(args: Namespace) -> None:
-    """Set the process up for layers with slots, and let expert parallelism span all replicas, if the flags ask for it.
+    """Set up expert slots in this process if the flags ask for slots.
 
-    The preflight calls it when Megatron has validated its arguments, before Megatron builds configuration objects from
-    them.
+    Expert parallelism then spans all data-parallel replicas. The preflight calls this function after Megatron has
+    validated its arguments, and before Megatron builds configuration objects from the arguments.
     """
     config = from_args(ElasticConfig, args)
     use_slots(None)
@@ -31,11 +31,14 @@ def put_experts_in_slots(args: Namespace) -> None:
 
 
 def begin_placement(args: Namespace, *, is_restart: bool) -> None:
-    """Place experts when the job starts: by ``--moevement-expert-placement``, or for equal loads.
+    """Place experts at the start of a job, according to ``--moevement-expert-placement``.
+
+    Layers for which this function sets no table are later placed for equal loads.
 
     Args:
         args: Megatron's arguments.
-        is_restart: True if the job has started before, maybe with more ranks. The flag's placement was for those ranks.
+        is_restart: True if the job has started before. The flag is then ignored, because its placement was made for the
+            number of ranks at the first start.
     """
     expert_slots = slots()
     if expert_slots is not None:
@@ -47,12 +50,12 @@ def begin_placement(args: Namespace, *, is_restart: bool) -> None:
 
 
 def place_experts(meeting: Meeting) -> dict[int, list[int]]:
-    """Place experts for the present ranks, which keep the experts that they hold as far as possible.
+    """Place experts on the present ranks, so that as few experts as possible move.
 
-    Each rank does this after a failure and at a rebalance.
+    Every rank calls it after a failure and at a rebalance.
 
     Returns:
-        The loads for which experts were allocated, by layer of this rank's stage; empty without slots.
+        The token counts by expert on which the placement is based, by layer of this rank's stage; empty without slots.
     """
     expert_slots = slots()
     if expert_slots is None:
@@ -76,8 +79,8 @@ def record_placement(record: RunRecord | None, iteration: int) -> None:
     """Write the present placement to the run's ``placements/``. Collective.
 
     Args:
-        record: record of the run, on the one rank that writes it; None on the others.
-        iteration: iteration after which the placement holds.
+        record: record of the run on the rank that writes the record; None on all other ranks.
+        iteration: iteration after which the placement is in use.
     """
     expert_slots = slots()
     if expert_slots is None:
@@ -108,14 +111,19 @@ def read_placement(file: str, own_slots: Slots, ranks: int) -> dict[int, Table]:
     except OSError as error:
         raise ConfigError(f"{flag}: {error.strerror}; give a file that an elastic job wrote to placements/") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{flag}: no placement ({error!r}); give a file that an elastic job wrote") from None
+        raise ConfigError(
+            f"{flag}: the file has no placement ({error!r}); give a file that an elastic job wrote to placements/"
+        ) from None
     for layer, table in tables.items():
         sizes = {len(row) for row in table}
         if len(table) != ranks or sizes != {own_slots.of_rank}:
             raise ConfigError(
-                f"{flag}: layer {layer} has {len(table)} ranks of {sorted(sizes)} slots; the job has {ranks} "
-                f"data-parallel ranks of {own_slots.of_rank}"
+                f"{flag}: layer {layer} has {len(table)} ranks with {sorted(sizes)} slots; give a placement for "
+                f"{ranks} data-parallel ranks and --moevement-expert-slots {own_slots.of_rank}"
             )
         if {expert for row in table for expert in row} != set(range(own_slots.experts)):
-            raise ConfigError(f"{flag}: layer {layer} does not hold each of experts 0 to {own_slots.experts - 1}")
+            raise ConfigError(
+                f"{flag}: layer {layer} has missing or unknown experts; give a placement for experts 0 to "
+                f"{own_slots.experts - 1}"
+            )
     return tables

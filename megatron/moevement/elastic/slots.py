@@ -1,8 +1,8 @@
-"""Experts in the slots of each rank, layer by layer, and the loads by which they were allocated.
+"""Slots of each rank, and the expert in each slot.
 
-A rank has equally many slots in every layer with experts. Expert parallelism spans all data-parallel replicas, so their
-number is free. Megatron passes no shared object to its layers, so a process has one :class:`Slots`, which layers look
-up when they are built.
+A rank has the same number of slots in every layer with experts. Expert parallelism spans all data-parallel replicas, so
+a job may have any number of replicas. Megatron passes no shared object to its layers. A process therefore has one
+:class:`Slots` object, which layers look up when they are built. Letters are those of the Lazarus paper.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from moevement_core.elastic.migration import migrate
 from moevement_core.elastic.placement import place
 
 Table = tuple[tuple[int, ...], ...]
-"""Expert in each slot; one row for each expert-parallel rank."""
+"""Expert in each slot of a layer, with one row for each expert-parallel rank."""
 Loads = Mapping[int, Sequence[int]]
 """Tokens that each expert received recently, by layer."""
 
 
 @dataclass
 class Slots:
-    """Slots of the MoE layers of this rank's stage: their number, and the expert in each."""
+    """Slots in the MoE layers of this rank's stage, with the expert in each slot."""
 
     experts: int
-    """Experts in each layer; E in the paper."""
+    """Number of experts in each layer; E in Lazarus."""
     of_rank: int
-    """Slots that a rank has in each layer; c in the paper."""
+    """Number of slots of a rank in each layer; c in Lazarus."""
     floor: int
-    """Replicas that each expert has at least, as far as there are slots for them; f in the paper."""
+    """Smallest number of replicas of an expert, if there are enough slots; f in Lazarus."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Tables by number of the layer in the model, counted from 0."""
 
     def table(self, layer: int, ranks: int) -> Table:
         """Return the table of a layer.
 
-        A layer that nothing placed yet gets a table for equal loads of all experts.
+        A layer without a table for this number of ranks gets a table for equal loads of all experts.
         """
         table = self.tables.get(layer)
         if table is None or len(table) != ranks:
@@ -50,7 +50,7 @@ class Slots:
 
         Args:
             layers: layers of this stage, by number in the model.
-            loads: recent loads; experts of a layer that is not in it count as equally loaded.
+            loads: recent loads; a layer without an entry is placed for equal loads.
             held: experts that each expert-parallel rank has in its slots, by layer; empty for a new rank.
         """
         for layer in layers:
@@ -79,7 +79,7 @@ class Slots:
 
 
 def in_place(held: Sequence[int], experts: Sequence[int]) -> tuple[int, ...]:
-    """Return ``experts`` in an order that leaves the experts that a rank already holds in their slots.
+    """Return ``experts`` ordered by slot, so that experts that the rank already holds stay in the same slot.
 
     Args:
         held: expert in each slot of the rank now.

@@ -16,16 +16,16 @@ from moevement_core.trainer.commit import Mark
 
 @dataclass(frozen=True, eq=False)
 class SurvivorState:
-    """State of a rank after an iteration, live and in snapshots."""
+    """State of one rank after an iteration: live state and snapshots."""
 
     lineage: str
-    """Name of the job's start from which this state descends without a gap in the iterations."""
+    """Name of the job start from which an unbroken sequence of iterations leads to this state."""
     mark: Mark | None
-    """Newest iteration that the rank has committed, with its boundary state; None if only snapshots hold state."""
+    """Newest iteration that the rank has committed, with boundary record; None if only snapshots hold state."""
     pieces: Sequence[Piece]
-    """Pieces of the optimizer's state after that iteration, in host memory."""
+    """Pieces of the optimizer state after the iteration of ``mark``, in host memory."""
     stand: RankPosition
-    """Position of the rank that had this state."""
+    """Position of the rank when it reached this state."""
     run_totals: float
     """Floating-point operations that the job has executed so far."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -33,13 +33,14 @@ class SurvivorState:
     loads: Loads = field(default_factory=dict)
     """Recent token counts of the experts in the rank's layers."""
     losses: Mapping[str, torch.Tensor] | None = None
-    """Losses of that iteration by name, as the sum over this rank's micro-batches and the number of tokens; None if
-    this rank has no losses.
+    """Losses of the iteration of ``mark`` by name: the sum over this rank's micro-batches, and the number of tokens.
+
+    None if this rank has no losses.
     """
     kept_snapshots: Sequence[FormationSnapshots] = ()
-    """Snapshots of this rank and those it keeps for peers, of that formation of the job.
+    """Snapshots that this rank captured or keeps for peers, by formation of the job.
 
-    Until a window of that formation is persisted, they include snapshots of earlier ones.
+    Snapshots of earlier formations are included until a window of the latest formation is persisted.
     """
 
     def live(self, iteration: int) -> Sequence[Piece]:

@@ -1,4 +1,4 @@
-"""Transfer of pieces of state to the ranks that need them, over connections of its own."""
+"""Transfer of pieces of state to the ranks that need the pieces, over connections made for this purpose."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moevement_core.topology.address import own_address
 
 
 def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
-    """Fill the wanted pieces from pieces that ranks have. Collective.
+    """Fill the wanted pieces from the pieces that ranks hold. Collective.
 
-    See :func:`~moevement_core.elastic.exchange.exchange`. A rank may have two replicas of an expert. The exchange fills
-    the first one, and this function copies it to the second.
+    Arguments and errors are those of :func:`~moevement_core.elastic.exchange.exchange`. If a rank wants two replicas of
+    an expert, the exchange fills the first replica, and this function copies it to the second.
     """
     first: dict[tuple[str, int], Piece] = {}
     copies: list[tuple[Piece, Piece]] = []

@@ -1,8 +1,8 @@
-"""FP8 training without Transformer Engine, which computes its recipes in plain torch behind Megatron's own flags.
+"""FP8 training without Transformer Engine: the same recipes in plain torch, behind Megatron's own flags.
 
-Numbers and state are those of the recipes: which values get which codes and scales, when scales change, and what is
-reduced over which ranks. Products use dequantised values in FP32, so their sums have this machine's order, not that of
-a tensor core. On a GPU this package is not used.
+Codes, scales, the times at which scales change, and the reductions over ranks follow Transformer Engine's recipes.
+Products use dequantised values in FP32, so sums have torch's order and not the order of a tensor core. On a GPU this
+package is not used.
 
 - :mod:`formats`: matrices in FP8 and the scales of each recipe.
 - :mod:`recipe`: the quantiser that a recipe uses for inputs, weights and gradients.

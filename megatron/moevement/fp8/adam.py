@@ -14,9 +14,9 @@ from megatron.moevement.fp8 import formats
 from megatron.moevement.fp8.tensor import QuantisedTensor
 
 FP8 = torch.uint8
-"""Megatron's name for the dtype of FP8 state (E4M3)."""
+"""Dtype by which Megatron denotes FP8 state (E4M3)."""
 _SCALED = {torch.float16: torch.finfo(torch.float16).max / 2.0, FP8: torch.finfo(formats.E4M3).max}
-"""Formats with too small a range for unscaled state, and the value to which scaling brings a tensor's amax."""
+"""Dtypes whose range is too small for unscaled state, with the largest magnitude of scaled state."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
@@ -25,22 +25,23 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 regularisation.
 
     The state of each parameter is ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if master weights are requested.
-    FP16 and FP8 state has a scale for each tensor (``_scales``). It is a power of two, so state keeps its bits when it
-    is read and set again. With ``store_param_remainders``, the master weights of a BF16 parameter are the parameter and
-    16 further bits (``int16``).
+    FP16 and FP8 state has a scale for each tensor (``_scales``). The scale is a power of two, so state that is read and
+    written back keeps the same bits. With ``store_param_remainders``, the master weights of a BF16 parameter consist of
+    the parameter and 16 further bits (``int16``).
 
     Args:
         params: parameters or groups, as for any optimizer.
-        lr: learning rate of groups without their own; ``betas``, ``eps`` and ``weight_decay`` likewise.
+        lr: learning rate of groups that set none. The arguments ``betas``, ``eps`` and ``weight_decay`` are defaults of
+            the same kind.
         betas: decay rates of the two moments.
         eps: number that is added to the root of the second moment.
         weight_decay: weight decay per step, as a factor of ``lr``.
         adam_w_mode: True if weight decay is decoupled from gradients.
         master_weights: True if the optimizer keeps master weights and writes parameters from them.
         use_decoupled_grad: True if gradients are in ``decoupled_grad``, of any dtype.
-        master_weight_dtype: FP32, FP16, or FP8, which Transformer Engine's optimizer does not support.
+        master_weight_dtype: FP32, FP16 or FP8. Transformer Engine's optimizer does not support FP8 here.
         exp_avg_dtype: dtype of the first moment: FP32, BF16, FP16 or FP8.
-        exp_avg_sq_dtype: dtype of the second moment, with the same choices.
+        exp_avg_sq_dtype: dtype of the second moment: FP32, BF16, FP16 or FP8.
         store_param_remainders: see above; applies only to FP32 master weights of BF16 parameters.
         capturable: ignored; Transformer Engine's optimizer needs it for CUDA graphs.
     """
@@ -69,11 +70,13 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MASTER: master_weight_dtype}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        """Scales of FP16 and FP8 state by parameter and name, FP32 ``[1]``; the name is Transformer Engine's.
+        """Scales of FP16 and FP8 state, by parameter and name of the state, FP32 ``[1]``.
+
+        Transformer Engine's optimizer has an attribute with this name.
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load options of groups, and state in its saved dtypes, which torch's own method would convert."""
+        """Load group options, and state in the saved dtypes. Torch's own method would convert the dtypes."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
             for parameter, place in zip(group["params"], saved["params"], strict=True):
@@ -83,7 +86,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                         self._scales[parameter][name] = torch.ones(1, device=value.device)
 
     def keeps_remainder(self, parameter: torch.Tensor) -> bool:
-        """Return True if a parameter is the upper half of its own master weights."""
+        """Return True if the parameter itself is the upper half of the master weights."""
         is_bf16 = parameter.dtype == torch.bfloat16 and not isinstance(parameter, QuantisedTensor)
         return self.store_param_remainders and is_bf16
 
@@ -91,7 +94,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         return torch.int16 if name == MASTER and self.keeps_remainder(parameter) else self.dtypes[name]
 
     def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Set moments to zero, and master weights to the parameter.
+        """Set the moments to zero, and the master weights to the parameter's values.
 
         Args:
             parameter: parameter whose state is initialised.
@@ -112,7 +115,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a state in FP32."""
+        """Return the moment or master weights ``name`` of a parameter, unscaled and in FP32."""
         stored = self.state[parameter][name]
         if name == MASTER and self.keeps_remainder(parameter):
             return joined(parameter.detach(), stored)
@@ -123,7 +126,10 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """Keep FP32 ``values`` as a state; master weights of which the parameter is the upper half change it too."""
+        """Store FP32 ``values`` as the moment or master weights ``name`` of a parameter.
+
+        If the parameter is the upper half of the master weights, this call changes the parameter.
+        """
         if getattr(self.state[parameter].get(name), "dtype", None) != self._dtype(parameter, name):
             self._allocate(parameter, name)
         stored = self.state[parameter][name]
@@ -142,7 +148,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_weights(self, parameter: torch.Tensor) -> None:
-        """Write a parameter from its master weights."""
+        """Copy the master weights into the parameter, unless the parameter is a half of them."""
         if self.master_weights and not self.keeps_remainder(parameter):
             parameter.detach().copy_(self.get_unscaled_state(parameter, MASTER))
 
@@ -190,14 +196,14 @@ def halves(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """Return the FP32 values of which :func:`halves` returned the parts."""
+    """Return the FP32 values whose parts :func:`halves` returned."""
     return ((upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)).view(torch.float32)
 
 
 def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return the smallest power of two that brings all ``values`` to ``largest`` or below when they are divided by it.
+    """Return the smallest power of two ``s`` for which no magnitude in ``values / s`` exceeds ``largest``.
 
-    The result is 1 if all values are 0.
+    The result is 1 if all values are 0, or if a value is not finite.
     """
     amax = formats.amax_of(values.view(1, -1))
     mantissa, exponent = torch.frexp(amax / largest)

@@ -1,8 +1,8 @@
 """Regions of a forward pass that run in FP8, and their recomputation in the backward pass.
 
-Delayed scaling depends on history. A forward pass that runs again during the backward pass needs the scales of its
-first run, and must neither record its amaxes twice nor set scales. So a region keeps the calls of the first run in
-order, and reuses them.
+Delayed scaling depends on history. A recomputed forward pass needs the scales of the first run. It must not record
+amaxes a second time, and must not set scales. A region therefore keeps the calls of the first run, in order, and reuses
+these calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class Call:
-    """Product of a linear layer in one forward pass. It keeps the scales of the first pass for recomputations."""
+    """Product of a linear layer in one forward pass. It keeps the scales of the first run for recomputations."""
 
     def __init__(self, region: Region, scales: DelayedScales | None) -> None:
         self._region = region
@@ -30,7 +30,10 @@ class Call:
         self._sets_scales = scales is not None and region.trains and not region.layers
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
-        """Quantise a matrix ``[M, N]``: a gradient with the present scale, others with that of the first run."""
+        """Quantise a matrix ``[M, N]``.
+
+        With delayed scaling, gradients use the present scale. All other matrices use the scale of the first run.
+        """
         recipe, scales = self._region.recipe, self._scales
         if scales is None:
             return recipe.quantise(matrix, role)
@@ -41,13 +44,13 @@ class Call:
         return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
 
     def after_backward(self) -> None:
-        """Set the scales of gradients after the backward pass of the region's first layer, which runs last."""
+        """Set the scales of gradients if this is the region's first product, whose backward pass runs last."""
         if self._sets_scales:
             set_scales(self._region.layers, (Role.GRADIENT,), self._region.group)
 
 
 class Region:
-    """Region that runs in FP8: one micro-batch of a stage, or one layer of it.
+    """Part of a forward pass that runs in FP8: one micro-batch of a stage, or one layer.
 
     Attributes:
         trains: True if a backward pass will follow.
@@ -63,7 +66,7 @@ class Region:
         self._tapes: list[deque[Call]] = []
 
     def call(self, scales: DelayedScales | None) -> Call:
-        """Return a call for the next product; a repeated run gets the call of its first run."""
+        """Return the call for the next product. In a recomputation this is the call of the first run."""
         if self._again is not None:
             call = self._again.popleft()
         else:
@@ -76,17 +79,17 @@ class Region:
 
     @property
     def is_recomputation(self) -> bool:
-        """True while the region runs again, in a backward pass."""
+        """True while a backward pass recomputes the region."""
         return self._again is not None
 
     @property
     def is_taped(self) -> bool:
-        """True if the current operations will run again, or are running again now."""
+        """True if the current operations will be recomputed, or are being recomputed now."""
         return bool(self._tapes) or self.is_recomputation
 
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Record the operations of a ``with`` block that will run again; parts of it may run again inside the block."""
+        """Record the calls of a ``with`` block on ``tape``, for a recomputation. Contexts may be nested."""
         self._tapes.append(tape)
         try:
             yield
@@ -95,7 +98,7 @@ class Region:
 
     @contextmanager
     def second_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Repeat the operations that :meth:`first_run` recorded."""
+        """Recompute a ``with`` block with the calls that :meth:`first_run` recorded on ``tape``."""
         before = _regions[:], self._again, self._tapes
         _regions.append(self)
         self._again, self._tapes = tape, []
@@ -106,11 +109,11 @@ class Region:
 
 
 _regions: list[Region] = []
-"""Regions that are entered and not left, the innermost last; one thread runs all passes and recomputations."""
+"""Open regions, the innermost last. One thread runs all passes and recomputations."""
 
 
 def forget() -> None:
-    """Drop all regions, which an interruption left open."""
+    """Drop all regions that an interruption has left open."""
     _regions.clear()
 
 
@@ -121,12 +124,12 @@ def current() -> Region | None:
 
 @contextmanager
 def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
-    """Run the linear layers inside the context in FP8; with delayed scaling, set the scales at its end.
+    """Run the linear layers inside the context in FP8. With delayed scaling, set scales at the end of the context.
 
-    Collective over ``group``, over which amaxes are reduced.
+    Collective over ``group``: amaxes are reduced over this group.
     """
     if (outer := current()) is not None and outer.is_taped and outer.recipe == recipe:
-        yield  # These operations will run again, or are running again, as a part of the outer region.
+        yield  # The outer region records these operations for a recomputation, or is recomputing them now.
         return
     region = Region(recipe, group)
     _regions.append(region)
@@ -141,7 +144,10 @@ def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
 def checkpoint(
     function: Callable[..., Any], distribute: bool, tracker: Any, tp_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint activations of a part of a region with Megatron's function; the signature is Transformer Engine's."""
+    """Checkpoint the activations of a part of a region, by Megatron's function.
+
+    The signature is that of Transformer Engine's function.
+    """
     from megatron.core import tensor_parallel
 
     region = current()

@@ -1,8 +1,8 @@
-"""Delayed scaling, which derives the scale of a matrix from amaxes of earlier matrices in the same role.
+"""Delayed scaling: the scale of a matrix is derived from amaxes of earlier matrices in the same role.
 
-After each micro-batch's forward pass through a stage, the amaxes of inputs and weights are reduced over the ranks that
-share them, and new scales follow. After its backward pass, the same happens for gradients. Training continues from
-scales and histories, so they belong to the boundary state.
+After the forward pass of a micro-batch through a stage, ranks that share matrices reduce the amaxes of inputs and
+weights, and set new scales. After the backward pass, they do the same for gradients. Training continues from scales and
+histories, so both are part of the boundary record.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class DelayedScales(torch.nn.Module):
     Attributes:
         scale: FP32 ``[3]``, by :class:`Role`.
         amax_history: FP32 ``[history, 3]``; the first row has the amaxes since the scales were last set.
-        made: FP32 ``[1]``; scale with which the codes of a weight in FP8 were computed. It differs from the present
-            scale after a skipped update, which changes scales but not weights.
+        made: FP32 ``[1]``; scale with which the codes of an FP8 weight were computed. After a skipped update it differs
+            from the present scale, because such an update changes scales but not weights.
     """
 
     scale: torch.Tensor
@@ -39,18 +39,18 @@ class DelayedScales(torch.nn.Module):
         self.register_buffer("made", torch.ones(1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DelayedScales:
-        """Move the buffers with the model, but never convert them."""
+        """Move the buffers to the device of the model, but never convert their dtype."""
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
     def record(self, role: Role, matrix: torch.Tensor) -> None:
-        """Record the amax of another matrix in this role."""
+        """Add the amax of ``matrix`` to the history of this role."""
         self.count(role, formats.amax_of(matrix))
 
     def count(self, role: Role, amax: torch.Tensor) -> None:
-        """Record the amax of another matrix in this role; no effect inside :func:`remaking`."""
+        """Add ``amax`` to the history of this role. Inside :func:`remaking`, do nothing."""
         if not _remaking:
             place = self.amax_history[0, role]
             place.copy_(torch.maximum(place, amax.view(())))
@@ -58,7 +58,7 @@ class DelayedScales(torch.nn.Module):
     def for_codes(self) -> torch.Tensor:
         """Return the scale for the codes of a weight, ``[1]``.
 
-        It is the present scale, or, inside :func:`remaking`, the scale of the existing codes.
+        Inside :func:`remaking` this is the scale of the existing codes, otherwise the present scale.
         """
         if not _remaking:
             self.get_buffer("made").copy_(self.scale[Role.WEIGHT])
@@ -66,12 +66,12 @@ class DelayedScales(torch.nn.Module):
 
 
 _remaking: list[None] = []
-"""Entries of the open contexts of :func:`remaking`, one each."""
+"""List with one entry for each open context of :func:`remaking`."""
 
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Let codes inside the context be computed again with their old scale, and record no amaxes."""
+    """Recompute codes inside the context with the scale of the existing codes, and record no amaxes."""
     _remaking.append(None)
     try:
         yield
@@ -83,7 +83,7 @@ def remaking() -> Iterator[None]:
 def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: Any) -> None:
     """Set the scales of all ``layers`` in these ``roles``, from amaxes that are reduced over ``group``.
 
-    Collective over the group; all ranks pass equally many layers in the same order.
+    Collective over the group: all ranks pass the same number of layers in the same order.
     """
     if not layers:
         return
@@ -100,7 +100,7 @@ def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: An
 
 
 def _next_scale(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, role: Role) -> torch.Tensor:
-    """Return the next scale; it stays unchanged if no amax was recorded or the amax is not finite."""
+    """Return the next scale; the present scale if no amax was recorded or the amax is not finite."""
     amax = history.max() if recipe.takes_max else history[0]
     largest = torch.finfo(recipe.dtype(role)).max
     next_scale = formats.quotient(largest, amax) / 2.0**recipe.margin

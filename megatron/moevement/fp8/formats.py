@@ -1,7 +1,7 @@
 """Matrices in FP8: their codes, and the scales that each recipe gives them.
 
-The formulas follow OCP's Microscaling Formats (MX) v1.0 for the layout of MXFP8, and Transformer Engine's documentation
-of its recipes for the choice of scales.
+The layout of MXFP8 follows OCP's Microscaling Formats (MX) v1.0. The choice of scales follows Transformer Engine's
+documentation of the recipes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Form:
 
     Attributes:
         codes: ``[M, N]`` in an FP8 dtype.
-        scale_inv: factors of the codes, one for each block, ``[1, 1]`` for a single one; FP32, or E8M0 exponents as
-            ``uint8``.
-        block: rows and columns that share a scale.
+        scale_inv: factor of the codes in each block, ``[1, 1]`` for a single block. The factors are FP32 numbers, or
+            E8M0 exponents as ``uint8``.
+        block: number of rows and columns of a block.
     """
 
     codes: torch.Tensor
@@ -41,9 +41,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Matrix in the two forms that products need: with blocks along its rows, and with blocks along its columns.
+    """Matrix in the two forms that products need: with blocks along rows, and with blocks along columns.
 
-    With square blocks or a single scale, both are the same form.
+    With square blocks or a single scale, both forms are the same object.
     """
 
     row: Form
@@ -60,7 +60,7 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if it is 0 or not finite.
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 if ``amax`` is 0 or not finite.
 
     Args:
         amax: FP32, any shape.
@@ -78,7 +78,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
 def quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
     """Return ``largest / amax`` by one division.
 
-    Torch's ``largest / amax`` multiplies with a reciprocal that is rounded before.
+    Torch's ``largest / amax`` rounds the reciprocal first, and then multiplies.
     """
     return torch.full_like(amax, largest) / amax
 
@@ -90,23 +90,23 @@ def by_scale(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Q
 
 
 def by_tensor(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with one scale, from the matrix's own amax (current scaling)."""
+    """Quantise with one scale, computed from the amax of this matrix (current scaling)."""
     return by_scale(matrix, scale_of(amax_of(matrix), dtype), dtype)
 
 
 def by_rows_and_columns(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with a power of two for every 128 elements of a row, and of a column (blockwise, not weights)."""
+    """Quantise with a power-of-two scale for every 128 elements, by rows and by columns (blockwise, not weights)."""
     return Quantised(_in_blocks(matrix, dtype, (1, BLOCK)), _in_blocks(matrix, dtype, (BLOCK, 1)))
 
 
 def by_squares(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with a power of two for every 128 x 128 elements (blockwise, weights)."""
+    """Quantise with a power-of-two scale for every block of 128 x 128 elements (blockwise, weights)."""
     form = _in_blocks(matrix, dtype, (BLOCK, BLOCK))
     return Quantised(form, form)
 
 
 def by_exponents(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with an E8M0 exponent for every 32 elements of a row, and of a column (MXFP8)."""
+    """Quantise with an E8M0 exponent for every 32 elements, by rows and by columns (MXFP8)."""
     return Quantised(_in_mx_blocks(matrix, dtype, (1, MX_BLOCK)), _in_mx_blocks(matrix, dtype, (MX_BLOCK, 1)))
 
 
@@ -116,12 +116,15 @@ def amax_of(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def exponents_to_scales(exponents: torch.Tensor) -> torch.Tensor:
-    """Return E8M0 exponents, ``uint8``, as FP32."""
+    """Return FP32 scales for E8M0 exponents, which are ``uint8``."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
 def exponents_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return E8M0 exponents, ``uint8``, of the smallest powers of two by which blocks, divided, fit ``dtype``."""
+    """Return the E8M0 exponent of each block, ``uint8``.
+
+    A block divided by its power of two fits into ``dtype``, and no smaller power of two has this property.
+    """
     bits = (amax * (1.0 / torch.finfo(dtype).max)).view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     rounds_up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -141,7 +144,7 @@ def _in_mx_blocks(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, in
 
 
 def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the amax of each block, FP32 ``[blocks of rows, blocks of columns]``; padding of the last ones is 0."""
+    """Return the amax of each block, FP32 ``[blocks of rows, blocks of columns]``. Incomplete blocks get zeros."""
     rows, columns = matrix.shape
     down, across = -(-rows // block[0]), -(-columns // block[1])
     padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * block[1] - columns, 0, down * block[0] - rows))
@@ -149,7 +152,7 @@ def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Return each block's scale at all of its elements."""
+    """Expand the scales of blocks to the elements of a matrix; return a single scale unchanged."""
     if scales.numel() == 1:
         return scales
     rows = scales.repeat_interleave(block[0], 0)[: shape[0]]

@@ -1,4 +1,4 @@
-"""Binding of Megatron's names for Transformer Engine's FP8 to this package, if Transformer Engine is not installed."""
+"""Replacement of Transformer Engine's FP8 by this package in Megatron, if Transformer Engine is not installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_TE = "is Transformer Engine's"
 
 
 def install() -> None:
-    """Bind the names; idempotent. The function imports Megatron's models."""
+    """Replace Megatron's names of Transformer Engine's FP8; idempotent. The function imports Megatron's models."""
     from megatron.core import fp8_utils, recompute
     from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.tensor_parallel import layers, random
@@ -105,7 +105,7 @@ def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if not self.use_precision_aware_optimizer:
             original(self)
             return
-        get_te_version()  # caches its result, before the optimizer below seems to be installed
+        get_te_version()  # It caches the result, so it must run before the stand-in modules below exist.
         names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
         modules = {name: types.ModuleType(name) for name in names}
         modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not config.use_precision_aware_optimizer:
             return original(config, *args, **kwargs)
-        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # module that counts steps
+        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # They decide where this module counts steps.
             replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
         with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
             return original(config, *args, **kwargs)
@@ -132,7 +132,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Manager:
-    """Replacement for the manager that Megatron asks before it recomputes activations."""
+    """Replacement for Transformer Engine's FP8 state manager, which Megatron queries when it recomputes activations."""
 
     @staticmethod
     def reset() -> None:
@@ -154,8 +154,8 @@ def _recompute_phase(activation_recompute: bool, recompute_phase: bool) -> Abstr
 
 
 def _again(enabled: bool, fp8_recipe: Recipe | None) -> AbstractContextManager[None]:
-    """Return a context for recomputation with scales that need no history.
+    """Return a context for recomputation under a recipe whose scales need no history.
 
-    ``preflight/machine.py`` refuses it with delayed scaling.
+    ``preflight/machine.py`` refuses jobs that would need this context with delayed scaling.
     """
     return autocast.autocast(fp8_recipe, None) if enabled and fp8_recipe is not None else nullcontext()

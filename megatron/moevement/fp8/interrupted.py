@@ -1,13 +1,14 @@
-"""Cleanup of Transformer Engine's FP8 after an interruption, in a process that keeps its model.
+"""Cleanup of Transformer Engine's FP8 state after an interruption, in a process that keeps the model.
 
 Delayed scaling has a registry in the process. At the end of each pass, Transformer Engine concatenates the amaxes of
 all registered modules, reduces them over the ranks of the group, and derives scales. A module registers in its first
-forward pass, and notes that in its ``fp8_meta``.
+forward pass, and notes its position in ``fp8_meta``.
 
-The registry of a replacement is empty. A survivor with a full one would reduce amaxes of more modules than the
-replacement, if a rank has several virtual stages. A survivor with an empty one and the notes left would never register
-its modules again, and their scales would not change. So the cleanup removes both. Then every rank starts as a new
-process does, and enters the same collectives with the same number of amaxes.
+A replacement begins with an empty registry. If a survivor kept the registry, and ranks have several virtual stages, the
+survivor would reduce the amaxes of more modules than the replacement. If a survivor emptied only the registry, its
+modules would never register again, and their scales would never change. The cleanup therefore empties the registry and
+removes the notes. Every rank then starts as a new process does, and enters the same collectives with the same number of
+amaxes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 _NOTES = ("buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_recompute")
-"""Names of a module's position in the registry, and in the list of scales that recomputed forward passes reuse."""
+"""Keys of ``fp8_meta``: a module's position in the registry, and in the list of scales that recomputations reuse."""
 
 
 def forget_regions() -> None:
-    """Drop the FP8 regions and recomputations that run in this process, and empty the registry; for the main thread.
+    """Drop the FP8 regions and recomputations of this process, and empty the registry. The main thread calls it.
 
-    The function does the same for this project's FP8 without Transformer Engine, and nothing without any FP8.
+    The function also cleans up this project's FP8, which is used without Transformer Engine. Without any FP8 it does
+    nothing.
     """
     from megatron.core.tensor_parallel import random
 
@@ -30,7 +32,7 @@ def forget_regions() -> None:
         return
     manager.reset()
     recomputation = getattr(random, "activation_recompute_forward", None)
-    if isinstance(recomputation, type):  # Transformer Engine's is a class with state; this project's function has none.
+    if isinstance(recomputation, type):  # a class with state in Transformer Engine, a function in this project
         recomputation().__exit__(None, None, None)
         recomputation._is_first_fp8_module.clear()  # type: ignore[attr-defined]
 
@@ -46,7 +48,7 @@ def reset_registration(module: Any) -> None:
 
 
 def _metas(module: Any) -> Iterator[dict[str, Any]]:
-    """Yield the metadata of a module; operations of Transformer Engine's fused sequences have one per direction."""
+    """Yield the FP8 metadata of a module. Operations of fused sequences have one dictionary for each direction."""
     held = vars(module)
     if isinstance(meta := held.get("fp8_meta"), dict):
         yield meta

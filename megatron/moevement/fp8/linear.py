@@ -32,7 +32,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradient of the input, and of the weight unless it is frozen."""
+        """Return the gradient of the input, and the gradient of the weight unless the weight is frozen."""
         flat = gradient.reshape(-1, gradient.shape[-1])
         quantised_gradient = ctx.call.quantise(flat, Role.GRADIENT)
         of_tokens = of_weight = None
@@ -72,7 +72,7 @@ def _linear(
 ) -> torch.Tensor:
     """Compute Megatron's ``linear_with_grad_accumulation_and_async_allreduce`` in FP8.
 
-    The other arguments only speed it up on a GPU.
+    The arguments in ``others`` are ignored, because they only make Megatron's function faster on a GPU.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -87,7 +87,7 @@ def _linear(
 def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised:
     """Return the quantised weight of this iteration.
 
-    The weight does not change between micro-batches, so only the first one quantises it.
+    The weight does not change between micro-batches, so only the first micro-batch quantises it.
     """
     if isinstance(weight, QuantisedTensor):
         return weight.quantised()
@@ -98,11 +98,11 @@ def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised
 
 
 _building: list[list[Any]] = []
-"""Lists of the linear layers that are built inside :func:`building`, one list for each open context."""
+"""Linear layers built inside each open context of :func:`building`, one list for each context."""
 
 
 def forget() -> None:
-    """Drop the open contexts of :func:`building`, which an interruption left."""
+    """Drop all contexts of :func:`building` that an interruption has left open."""
     _building.clear()
 
 
@@ -120,7 +120,10 @@ def remembered(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def building(recipe: Recipe, *, keeps_weights: bool) -> Iterator[None]:
-    """Prepare linear layers that are built inside the context for FP8, and their weights if ``keeps_weights``."""
+    """Prepare the linear layers that are built inside the context for FP8.
+
+    If ``keeps_weights``, the layers also hold their weights in FP8.
+    """
     layers: list[Any] = []
     _building.append(layers)
     try:

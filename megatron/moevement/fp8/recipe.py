@@ -16,7 +16,7 @@ Quantiser = Callable[[torch.Tensor, torch.dtype], Quantised]
 
 
 class Role(IntEnum):
-    """Roles of a matrix in a product; delayed scaling has a scale for each."""
+    """Roles of a matrix in a product. Delayed scaling has one scale for each role."""
 
     INPUT = 0
     WEIGHT = 1
@@ -35,13 +35,13 @@ NAMES = ("delayed", *_ACTIVATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Recipe that ``--fp8-format`` and the flags beside it select."""
+    """FP8 recipe that ``--fp8-format`` and related flags select."""
 
     name: str
     is_hybrid: bool
     """True if gradients are in E5M2 and all other matrices in E4M3; False if all are in E4M3."""
     margin: int = 0
-    """Powers of two that delayed scaling leaves free above the amax."""
+    """Margin of delayed scaling, as a power of two: scales are divided by ``2**margin``."""
     history: int = 1
     """Number of amaxes that delayed scaling keeps."""
     takes_max: bool = False
@@ -65,10 +65,10 @@ class Recipe:
         return self.name == "delayed"
 
     def dtype(self, role: Role) -> torch.dtype:
-        """Return the dtype of the codes."""
+        """Return the dtype of the codes of a matrix in this role."""
         return E5M2 if self.is_hybrid and role is Role.GRADIENT else E4M3
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
-        """Quantise ``[M, N]`` by its own amaxes; not for delayed scaling."""
+        """Quantise ``[M, N]`` with scales that are computed from this matrix; not for delayed scaling."""
         quantiser = (_WEIGHTS if role is Role.WEIGHT else _ACTIVATIONS)[self.name]
         return quantiser(matrix, self.dtype(role))

@@ -14,7 +14,7 @@ from megatron.moevement.fp8.tensor import BlockQuantisedTensor, QuantisedTensor
 
 
 def modify_underlying_storage(tensor: QuantisedTensor, raw: torch.Tensor) -> None:
-    """Move the codes to ``raw`` (``uint8``, equally many), a range of the buffer that Megatron gathers."""
+    """Move the codes of a weight to ``raw``, a ``uint8`` range of the same size in the buffer that Megatron gathers."""
     tensor = tensor.data if not isinstance(tensor, QuantisedTensor) else tensor
     old = tensor.buffers[tensor.codes_name]
     raw.detach().copy_(old)
@@ -29,10 +29,11 @@ def quantize_param_shard(
     data_parallel_group: Any,
     fsdp_shard_model_params: None = None,
 ) -> None:
-    """Compute the codes of this rank's range of each weight from its master weights, and the scales of all weights.
+    """Compute the codes of this rank's shard of each weight from master weights, and the scales of all weights.
 
-    Collective over the group, with the same weights in the same order. Masters are first rounded to the dtype that the
-    weights show, so a weight has the same codes with and without ``--fp8-param-gather``.
+    Collective over ``data_parallel_group``: all ranks pass the same weights in the same order. Masters are rounded to
+    the dtype that the weights show, before they are quantised. A weight therefore has the same codes with and without
+    ``--fp8-param-gather``.
     """
     if not model_params:
         return
@@ -54,9 +55,9 @@ def quantize_param_shard(
 
 @torch.no_grad()
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
-    """Update scales after a gather of codes.
+    """Update the inverse scales of weights with delayed scaling, after a gather of codes.
 
-    With delayed scaling, all replicas know the scale that the owning optimizer used.
+    Every replica knows the scale that the rank with the shard used, because delayed scaling reduces amaxes.
     """
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:
@@ -64,7 +65,7 @@ def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
 
 
 def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) -> torch.Tensor:
-    """Return the amaxes of the range alone: ``[1, 1]``, or one for each block."""
+    """Return the amaxes of this rank's shard: ``[1, 1]``, or one amax for each block of the weight."""
     if not isinstance(weight, BlockQuantisedTensor):
         return amax_of(shard).view(1, 1) if shard is not None else torch.zeros(1, 1)
     whole = torch.zeros(weight.numel(), dtype=weight.dtype)
@@ -75,7 +76,7 @@ def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) ->
 
 def _write(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int, amax: torch.Tensor) -> None:
     dtype = weight.recipe.dtype(Role.WEIGHT)
-    if weight.scales is not None:  # The scale follows from earlier amaxes; this amax counts for the next scale.
+    if weight.scales is not None:  # The scale comes from earlier amaxes; this amax is recorded for the next scale.
         weight.scales.count(Role.WEIGHT, amax)
         scale = weight.scales.for_codes().view(1, 1)
     else:

@@ -1,7 +1,7 @@
-"""Weights that are kept in FP8 (``--fp8-param-gather``), as tensors that show a BF16 dtype and hold codes and scales.
+"""Weights that are kept in FP8 (``--fp8-param-gather``): tensors that show a BF16 dtype and hold codes and scales.
 
-Their buffers have the names of Transformer Engine's tensors, because Megatron's data-parallel buffers, distributed
-optimizer and checkpoints handle them through :mod:`megatron.core.fp8_utils`.
+The buffers of a weight have Transformer Engine's names, because Megatron's data-parallel buffers, distributed optimizer
+and checkpoints access the weights through :mod:`megatron.core.fp8_utils`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class QuantisedTensor(torch.Tensor):
-    """Weight ``[N, K]`` in E4M3 with one scale, or one for each 128 x 128 elements.
+    """Weight ``[N, K]`` in E4M3 with one scale; subclasses have a scale for each block.
 
-    Operations that read it get the represented values, in the dtype that it shows. ``copy_`` and fills quantise. No
-    other operation changes it in place.
+    Operations that read the weight get the represented values, in the dtype that the weight shows. ``copy_`` and fills
+    quantise the new values. No other operation may change the weight in place.
 
     Attributes:
-        buffers: raw buffers by the names of Transformer Engine's tensors: ``uint8`` codes, and inverse scales.
-        recipe: recipe by which it is quantised.
-        scales: scales of its layer with delayed scaling; None otherwise.
+        buffers: ``uint8`` codes and inverse scales, by Transformer Engine's names.
+        recipe: recipe that quantises the weight.
+        scales: scales of the layer if scaling is delayed; None otherwise.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -47,7 +47,7 @@ class QuantisedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, recipe: Recipe, scales: DelayedScales | None) -> QuantisedTensor:
-        """Quantise ``values``, ``[N, K]`` in the dtype that the result shows."""
+        """Return a weight that represents ``values``, ``[N, K]``, and shows the dtype of ``values``."""
         kind = (
             MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
         )
@@ -67,9 +67,9 @@ class QuantisedTensor(torch.Tensor):
         return {self.codes_name: quantised.row.codes.view(torch.uint8), self.scales_name: quantised.row.scale_inv}
 
     def part(self, codes: torch.Tensor) -> QuantisedTensor:
-        """Return a weight that is a view of some of this weight's codes: the shard that an optimizer updates.
+        """Return a view of some of this weight's codes, as a weight: the shard that an optimizer updates.
 
-        It exists only with delayed scaling, whose scale does not depend on the part that is quantised.
+        Only delayed scaling permits such views, because its scale does not depend on the quantised part.
         """
         like = torch.empty(1, dtype=self.dtype, device=codes.device).expand(
             codes.shape
@@ -77,7 +77,7 @@ class QuantisedTensor(torch.Tensor):
         return type(self)(like, self.recipe, self.scales, {**self.buffers, self.codes_name: codes})
 
     def quantised(self) -> Quantised:
-        """Return the matrix in the form that products need, with the buffers and not copies."""
+        """Return the matrix in the form that products need. The result shares the buffers of this weight."""
         form = self._form(self.codes_name, self.scales_name, (1, 1))
         return Quantised(form, form)
 
@@ -94,10 +94,10 @@ class QuantisedTensor(torch.Tensor):
 
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> None:
-        """Change the represented values to ``values``.
+        """Set the represented values to ``values``.
 
-        An optimizer changes a shard, whose amax then counts for the next scale. Loading changes a whole weight, and
-        counts for nothing, because the history is loaded too.
+        A flat weight is a shard that an optimizer updates, so delayed scaling records the amax for the next scale. A
+        whole weight is set when state is loaded. Then no amax is recorded, because the amax history is loaded as well.
         """
         if self.scales is not None and self.dim() == 1:
             self.scales.record(Role.WEIGHT, values.to(self.dtype))
@@ -116,7 +116,7 @@ class QuantisedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Dispatch an operation, as the class describes."""
+        """Execute an operation on weights according to the rules of the class."""
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
             return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
@@ -130,7 +130,7 @@ class QuantisedTensor(torch.Tensor):
             first.update(torch.full(first.shape, args[1] if len(args) > 1 else 0.0, dtype=first.dtype))
             return first
         if isinstance(first, QuantisedTensor) and func._schema.is_mutable:
-            raise NotImplementedError(f"{func} on a weight in FP8; copy_ quantises, and nothing else changes it")
+            raise NotImplementedError(f"{func} cannot change a weight in FP8; use copy_, which quantises the values")
         plain = torch.utils._pytree.tree_map_only(
             QuantisedTensor, QuantisedTensor.dequantised, (args, dict(kwargs or {}))
         )
@@ -138,18 +138,18 @@ class QuantisedTensor(torch.Tensor):
 
 
 class BlockQuantisedTensor(QuantisedTensor):
-    """Weight in FP8 with a power of two for every 128 x 128 elements."""
+    """Weight in FP8 with a power-of-two scale for every block of 128 x 128 elements."""
 
     codes_name, scales_name = "_rowwise_data", "_rowwise_scale_inv"
 
     def quantised(self) -> Quantised:
-        """Return the matrix in the form that products need, with the buffers and not copies."""
+        """Return the matrix in the form that products need. The result shares the buffers of this weight."""
         form = self._form(self.codes_name, self.scales_name, (BLOCK, BLOCK))
         return Quantised(form, form)
 
 
 class MXQuantisedTensor(BlockQuantisedTensor):
-    """Weight in FP8 with an exponent for every 32 elements of a row, and separate codes for those of a column."""
+    """Weight in MXFP8, with codes twice: for blocks of 32 elements in a row, and for blocks of 32 in a column."""
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         quantised = self.recipe.quantise(values, Role.WEIGHT)
@@ -161,7 +161,7 @@ class MXQuantisedTensor(BlockQuantisedTensor):
         }
 
     def quantised(self) -> Quantised:
-        """Return the matrix in the forms that products need, with the buffers and not copies."""
+        """Return the matrix in the two forms that products need. The result shares the buffers of this weight."""
         return Quantised(
             self._form("_rowwise_data", "_rowwise_scale_inv", (1, MX_BLOCK)),
             self._form("_columnwise_data", "_columnwise_scale_inv", (MX_BLOCK, 1)),
@@ -169,10 +169,10 @@ class MXQuantisedTensor(BlockQuantisedTensor):
 
 
 def keep_in_fp8(layer: Any, recipe: Recipe) -> None:
-    """Replace the weight of a linear layer by one in FP8.
+    """Replace the weight of a linear layer by a weight in FP8.
 
-    The distributed optimizer creates its master weights once, from the original values
-    (``get_high_precision_init_val``).
+    The original values stay available in ``get_high_precision_init_val``, from which the distributed optimizer creates
+    master weights.
     """
     values = layer.weight.detach()
     weight = torch.nn.Parameter(QuantisedTensor.of(values, recipe, getattr(layer, "fp8", None)))

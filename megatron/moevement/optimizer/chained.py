@@ -1,8 +1,9 @@
 """Conversion of optimizer state between runs with and without expert parallelism.
 
-With expert parallelism, Megatron chains two optimizers, dense and expert. A checkpoint keeps the common part of each
-(options of the parameter groups, loss scaler) under its number. Without expert parallelism, it has one optimizer and no
-number. The tensors have the parameters' names and fit either way. So only the common part has to be moved.
+With expert parallelism, Megatron chains two optimizers, dense and expert. A checkpoint then has one common part for
+each optimizer (options of the parameter groups, loss scaler), under the optimizer's number. Without expert parallelism,
+a checkpoint has a single common part and no number. Tensors are stored by parameter name and fit in both cases, so only
+common parts are converted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _TENSORS = "param_state"
 
 
 def across_expert_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``ChainedOptimizer.load_state_dict`` for checkpoints of another number of chained optimizers."""
+    """Return a ``ChainedOptimizer.load_state_dict`` that converts state of another number of optimizers."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -6,9 +6,9 @@ Megatron's chained step mixes reductions, updates and gathers. The replacement o
    device with an unfinished reduction would be a wait for other ranks.
 2. The rank asks the job's store whether the generation was interrupted, because the result of an aborted reduction may
    be garbage.
-3. A section follows that no restart interrupts and that waits for no other rank. In it gradients are clipped, every
-   member executes its step, compute weights are copied, and the mark is set.
-4. Parameters are gathered, which may be interrupted and repeated.
+3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, gradients are clipped,
+   every chained optimizer executes its step, compute weights are copied, and the mark is set.
+4. Parameters are gathered. The gather may be interrupted and repeated.
 
 See :mod:`moevement_core.trainer.commit`.
 """
@@ -46,7 +46,7 @@ UNSCALE = "_unscale_main_grads_and_check_for_nan"
 
 
 def check_supported(optimizer: Any) -> None:
-    """Refuse an optimizer whose step cannot be repeated for some of the operators.
+    """Refuse an optimizer whose step a recovery cannot repeat for single operators.
 
     Raises:
         ConfigError: the optimizer is not Megatron's chain of optimizers around Adam.
@@ -66,12 +66,12 @@ class CommittedOptimizer(Commit):
         boundary: function that returns a copy of the boundary state after the current iteration. What the step itself
             changes (loss scalers, step counts, the schedule) has its value from before the step.
         advance: function that returns the schedule's state after an update, from that boundary state.
-        vote: function that returns once every rank of the job has called it, unless a reduction of the step ensures
-            that.
+        vote: function that returns once every rank of the job has called it; at once if a reduction of the step proves
+            that every rank has reached the vote.
         step: replacement for the trainer's ``optimizer.step()`` in training; it calls :meth:`step`.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
-        num_tokens: function that returns the number by which gradients were divided, and waits for the device; it
-            returns None without per-token loss.
+        num_tokens: function that waits for the device and returns the number of tokens by which gradients were divided;
+            None without per-token loss.
         validates: True if an update with a norm that is not finite is refused.
     """
 
@@ -94,9 +94,9 @@ class CommittedOptimizer(Commit):
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
-        """Mode that answers reductions; a replay sets another one for its duration."""
+        """Mode that determines the results of reductions; a replay sets another mode for its duration."""
         self.again: Mapping[str, Any] = {}
-        """Outcome of the last step that was repeated."""
+        """Outcome of the last step that a replay executed."""
         self._prepared: Mapping[str, Any] = {}
         self._reduced = Reduced()
         self._section: ExitStack | None = None
@@ -105,7 +105,7 @@ class CommittedOptimizer(Commit):
         for member in members(optimizer):
             if hasattr(member, "config"):  # A barrier of the timers would wait for other ranks inside the update.
                 member.config.barrier_with_L1_time = False
-                # The gathers of all chunks come after the section.
+                # All chunks are gathered after the update section.
                 member.config.overlap_param_gather_with_optimizer_step = False
         for chunk in (chunk for member in self._gathering() for chunk in member.model_chunks):
             chunk.overlap_param_gather_with_optimizer_step = False
@@ -136,7 +136,7 @@ class CommittedOptimizer(Commit):
                 replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
 
     def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
-        """Return a reduction of the step that the mode answers; the last one also begins the update."""
+        """Return a reduction whose result the mode determines; the last reduction also begins the update section."""
 
         @functools.wraps(original)
         def reduction() -> Any:
@@ -161,10 +161,11 @@ class CommittedOptimizer(Commit):
         return reduction
 
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
-        """Return a count of zeros that is already known inside the section.
+        """Return a ``count_zeros`` that is already answered inside the update section.
 
-        Megatron counts zeros when it clips gradients. That is inside the section, where ranks may not wait for each
-        other. So the zeros are counted before it, which differs only if clipping rounds a gradient down to zero.
+        Megatron counts zeros after it clips gradients. That is inside the section, where ranks may not wait for each
+        other. So the zeros are counted before the section. The count differs only if clipping rounds a gradient down to
+        zero.
         """
 
         @functools.wraps(original)
@@ -188,7 +189,7 @@ class CommittedOptimizer(Commit):
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
 
     def _replace_copies(self) -> None:
-        """Have FP8 weights computed at the gather and not in the update, because other ranks have to take part."""
+        """Move the computation of FP8 weights from the update to the gather, because all replicas take part in it."""
         for member in self._gathering():
             if weights.is_quantised(member):
                 for name in COPIES:
@@ -209,7 +210,7 @@ class CommittedOptimizer(Commit):
 
     @override
     def step(self, iteration: int) -> Any:
-        # Random states and router buffers are final now; for the rest the effect of the step is known.
+        # Random states and router buffers are final now; the step changes the rest in a known way.
         self._prepared = self._boundary()
         try:
             with ExitStack() as self._section, self._gathers_deferred():
@@ -265,23 +266,23 @@ class CommittedOptimizer(Commit):
     def making(self) -> AbstractContextManager[None]:
         """Return the context in which FP8 weights are computed from the mark's master weights.
 
-        If the mark's iteration executed no update, the context keeps the scales, and so the codes, of before.
+        If the mark's iteration had no update, FP8 scales, and so FP8 codes, stay as they were before it.
         """
         outcome = self.mark.outcome if self.mark is not None else {}
         is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
         return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
-        """Compute weights with the scales of the mark, which an interrupted iteration has changed.
+        """Compute weights with the mark's scales, because an interrupted iteration may have changed the live scales.
 
-        The amax histories that this leaves belong to the mark.
+        The computation also updates amax histories. The mark receives copies of them.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)
             return
         self._scales.put(self.mark.boundary)
         weights.copy_masters(member)
-        refuse_if_interrupted()  # The amaxes for the scales were reduced over ranks.
+        refuse_if_interrupted()  # An aborted reduction of amaxes may have returned garbage.
         self.mark = replace(self.mark, boundary={**self.mark.boundary, **self._scales.copies()})
 
     # After a failure
@@ -291,7 +292,7 @@ class CommittedOptimizer(Commit):
         """Close what an interruption left open.
 
         With an open section, the steps of a replay would wait for every rank and never allow a restart. With deferred
-        gathers, they would train on weights that were not gathered.
+        gathers, a replay would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -313,14 +314,14 @@ class CommittedOptimizer(Commit):
     def redo(self, mode: Redo) -> None:
         """Repeat an update from logged gradients; parameters are not gathered.
 
-        The call waits for no other rank if no member reduces over a group whether gradients overflowed.
+        The call waits for no other rank, unless a chained optimizer reduces its overflow flag over a group.
         """
         with self.in_mode(mode), self._gathers_deferred():
             self._step()
 
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:
-        """Let ``mode`` answer reductions inside the context, in which steps are Megatron's own."""
+        """Let ``mode`` determine the results of reductions inside the context, where steps are Megatron's own."""
         before, self.mode = self.mode, mode
         try:
             yield
@@ -332,7 +333,7 @@ def norm_spans_job(optimizer: Any, world: int) -> bool:
     """Return True if every rank of the job contributes to every norm of a step.
 
     Such a norm proves that all ranks have reached it. Without the distributed optimizer, a norm covers one model
-    replica; with several instances of it, a norm covers one instance.
+    replica. With several instances of the distributed optimizer, a norm covers one instance.
     """
     groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
     return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)

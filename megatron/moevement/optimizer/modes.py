@@ -1,4 +1,4 @@
-"""Modes that answer the reductions of Megatron's chained step: with the reductions in training, else from records.
+"""Modes that supply the results of the reductions in Megatron's chained step, by reducing or from records.
 
 A **replay** repeats the original update for active operators alone. Frozen operators have no gradient (a zero gradient
 would still move the weights by momentum and weight decay), so Adam skips them. Two results of the original step come
@@ -7,7 +7,8 @@ clipped.
 
 A **redo** uses logged gradients.
 
-A rank that **follows** had finished every reduction of a step that other ranks have executed; it uses their results.
+A rank **follows** a step that other ranks have executed, if it had finished every reduction of the step. It uses the
+results of those ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DECOUPLED = "decoupled_grad"
 
 
 class Train:
-    """Mode of training, in which Megatron reduces.
+    """Mode of training, in which Megatron executes the reductions.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
@@ -51,11 +52,11 @@ class Train:
         return original()
 
     def count_zeros(self, original: Callable[[], int]) -> int:
-        """Return the number of zeros in all gradients; Megatron asks for it if the job logs it."""
+        """Return the number of zeros in all gradients; called only if the job logs the number."""
         return original()
 
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
-        """Return True if gradients of the chained optimizer ``number`` overflowed, after unscaling them."""
+        """Unscale the gradients of chained optimizer ``number``, and return True if they overflowed."""
         return original()
 
     def update(self, original: Callable[[], bool]) -> bool:
@@ -100,7 +101,7 @@ class Follow(Train):
 
     @override
     def count_zeros(self, original: Callable[[], int]) -> int:
-        return int(self._outcome.get("zeros") or 0)  # An older version wrote records without this number.
+        return int(self._outcome.get("zeros") or 0)  # Records of an older version lack this number.
 
 
 class Replay(Train):
@@ -152,10 +153,10 @@ class Replay(Train):
 class Redo(Replay):
     """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
-    A gradient that was reduced in FP32 was unscaled and clipped in place, and logged after that. A narrower gradient
-    was logged as it was reduced. So the mode sets all gradients twice: for the narrow ones before Megatron unscales and
-    clips, and for the others after it. The second time, the optimizer does not read the narrow ones, because it has its
-    own copy.
+    An FP32 gradient was logged after it was unscaled and clipped in place. A narrower gradient was logged as the
+    reduction left it. So the mode puts all gradients into their buffers twice: once for narrow gradients, before
+    Megatron unscales and clips, and once for FP32 gradients, after that. The second time has no effect on narrow
+    gradients, because the optimizer has already copied them.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.

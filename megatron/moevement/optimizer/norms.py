@@ -1,8 +1,8 @@
-"""Norms by which gradients are clipped, recorded and restored as the same kind of number with the same bits.
+"""Norms for gradient clipping, which are recorded and restored with the same type and the same bits.
 
-Megatron's norm is a Python double, and the clip coefficient then follows in double arithmetic. With Transformer Engine
-the norm is an FP32 tensor on the device, and the coefficient follows in FP32 arithmetic. A replacement of one by the
-other would give other bits.
+Megatron's norm is a Python double, and the clip coefficient is computed in double arithmetic. With Transformer Engine,
+the norm is an FP32 tensor on the device, and the coefficient is computed in FP32 arithmetic. A conversion between the
+two types would change bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Norm = float | torch.Tensor | None
 def recorded(norm: Any) -> Norm:
     """Return ``norm`` as records keep it: a tensor as a copy on the host, any other number as a double.
 
-    The tensor keeps its shape and dtype. The call waits for the device, and so for the reduction that gives the norm.
-    The caller must not be in a section in which nothing may wait for another rank.
+    The tensor keeps its shape and dtype. The call waits for the device, and so for the reduction that computes the
+    norm. It must not be called inside the update section, where nothing may wait for another rank.
     """
     if isinstance(norm, torch.Tensor):
         return norm.detach().to("cpu", copy=True)
@@ -28,17 +28,17 @@ def recorded(norm: Any) -> Norm:
 
 
 def all_recorded(norms: Mapping[str, Any] | None) -> dict[str, Norm]:
-    """Return the norms as :func:`recorded` returns each of them."""
+    """Return the result of :func:`recorded` for each norm, by its name."""
     return {name: recorded(norm) for name, norm in (norms or {}).items()}
 
 
 def as_clipped_by(norm: Norm) -> Any:
-    """Return a recorded norm in the form that clipping needs; a tensor as a new one on this rank's device."""
+    """Return a recorded norm in the form that clipping needs; a tensor is copied to this rank's device."""
     if isinstance(norm, torch.Tensor):
         return norm.to(torch.cuda.current_device(), copy=True)
     return norm
 
 
 def as_logged(norm: Norm) -> float | None:
-    """Return the norm as Megatron's trainer logs it, rounded to FP32 by its transfer between stages."""
+    """Return the norm as Megatron's trainer logs it: the transfer between stages rounds it to FP32."""
     return None if norm is None else torch.as_tensor(norm, dtype=torch.float32).item()

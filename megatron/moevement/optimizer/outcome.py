@@ -25,9 +25,9 @@ class Reduced:
     """
 
     found_inf: Sequence[bool | None] = ()
-    """Overflow of each chained optimizer, by which it adjusts its own loss scale; None if it has no loss scaler."""
+    """True for each chained optimizer whose gradients overflowed; None for one without a loss scaler."""
     clip_norm: Norm = None
-    """Norm that the clipping used; the number that the trainer prints was rounded by its transfer between stages."""
+    """Norm that clipping used, in full precision; the trainer prints it rounded to FP32."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
     num_tokens: int | None = None
     """Tokens of the batch, if gradients are divided by them."""
@@ -52,7 +52,7 @@ class Reduced:
         """Refuse norms that are not finite; they are on the host, and equal on all ranks that contribute to them.
 
         Raises:
-            ResultError: a norm is not finite. Local gradients were validated before, so their sum or its transport is
+            ResultError: a norm is not finite. Local gradients were validated before, so the sum or the communication is
                 at fault.
         """
         for norm in (self.clip_norm, *self.clip_norms_by_group.values()):
@@ -61,7 +61,7 @@ class Reduced:
 
 
 def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
-    """Return what a replay needs to know of a step, without waiting.
+    """Return the outcome of a step in the form that a replay needs, without waiting for the device.
 
     Args:
         result: result of Megatron's ``optimizer.step()``.
@@ -82,7 +82,7 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
     """Return copies of the step counts of Apex's and Transformer Engine's Adam, one for each parameter group.
 
     Torch's Adam counts in the state of each parameter, so its groups have no count. An optimizer whose step can be
-    captured in a graph counts in a tensor, in place.
+    captured in a graph keeps its count in a tensor, and changes the tensor in place.
     """
     return [
         [_copied(group.get("step")) for group in member.optimizer.param_groups]
@@ -92,7 +92,7 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 
 
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
-    """Restore the result of :func:`step_counts`; from then on every step counts once, whatever is frozen."""
+    """Restore the result of :func:`step_counts`; later steps count once each, whichever operators are frozen."""
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for inner_optimizer, of_groups in zip(inner, counts, strict=True):
         for group, count in zip(inner_optimizer.param_groups, of_groups, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters in FP8 by their raw buffers, which Transformer Engine's tensors and this project's share."""
+"""Raw buffers of FP8 parameters, which have the same names in Transformer Engine's tensors and in this project's."""
 
 from __future__ import annotations
 

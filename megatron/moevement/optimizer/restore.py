@@ -17,7 +17,7 @@ from moevement_core.snapshot.snapshot import Snapshot, as_bytes
 
 
 class Restore:
-    """Loader of the operators of one rank.
+    """Loader of snapshots into the live tensors of one rank.
 
     All data-parallel replicas load the same operators at the same point.
 
@@ -41,12 +41,13 @@ class Restore:
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         """Load full state or compute weights of some operators; all compute weights of this rank are valid afterwards.
 
-        If it is not shared, the rank loads only what it saves itself; see :meth:`gather_replicas`.
+        If ``is_shared`` is False, the rank loads only the part that it saves itself, and waits for no other rank;
+        :meth:`gather_replicas` completes the state.
 
         Args:
             snapshot: snapshot of this rank.
             loads: kind of state to load of each operator.
-            is_shared: True if all replicas of the stage load, and complete each other's state.
+            is_shared: True if all replicas of the stage load together, and send each other the parts that they saved.
 
         Raises:
             RecoveryError: the snapshot belongs to another model.
@@ -75,9 +76,9 @@ class Restore:
 
     @torch.no_grad()
     def gather_replicas(self) -> None:
-        """Send full state of which each replica has a range, and compute weights, to all replicas.
+        """Send each replica's range of the full state, and the compute weights, to all replicas.
 
-        Collective over the ranks of the stage. Ranks that kept their state have all of it, and keep it.
+        Collective over the ranks of the stage. Survivors take part, and their state does not change.
         """
         _complete([tensor for tensor in self._views.replicated if tensor.saved is Saved.FULL])
         self._compute_weights_from_masters()
@@ -100,7 +101,7 @@ class Restore:
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:
-    """Send the range that each replica has loaded to all others."""
+    """Send the range that each replica has loaded to all other replicas."""
     by_group: dict[int, list[Replicated]] = {}
     for tensor in tensors:
         by_group.setdefault(id(tensor.group), []).append(tensor)

@@ -18,13 +18,14 @@ _SCALE = ".scale"
 _MADE_IN_FORWARD = tuple(f"{direction}.{what}" for direction in _DIRECTIONS for what in ("scale", "amax_history"))
 """Endings of the names of tensors that Transformer Engine creates in a module's first forward pass."""
 _PER_PRODUCT = 3
-"""Scales that Transformer Engine has for each product in the forward pass: of input, weight and output."""
+"""Scales of Transformer Engine for each matrix product of the forward pass: for input, weight and output."""
 
 
 class Scales:
     """Scales and amax histories of a rank's virtual stages.
 
-    Each call looks them up, because Transformer Engine creates those of a module in its first forward pass.
+    Each call looks the tensors up, because Transformer Engine creates a module's tensors in the first forward pass of
+    the module.
 
     Args:
         chunks: virtual stages, with or without their wrappers.
@@ -43,10 +44,10 @@ class Scales:
 
     @torch.no_grad()
     def put(self, boundary: Mapping[str, Any]) -> None:
-        """Set scales and histories to those of ``boundary``; a recipe without scales has none there.
+        """Set scales and histories to those of ``boundary``, which has none for recipes without scales.
 
-        On a replacement, whose modules have not run yet, the call creates the tensors first. Modules that have run by
-        now, and had not at the boundary, get their initial values.
+        On a replacement, whose modules have not run yet, the call creates the tensors first. Modules whose first run
+        came after the boundary get their initial values.
 
         Raises:
             RecoveryError: the boundary state belongs to another job.
@@ -66,7 +67,7 @@ class Scales:
 
 
 def _fits(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return True if ``saved`` has all names of ``live``, except those of modules that had not run before it."""
+    """Return True if ``saved`` has all names of ``live``; modules that had not run when it was saved may be missing."""
     return list(saved) == [name for name in live if name in saved or not name.endswith(_MADE_IN_FORWARD)]
 
 
@@ -86,7 +87,7 @@ def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
 def fp8_scales(chunks: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
     """Return live scales and amax histories of each virtual stage, by name; empty for recipes without history.
 
-    They are those of this project's layers, and those that Transformer Engine keeps in a layer's ``fp8_meta``.
+    The tensors belong to this project's layers, or to the ``fp8_meta`` of Transformer Engine's layers.
     """
     return [dict(_of_chunk(chunk)) for chunk in chunks]
 

@@ -1,10 +1,10 @@
 """Dense checkpoints of runs with torch's Adam, which Megatron uses without Apex and Transformer Engine.
 
-Apex and Transformer Engine create an optimizer's state on request and count steps in the parameter group. Torch creates
-it at the first step and counts in each parameter's state. Megatron's checkpoints confuse the two. A fresh process
-cannot load a checkpoint, or loads a wrong count, with slightly wrong weights from then on. The functions here give
-every parameter the state from which its first step would start. They also give it its own count, which comes only from
-the group in which the checkpoint keeps it.
+Apex and Transformer Engine create an optimizer's state on request, and count steps in the parameter group. Torch
+creates the state at the first step, and counts steps in each parameter's state. Megatron's checkpoints confuse the two.
+A fresh process fails to load a checkpoint, or loads a wrong step count, which makes all later weights slightly wrong.
+The functions here give every parameter its initial state and a separate step count. The count comes only from the group
+in which the checkpoint keeps it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]
     """Return a ``DistributedOptimizer.state_dict`` for ranks whose shard has no parameter.
 
     The original reads the common step count from the state of its parameters, and asserts that there is one. The count
-    of such a rank does not enter a checkpoint, because data-parallel rank 0 writes it.
+    of such a rank does not enter a checkpoint, because data-parallel rank 0 writes its own.
     """
 
     @functools.wraps(original)
@@ -85,9 +85,9 @@ def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
 def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count of each tensor.
 
-    The fully reshardable format keeps one count for all parameters, which is set before. The setter asks each tensor
-    for it, and skips values that are not tensors. In an FP32 run, the tensor that it sets is a view of the weights,
-    which are a leaf of autograd; hence ``no_grad``.
+    The fully reshardable format keeps one step count for all parameters, and the count is set before. The original
+    setter asks for the count of each tensor, and skips values that are not tensors, such as None. In an FP32 run, it
+    sets a view of the weights, which are a leaf of autograd; hence ``no_grad``.
     """
 
     @functools.wraps(original)

@@ -38,9 +38,9 @@ class Part:
     state: dict[str, torch.Tensor]
     """Master weights and optimizer state of this range, flat."""
     master: torch.Tensor | None = None
-    """Tensor that the inner optimizer updates, in its own shape; None if it does not train the parameter."""
+    """Tensor that the inner optimizer updates, in its own shape; None if the optimizer does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole state, flat, if data-parallel replicas own a range of it each."""
+    """Whole state, flat, if each data-parallel replica owns one range of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,14 +49,14 @@ class Trained:
 
     parameter: torch.nn.Parameter
     master: torch.Tensor | None
-    """Tensor that this rank's optimizer updates; None if another rank's updates all of the parameter, or none does."""
+    """Tensor that this rank's optimizer updates; None if it updates no part of the parameter."""
     weights: torch.Tensor | None
-    """Range of the parameter that follows from ``master``, flat; None if the parameter is stored quantised."""
+    """Range of the parameter that is computed from ``master``, flat; for FP8 the attribute :data:`HALF`, or None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    """State that every data-parallel replica has, and of which each saves a range."""
+    """State that every data-parallel replica has; each replica saves one range of it."""
 
     operator: str
     saved: Saved
@@ -78,7 +78,7 @@ class OperatorViews:
 
 
 Whose = Callable[[Any], int]
-"""Function that returns, for a group of replicas, the number of the replica whose part of the state is meant."""
+"""Function that takes a group of replicas, and returns the index of the replica whose part is viewed."""
 
 
 def _own(group: Any) -> int:
@@ -88,13 +88,13 @@ def _own(group: Any) -> int:
 def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> OperatorViews:
     """Return views of every operator that this rank holds.
 
-    The caller must wait until the optimizer has the tensors that training will use, after a checkpoint is loaded.
-    Torch's Adam gets the state here that its first step would create.
+    It must be called after a checkpoint is loaded, when the optimizer has the tensors that training will use. For
+    torch's Adam, it creates the state that the first step would create.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
         optimizer: Megatron's optimizer.
-        whose: replica whose part of replicated state is meant; by default this rank.
+        whose: choice of the replica whose part of replicated state is viewed; this rank by default.
 
     Raises:
         OperatorError: an optimizer or a layout of experts has tensors that cannot be assigned to operators.
@@ -114,7 +114,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
             weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
             part = part_of(parameter)
             trained.setdefault(operator.name, []).append(_trained(parameter, part))
-            if part is None:  # Another rank owns it; its codes are gathered from there, but its scales are not.
+            if part is None:  # Codes are gathered from the rank that owns the parameter, but scales are not.
                 for saved, tensors in ((Saved.COMPUTE, weights), (Saved.FULL, states)):
                     tensors += [
                         StateTensor(operator.name, saved, f"{number}.{name}[0:0]/{what}", tensor)
@@ -187,7 +187,7 @@ def _weigh(state: OperatorState) -> StateBytes:
 
 
 def make_optimizer_state(optimizer: Any) -> None:
-    """Give every parameter the optimizer state from which its first step would start, if it has none."""
+    """Create the initial optimizer state of every parameter that has no state yet."""
     for member in members(optimizer):
         inner = getattr(member, "optimizer", None)
         if isinstance(inner, torch.optim.Adam):
@@ -197,7 +197,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
-    """Return a function that returns this rank's part of a parameter; None if other ranks own all of it."""
+    """Return a function that returns the part of a parameter that a rank owns; None if other ranks own all of it."""
     parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
@@ -230,8 +230,8 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the tensor that the distributed optimizer updates for a parameter, and its state as it is stored.
 
-    With ``--use-precision-aware-optimizer``, the optimizer may keep the master weights itself. Then it updates the
-    parameter's own range, which has the upper halves of the master weights if the optimizer keeps their remainders.
+    With ``--use-precision-aware-optimizer``, the optimizer may keep the master weights itself. Then it updates a range
+    of the parameter. If the optimizer keeps only the remainders of master weights, that range has their upper halves.
     """
     group, place = member.model_param_group_index_map[parameter]
     inner = member.optimizer
@@ -291,12 +291,12 @@ def live_replicas(chunks: list[Any], optimizer: Any) -> frozenset[int]:
 
 
 def part_of_rank(rank: int) -> Whose:
-    """Return a function that selects the part of another rank, which is in all groups of replicas of this rank."""
+    """Return a function that chooses the part of ``rank``, which must be in all groups of replicas of this rank."""
     return lambda group: dist.get_process_group_ranks(group).index(rank)
 
 
 def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of one of ``size`` replicas, with equal parts; a single element belongs to all replicas."""
+    """Return the range of ``numel`` elements that replica ``rank`` of ``size`` saves; all save a single element."""
     return (0, 1) if numel == 1 else (numel * rank // size, numel * (rank + 1) // size)
 
 
@@ -312,7 +312,7 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the scales of a parameter whose codes another rank owns.
 
-    Of an MXFP8 parameter, this rank computes both forms from the gathered values.
+    MXFP8 parameters have none here, because this rank computes both of their forms from gathered values.
     """
     quantised = quantised_buffers(parameter)
     if quantised is not None and quantised.is_one_form:

@@ -17,7 +17,7 @@ from megatron.moevement.fp8.shards import post_all_gather_processing
 from megatron.moevement.state_digest import members
 
 HALF = "moevement_half"
-"""Attribute of an MXFP8 parameter with its range in BF16, rounded from the master weights (``optimizer/views.py``)."""
+"""Attribute of MXFP8 parameters: this rank's range in BF16, rounded from master weights (``optimizer/views.py``)."""
 
 
 def is_quantised(member: Any) -> bool:
@@ -27,7 +27,7 @@ def is_quantised(member: Any) -> bool:
 
 
 def gathers_by_gradients(member: Any) -> bool:
-    """Return True if an optimizer gathers compute weights through its gradient buffers, which overwrites them."""
+    """Return True if an optimizer gathers compute weights through gradient buffers, which loses the gradients."""
     return bool(getattr(getattr(member, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
@@ -41,7 +41,7 @@ def copy_masters(member: Any) -> None:
         return
     if getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
         _write_weights(member.optimizer)
-        if is_quantised(member):  # Weights of which this rank owns no element have another scale now, too.
+        if is_quantised(member):  # Weights without elements on this rank also have new scales.
             post_all_gather_processing([weight for buffer in member.buffers for weight in buffer.params])
     elif gathers_by_gradients(member):
         member._copy_main_params_to_param_buffer()
@@ -52,7 +52,7 @@ def copy_masters(member: Any) -> None:
 def _write_weights(inner: Any) -> None:
     """Write weights from master weights that the optimizer keeps.
 
-    A weight that is one half of its master needs no write.
+    A weight that is the upper half of its master needs no write.
     """
     for group in inner.param_groups:
         for weight in group["params"]:
@@ -73,11 +73,11 @@ def round_masters(member: Any) -> None:
 
 
 def recompute_weights(chunks: Iterable[Any], optimizer: Any) -> None:
-    """Recompute weights that do not follow from their master weights, on all replicas, before training.
+    """Recompute weights from their master weights on all replicas, before training, if the two may differ.
 
-    Two cases need it. Megatron dequantises FP8 weights for a dense checkpoint and quantises them again, which gives
-    other codes if a recipe does not quantise its own output to itself (MXFP8). And an optimizer with narrower masters
-    starts with weights that are more precise than the masters, while a recovery has only the masters.
+    They differ in two cases. Megatron dequantises FP8 weights for a dense checkpoint and quantises them again; for
+    MXFP8 the second quantisation gives other codes. And an optimizer with narrow masters starts with weights that are
+    more precise than the masters, while a recovery has only the masters.
     """
     recompute_own_weights(optimizer)
     with remaking():
@@ -95,10 +95,10 @@ def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
 
 @torch.no_grad()
 def recompute_own_weights(optimizer: Any) -> None:
-    """Recompute the weights of this rank's own range, which waits for no other rank, if masters are narrow.
+    """Recompute the weights of this rank's range if masters are narrow, without waiting for other ranks.
 
-    A replacement needs no more to have the state of the job's start. FP8 weights that follow from FP32 masters are
-    correct when the model is built, and the other ranges come with the next gather.
+    A replacement then has the state of the job's start. FP8 weights that follow from FP32 masters are correct when the
+    model is built, and the other ranges come with the next gather.
     """
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:

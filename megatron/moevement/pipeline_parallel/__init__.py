@@ -1,1 +1,1 @@
-"""Traffic over stage boundaries: its log, and its replacement for a stage that replays alone."""
+"""Traffic over pipeline boundaries: the log of sent tensors, and feeds from the log for stages that replay alone."""

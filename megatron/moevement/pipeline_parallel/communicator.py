@@ -1,4 +1,4 @@
-"""Communicator between pipeline stages that logs what it sends, and that a replay feeds with logged tensors."""
+"""Communicator between pipeline stages. It logs sent tensors, and in a replay it receives logged tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Done:
 
 
 def logging_communicator(process: Process) -> Callable[[Any], Any]:
-    """Return a wrapper of the class ``P2PCommunicator`` that logs sends and can be fed.
+    """Return a wrapper of the class ``P2PCommunicator`` that logs sent tensors and can receive logged tensors.
 
-    All nine methods of the class that send and receive use one method, which the wrapper overrides.
+    All nine methods of the class that send or receive call ``_communicate``, which the wrapper overrides.
     """
 
     def wrapper(original: Any) -> Any:
         class LoggingCommunicator(original):
-            """Communicator that logs what it sends, and receives from feeds in a replay."""
+            """Communicator that logs sent tensors, and in a replay receives from feeds."""
 
             def _communicate(
                 self,
@@ -48,7 +48,7 @@ def logging_communicator(process: Process) -> Callable[[Any], Any]:
                         if tensor is not None:
                             live.boundary_log.note(direction, tensor)
                 feeds = live.feeds or Feeds(None, None)
-                # In a replay, tensors flow only to and from stages that replay as well.
+                # In a replay, this stage exchanges live tensors only with stages that replay at the same time.
                 live_next = tensor_send_next if feeds.after is None else None
                 live_prev = tensor_send_prev if feeds.before is None else None
                 from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to other stages in an iteration, computed from flags; its boundary log needs as many."""
+"""Bytes that a rank sends to other stages in an iteration. The boundary log needs the same amount of memory."""
 
 from __future__ import annotations
 

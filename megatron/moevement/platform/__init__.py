@@ -1,8 +1,8 @@
-"""Support for Megatron on a machine without CUDA, all of it in this package.
+"""Support for Megatron on a machine without CUDA.
 
 Every process that runs Megatron's code (ranks, checkpoint writers, spawned data workers) calls ``install()`` once,
-before it uses Megatron. With a GPU it does nothing. Without one, :mod:`.torch_cpu` implements ``torch.cuda`` for the
-CPU, and :mod:`.megatron_cpu` adapts how Megatron uses the results.
+before it uses Megatron. With a GPU, ``install()`` does nothing. Without a GPU, :mod:`.torch_cpu` implements
+``torch.cuda`` for the CPU, and :mod:`.megatron_cpu` adapts Megatron to that implementation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 from moevement_core.errors import ConfigError
 
 PLATFORM_ENV = "MOEVEMENT_PLATFORM"
-"""Variable that selects the platform: ``cpu`` forces the CPU, ``cuda`` refuses to start without a GPU; unset detects.
+"""Environment variable that selects the platform.
+
+``cpu`` forces the CPU, and ``cuda`` refuses to start without a GPU. If the variable is unset, the process uses the GPU
+if there is one.
 """
 
 
@@ -22,7 +25,7 @@ def is_cpu() -> bool:
     """Return True if this process runs Megatron on the CPU."""
     wanted = os.environ.get(PLATFORM_ENV, "")
     if wanted not in ("", "cpu", "cuda"):
-        raise ConfigError(f"{PLATFORM_ENV}={wanted!r}: needs 'cpu' or 'cuda', or leave it unset")
+        raise ConfigError(f"{PLATFORM_ENV}={wanted!r}: the value must be 'cpu' or 'cuda'; or unset the variable")
     return wanted == "cpu" or (wanted == "" and not torch.cuda.is_available())
 
 

@@ -1,7 +1,7 @@
-"""Adaptations of Megatron's use of CUDA to the CPU and gloo.
+"""Adaptations of Megatron to the CPU and gloo, where Megatron expects CUDA and NCCL.
 
-Every entry names the function of Megatron that it replaces, with the reason; ``tests/unit/test_platform.py`` has a test
-for each.
+Every call of ``replace`` or ``wrap`` names the function of Megatron that it replaces, and the reason.
+``tests/unit/test_platform.py`` tests each replacement.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def install() -> None:
     from megatron.training import initialize
 
     replace(tp_random, "_set_cuda_rng_state", _set_rng_state, "reaches for torch.cuda.default_generators")
-    # The tracker's fork compares the host's generator before and after; here it forks that same generator.
+    # The tracker warns if its context changes the host's generator. On a CPU, that generator is the one in use.
     logging.getLogger(tp_random.__name__).addFilter(_is_no_host_rng_warning)
     wrap(
         token_dispatcher,
         "maybe_move_tensor_to_cpu",
         _as_numpy_on_cpu,
-        "skips .numpy() for CPU tensors, so all-to-all would get tensor split sizes",
+        "skips .numpy() for CPU tensors, so all-to-all would get split sizes as tensors",
     )
     if not hasattr(moe_utils, "te_general_gemm"):
         replace(moe_utils, "te_general_gemm", None, "stays undefined without Transformer Engine")
@@ -69,10 +69,10 @@ def install() -> None:
 
 @contextmanager
 def _eager_jit_fuser() -> Iterator[None]:
-    """Import Megatron with a ``jit_fuser`` that changes nothing.
+    """Replace ``torch.compile`` inside the context, so that Megatron's ``jit_fuser`` changes nothing.
 
-    ``jit_fuser`` is ``torch.compile``, and decorators bind it at import. On a CPU it would build C++ in every rank at
-    the first iteration. The context restores ``torch.compile`` itself afterwards.
+    ``jit_fuser`` is ``torch.compile``, and Megatron's decorators bind it at import. On a CPU, every rank would compile
+    C++ code in the first iteration. The end of the context restores ``torch.compile``.
     """
     compile_ = torch.compile
 
@@ -105,9 +105,9 @@ def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``prepare_write_data`` that copies the bytes to write.
+    """Return a ``prepare_write_data`` that copies the tensors to write.
 
-    On a GPU, Megatron copies them to the host; on a CPU, they would be the live weights themselves.
+    On a GPU, Megatron copies the tensors to the host. On a CPU, the writer would read the live weights.
     """
 
     @functools.wraps(original)
@@ -123,7 +123,7 @@ def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Works:
-    """Handle of a coalescing manager for all its operations."""
+    """Handle for all operations of one coalescing manager."""
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []

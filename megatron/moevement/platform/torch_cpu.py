@@ -1,9 +1,9 @@
 """Implementation of ``torch.cuda`` for the CPU.
 
 Megatron asks ``torch.cuda`` for devices, streams, memory figures and random states, builds tensors with
-``device="cuda"``, and compares ``Tensor.type()`` with CUDA names. Each of these gets the CPU's true equivalent.
-``torch.cuda.is_available()`` still returns False, and the types ``torch.cuda.FloatTensor`` stay unchanged, because
-Megatron makes decisions by them.
+``device="cuda"``, and compares ``Tensor.type()`` with CUDA names. This module replaces each of these by the equivalent
+for the CPU. ``torch.cuda.is_available()`` still returns False, and types such as ``torch.cuda.FloatTensor`` stay
+unchanged, because Megatron makes decisions by them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class Stream:
-    """Stream that is the calling thread, so that work is complete when the call that issued it returns."""
+    """Stream that runs work in the calling thread, so every call returns with its work complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = _CPU
@@ -32,7 +32,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the least and the greatest priority, of which there is one."""
+        """Return the least and the greatest priority; both are 0."""
         return (0, 0)
 
     def wait_stream(self, stream: Any) -> None:
@@ -49,14 +49,14 @@ class Stream:
         return True
 
     def record_event(self, event: Any = None) -> Event:
-        """Record an event on this stream and return it; a new event if none is given."""
+        """Record ``event``, or a new event if it is None, on this stream, and return the event."""
         event = event or Event()
         event.record(self)
         return event
 
 
 class Event:
-    """Event that is a reading of the clock."""
+    """Event that holds a reading of the clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._event = CpuDevice().event(timing=True)
@@ -84,7 +84,7 @@ _DEFAULT_STREAM = Stream()
 
 
 def install() -> None:
-    """Replace the names below; idempotent."""
+    """Replace the names in ``torch`` that the functions below list; idempotent."""
     _answer_devices_and_streams()
     _answer_memory()
     _answer_random_states()
@@ -92,40 +92,40 @@ def install() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new function that does nothing; torch.compile refuses one object under two of torch's names."""
+    """Return a new function that does nothing. ``torch.compile`` refuses one function under two names of torch."""
     return lambda *args, **kwargs: None
 
 
 def _answer_devices_and_streams() -> None:
     properties = SimpleNamespace(
         name="cpu",
-        # Megatron asks architectures below 10 for CUDA_DEVICE_MAX_CONNECTIONS, which orders kernels on a GPU.
+        # Below architecture 10, Megatron requires CUDA_DEVICE_MAX_CONNECTIONS, which orders kernels on a GPU.
         major=10,
         minor=0,
         total_memory=psutil.virtual_memory().total,
         multi_processor_count=torch.get_num_threads(),
     )
     answers: list[tuple[str, Any, str]] = [
-        ("current_device", lambda: _CPU, "is passed on as device= of new tensors"),
-        ("set_device", _nothing(), "called with the local rank"),
-        ("device_count", lambda: 1, "Megatron builds groups and seeds trackers only where it is positive"),
+        ("current_device", lambda: _CPU, "Megatron passes it as device= of new tensors"),
+        ("set_device", _nothing(), "Megatron calls it with the local rank"),
+        ("device_count", lambda: 1, "Megatron builds groups and seeds trackers only if it is positive"),
         ("synchronize", _nothing(), "CPU work is done when the call returns"),
-        ("get_device_properties", lambda *a, **k: properties, "asked for the architecture and the memory size"),
-        ("get_device_capability", lambda *a, **k: (10, 0), "asked for the architecture"),
-        ("get_device_name", lambda *a, **k: "cpu", "printed"),
-        ("Stream", Stream, "side streams of dispatchers and DDP"),
-        ("Event", Event, "timers and dispatchers"),
-        ("current_stream", lambda *a, **k: _DEFAULT_STREAM, "waits between streams"),
-        ("default_stream", lambda *a, **k: _DEFAULT_STREAM, "waits between streams"),
+        ("get_device_properties", lambda *a, **k: properties, "Megatron reads architecture and memory size"),
+        ("get_device_capability", lambda *a, **k: (10, 0), "Megatron reads the architecture"),
+        ("get_device_name", lambda *a, **k: "cpu", "Megatron prints it"),
+        ("Stream", Stream, "dispatchers and DDP use side streams"),
+        ("Event", Event, "timers and dispatchers use events"),
+        ("current_stream", lambda *a, **k: _DEFAULT_STREAM, "other streams wait for it"),
+        ("default_stream", lambda *a, **k: _DEFAULT_STREAM, "other streams wait for it"),
         ("set_stream", _nothing(), "there is one stream"),
-        ("stream", lambda stream: nullcontext(stream), "work of a with block on a side stream"),
+        ("stream", lambda stream: nullcontext(stream), "a with block runs work on a side stream"),
         ("is_current_stream_capturing", lambda: False, "there are no CUDA graphs"),
     ]
     for name, answer, reason in answers:
         replace(torch.cuda, name, answer, reason)
     for name in ("range_push", "range_pop"):
-        replace(torch.cuda.nvtx, name, _nothing(), "profiler ranges")
-    replace(torch.cuda.nvtx, "range", lambda *a, **k: nullcontext(), "profiler ranges")
+        replace(torch.cuda.nvtx, name, _nothing(), "Megatron marks profiler ranges")
+    replace(torch.cuda.nvtx, "range", lambda *a, **k: nullcontext(), "Megatron marks profiler ranges")
 
 
 def _answer_memory() -> None:
@@ -145,11 +145,11 @@ def _answer_memory() -> None:
         return memory.available, memory.total
 
     for name in ("memory_allocated", "memory_reserved"):
-        replace(torch.cuda, name, lambda *a, **k: device.memory_bytes(), "memory reports: the resident set")
+        replace(torch.cuda, name, lambda *a, **k: device.memory_bytes(), "memory reports show the resident set")
     for name in ("max_memory_allocated", "max_memory_reserved"):
-        replace(torch.cuda, name, lambda *a, **k: device.peak_memory_bytes(), "memory reports: its peak")
-    replace(torch.cuda, "memory_stats", memory_stats, "memory reports")
-    replace(torch.cuda, "mem_get_info", mem_get_info, "memory reports")
+        replace(torch.cuda, name, lambda *a, **k: device.peak_memory_bytes(), "memory reports show its peak")
+    replace(torch.cuda, "memory_stats", memory_stats, "memory reports read it")
+    replace(torch.cuda, "mem_get_info", mem_get_info, "memory reports read it")
     for name in ("empty_cache", "reset_peak_memory_stats"):
         replace(torch.cuda, name, _nothing(), "there is no caching allocator")
 
@@ -157,8 +157,8 @@ def _answer_memory() -> None:
 def _answer_random_states() -> None:
     """Let device and host draw from one generator.
 
-    On a GPU, Megatron uses the two generators for separate purposes: the host's for a data loader's seed, the device's
-    for dropout. :mod:`megatron.moevement.data.loaders` keeps these apart on a CPU.
+    On a GPU, Megatron draws the seeds of data loaders from the host's generator, and dropout from the device's.
+    :mod:`megatron.moevement.data.loaders` separates the two purposes on a CPU.
     """
 
     def get_state(device: Any = None) -> torch.Tensor:
@@ -190,7 +190,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with a ``device`` that means CUDA replaced by the CPU."""
+    """Return a wrapper of ``function`` that uses the CPU if ``device`` names a CUDA device."""
 
     @functools.wraps(function)
     def factory(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Checks before anything is built, each with a one-line error: the flag, its value, and what to do.
+"""Checks of a job's flags before anything is built; each error is one line with the flag, its value, and what to do.
 
 Megatron answers most of these cases with an assertion on every rank, some of them after the model is built. Here every
 rank runs the same checks on the same flags and gets the same result; rank 0 prints it. Each check is a small function
-from the parsed, not yet validated, namespace to complaints. The first complaint ends the job.
+that yields complaints about the parsed, not yet validated flags. The first complaint ends the job.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
 
 
 def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that builds Megatron's configuration objects from flags and reports refusals in one line."""
+    """Wrap a function of Megatron that builds configuration objects from flags, so that its errors have one line."""
 
     @functools.wraps(original)
     def from_args(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(args: Namespace) -> None:
-    """Raise the first complaint about ``args`` as a :class:`ConfigError`."""
+    """Run all checks of ``args``, and raise the first complaint as a :class:`ConfigError`."""
     for complaints in CHECKS:
         refuse(complaints(args))
 
@@ -78,7 +78,7 @@ def refuse(complaints: Iterator[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return Megatron's message in one line, or the condition that failed if it has none."""
+    """Return Megatron's message in one line; the failed condition if the error has no message."""
     if words := " ".join(str(error).split()):
         return f"Megatron refuses these flags: {words}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -1,7 +1,7 @@
 """Checks of a command's words before any rank starts.
 
-Ranks run all checks, after they have imported Megatron and parsed every flag. The few checks here need neither, and
-cover the errors that a first short run usually has.
+Ranks run all checks, after they have imported Megatron and parsed every flag. The few checks here need neither Megatron
+nor all flags. They find the errors that a user's first short run usually has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFAULTS = {
     "expert-model-parallel-size": 1, "expert-tensor-parallel-size": None, "train-iters": None, "train-samples": None,
     "lr-warmup-iters": 0, "lr-warmup-samples": 0, "lr-decay-iters": None, "lr-decay-samples": None,
 }  # fmt: skip
-"""Whole numbers that the checks read, with Megatron's defaults."""
+"""Flags with whole numbers that the checks read, with Megatron's defaults."""
 
 
 class _Words(argparse.ArgumentParser):
@@ -27,7 +27,7 @@ class _Words(argparse.ArgumentParser):
 
 
 def refuse_early(argv: Sequence[str], ranks: int) -> None:
-    """Raise the first complaint about a script's arguments that is certain without parsing all of them.
+    """Raise the first complaint about a script's arguments that follows from the few flags parsed here.
 
     Args:
         argv: the script and its arguments, which may include ``--config`` files.

@@ -22,8 +22,8 @@ def empty_paths(args: Namespace) -> Iterator[str]:
         value = getattr(args, flag, None)
         if value is not None and not value.strip():
             yield (
-                f"--{flag.replace('_', '-')} {value!r}: an empty path, as from a variable that is not set; give a "
-                "folder, or leave the flag out"
+                f"--{flag.replace('_', '-')} {value!r}: the path is empty, perhaps because a variable is not set; give "
+                "a path, or leave the flag out"
             )
 
 
@@ -40,8 +40,8 @@ def data(args: Namespace) -> Iterator[str]:
             if missing:
                 hint = "; leave the suffix out" if prefix.endswith((".bin", ".idx")) else ""
                 yield (
-                    f"--{flag.replace('_', '-')} {prefix}: no {prefix}{missing[0]}{hint}; "
-                    "moevement data build makes both files from text"
+                    f"--{flag.replace('_', '-')} {prefix}: no file {prefix}{missing[0]}{hint}; "
+                    "`moevement data build` makes .bin and .idx from text"
                 )
     if args.data_path and args.split is not None:
         yield from _split(args)
@@ -71,7 +71,7 @@ def _split(args: Namespace) -> Iterator[str]:
 def _empty_shares(args: Namespace) -> Iterator[str]:
     """Yield complaints about data sets that would get no document.
 
-    Megatron splits token files by documents, and would search for samples among none without end.
+    Megatron splits token files by documents, and would search for samples forever in a data set without documents.
     """
     from megatron.core.datasets import blended_megatron_dataset_config as config
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -88,9 +88,9 @@ def _empty_shares(args: Namespace) -> Iterator[str]:
             share = shares[place]
             if share is not None and round(share[0] * documents) == round(share[1] * documents):
                 yield (
-                    f"--split {args.split}: of the {documents} documents of --data-path {prefix} none is left for "
-                    f"{name}; give it more or nothing, or build the file with more documents (moevement data build "
-                    "--documents line)"
+                    f"--split {args.split}: none of the {documents} documents of --data-path {prefix} is left for "
+                    f"{name}; give it a larger share or none, or build the file with more documents (`moevement data "
+                    "build --documents line`)"
                 )
 
 
@@ -103,10 +103,10 @@ def written_folders(args: Namespace) -> Iterator[str]:
         try:
             make_folder(Path(path))
         except OSError as error:
-            yield f"{name}: {error.strerror}; give a folder that can be made"
+            yield f"{name}: {error.strerror}; give a folder that can be created"
         else:
             if not os.access(path, os.W_OK | os.X_OK):
-                yield f"{name}: cannot be written; give a folder that can be"
+                yield f"{name}: the folder is not writable; give another folder"
             elif args.rank == 0:
                 yield from _full(name, Path(path))
 
@@ -117,13 +117,13 @@ def _full(name: str, folder: Path) -> Iterator[str]:
     try:
         probe.write_bytes(bytes(_ROOM_BYTES))
     except OSError as error:
-        yield f"{name}: cannot be written ({error.strerror}); give a folder with room"
+        yield f"{name}: cannot be written ({error.strerror}); give a folder with free space"
     finally:
         probe.unlink(missing_ok=True)
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:
-    """Yield a complaint if no process that outlives the ranks serves the run's figures."""
+    """Yield a complaint if the run's figures have a port, but no process that outlives the ranks can serve them."""
     if (complaint := unserved(args.moevement_metrics_port)) is not None:
         yield complaint
 
@@ -133,6 +133,6 @@ def checkpoints(args: Namespace) -> Iterator[str]:
     from megatron.moevement.runtime import dense_checkpoint
 
     if args.save and args.save_interval is None and not args.train_samples:
-        yield "--save-interval: missing; say after how many iterations --save saves"
+        yield "--save-interval: missing; --save needs the number of iterations from one save to the next"
     if args.load:
         yield from dense_checkpoint.complaints(Path(args.load), args.ckpt_step)

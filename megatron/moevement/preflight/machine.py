@@ -1,4 +1,4 @@
-"""Checks of this machine: its GPU, Transformer Engine, and optimizers that come with packages."""
+"""Checks of flags against this machine: its GPU, its packages, and its shared memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron.moevement import platform
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
 
-_KERNELS = "its kernels or its communication"
-_FP8 = "Transformer Engine's own"
+_KERNELS = "for its kernels or its communication"
+_FP8 = "only Transformer Engine supports it"
 NEEDS_GPU = (
     Refusal("--fp8-recipe", lambda args: args.fp8_recipe if args.fp8 and args.fp8_recipe == "custom" else None, _FP8),
     Refusal("--fp8-output-proj", given("fp8_output_proj"), _FP8),
@@ -31,7 +31,7 @@ NEEDS_GPU = (
 
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that allow Transformer Engine its attention kernels; Megatron sets them for a backend."""
+"""Environment variables that allow or forbid kernels of Transformer Engine; Megatron sets them for each backend."""
 _ATTENTION_OF = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
 
 
@@ -48,8 +48,8 @@ def attention(args: Namespace) -> Iterator[str]:
     for name, value in zip(ATTENTION, _ATTENTION_OF.get(backend, ""), strict=False):
         if (actual := os.environ.get(name)) not in (None, value):
             yield (
-                f"{name}={actual} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
-                f"{', '.join(ATTENTION)}, or choose the backend by the flag"
+                f"{name}={actual} contradicts --attention-backend {backend}, which needs {value}; unset "
+                f"{', '.join(ATTENTION)}, and choose the backend only by the flag"
             )
 
 
@@ -57,14 +57,14 @@ def reruns(args: Namespace) -> Iterator[str]:
     """Yield a complaint about a mode that Megatron's parser accepts but its state machine for reruns does not."""
     if args.rerun_mode == "report_stats":
         yield (
-            "--rerun-mode report_stats: Megatron's parser takes it and its state machine does not (there it is "
-            "report_determinism_stats); give validate_results or disabled"
+            "--rerun-mode report_stats: Megatron's parser accepts this mode, but Megatron's state machine calls it "
+            "report_determinism_stats and fails; give validate_results or disabled"
         )
 
 
 SHARED = Path("/dev/shm")
 _PREFETCHED, _BYTES_OF_TOKEN = 2, 24
-"""Batches that each worker prefetches; bytes of a token, with its label and its position, eight each."""
+"""Batches that each worker prefetches; bytes of a token with its label and position, 8 bytes each."""
 _SEMAPHORES = 1 << 16
 """Bytes of shared memory that the queues of workers need."""
 
@@ -80,18 +80,18 @@ def shared_memory(args: Namespace) -> Iterator[str]:
     shared = os.statvfs(SHARED)
     if (free := shared.f_bavail * shared.f_frsize) < needed:
         yield (
-            f"--num-workers {args.num_workers}: {SHARED} has {free / 1e6:.1f} MB free, and batches on their way from "
-            f"workers take {needed / 1e6:.1f} MB and more; free some, give the container more, or --num-workers 0"
+            f"--num-workers {args.num_workers}: {SHARED} has {free / 1e6:.1f} MB free, but the workers' batches need "
+            f"{needed / 1e6:.1f} MB or more; free some, give the container more, or give --num-workers 0"
         )
 
 
 def optimizer(args: Namespace) -> Iterator[str]:
-    """Yield complaints about an optimizer that this layout or this machine does not have."""
+    """Yield complaints about an optimizer or a load balancing that the job's other flags or this machine exclude."""
     if args.use_distributed_optimizer and args.optimizer == "sgd":
-        yield f"--optimizer {args.optimizer}: the distributed optimizer has only Adam; do without it"
+        yield f"--optimizer {args.optimizer}: the distributed optimizer supports only Adam; use adam, or do without it"
     emerging = args.optimizer not in ("adam", "sgd")
     if emerging and importlib.util.find_spec("emerging_optimizers") is None:
-        yield f"--optimizer {args.optimizer}: needs the package emerging_optimizers; install it or use adam"
+        yield f"--optimizer {args.optimizer}: needs the package emerging_optimizers; install it, or use adam"
     kinds = args.moe_router_load_balancing_type
     coefficients = args.moe_aux_loss_coeff
     if (
@@ -99,54 +99,58 @@ def optimizer(args: Namespace) -> Iterator[str]:
         and "sinkhorn" in kinds
         and any(coefficients if isinstance(coefficients, list) else [coefficients])
     ):
-        yield "--moe-router-load-balancing-type sinkhorn: takes no auxiliary loss; give --moe-aux-loss-coeff 0"
+        yield "--moe-router-load-balancing-type sinkhorn: supports no auxiliary loss; give --moe-aux-loss-coeff 0"
 
 
 def fp8(args: Namespace) -> Iterator[str]:
-    """Yield FP8 settings that neither Megatron nor this project's FP8 (``megatron/moevement/fp8``) supports here."""
+    """Yield complaints about FP8 settings that Megatron and this project's FP8 do not support on this machine.
+
+    This project's FP8 is ``megatron/moevement/fp8``.
+    """
     has_te = importlib.util.find_spec("transformer_engine") is not None
     narrow = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     asked = "--fp8-format" if args.fp8 else "--use-precision-aware-optimizer"
     if (args.fp8 or narrow) and platform.is_cpu() == has_te:
-        why = "Transformer Engine is installed, and ours stands in for it only where it is not; leave it out here"
+        why = "without a GPU, this project's FP8 needs a machine without Transformer Engine; leave the flag out here"
         if not has_te:
-            why = "on a GPU it needs Transformer Engine, which is not installed; NVIDIA's PyTorch container has it"
+            why = "on a GPU it needs Transformer Engine, which is not installed; use NVIDIA's PyTorch container"
         yield f"{asked}: {why}"
     if narrow and args.fp16 and not args.accumulate_allreduce_grads_in_fp32 and args.clip_grad > 0.0:
         yield (
-            "--use-precision-aware-optimizer --fp16: gradients are reduced in FP16, and Megatron clips those of this "
-            "optimizer in FP32 or BF16 only; add --accumulate-allreduce-grads-in-fp32"
+            "--use-precision-aware-optimizer --fp16: gradients are reduced in FP16, but Megatron clips gradients of "
+            "this optimizer only in FP32 or BF16; add --accumulate-allreduce-grads-in-fp32"
         )
     if not args.fp8:
         return
     keeps_weights = args.fp8_param_gather and not args.use_megatron_fsdp
     if keeps_weights and args.fp8_recipe == "mxfp8" and not args.reuse_grad_buf_for_mxfp8_param_ag:
         yield (
-            "--fp8-recipe mxfp8 --fp8-param-gather: Megatron cannot gather weights in two forms; "
-            "add --reuse-grad-buf-for-mxfp8-param-ag"
+            "--fp8-recipe mxfp8 --fp8-param-gather: MXFP8 weights have two forms, which Megatron can gather only "
+            "through gradient buffers; add --reuse-grad-buf-for-mxfp8-param-ag"
         )
     if keeps_weights and args.fp8_recipe != "delayed" and args.main_params_dtype != "fp32":
         yield (
             f"--fp8-recipe {args.fp8_recipe} --fp8-param-gather --main-params-dtype {args.main_params_dtype}: an "
-            "optimizer that keeps master weights writes FP8 with delayed scaling only; give --main-params-dtype fp32"
+            "optimizer that keeps master weights itself writes FP8 weights only with --fp8-recipe delayed; give "
+            "--main-params-dtype fp32"
         )
     if args.fp8_recipe != "delayed" or has_te:
         return
     if keeps_weights and args.overlap_param_gather and (args.fp16 or args.loss_scale is not None):
         yield (
-            "--fp8-recipe delayed --fp8-param-gather --overlap-param-gather with a loss scale: where an update is "
-            "skipped scales move and weights do not, and a gather in the next forward pass cannot tell; leave "
+            "--fp8-recipe delayed --fp8-param-gather --overlap-param-gather with a loss scale: a skipped update "
+            "changes scales and not weights, and a gather in the next forward pass does not know of the skip; leave "
             "--overlap-param-gather out, or use --bf16 without --loss-scale, or another recipe"
         )
     if args.recompute_granularity == "selective" and "mla_up_proj" in (args.recompute_modules or ()):
         yield (
-            "--recompute-modules mla_up_proj with --fp8-recipe delayed: it would be run again with other scales; leave "
-            "it out, or use another recipe"
+            "--recompute-modules mla_up_proj with --fp8-recipe delayed: the recomputation would use other scales; "
+            "leave mla_up_proj out, or use another recipe"
         )
 
 
 def without_gpu(args: Namespace) -> Iterator[str]:
-    """Yield settings that a machine without a GPU, or gloo, does not support."""
+    """Yield complaints about settings that need Transformer Engine, a GPU or NCCL, where the machine lacks it."""
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
@@ -154,21 +158,21 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         )
     if args.transformer_impl == "local" and args.context_parallel_size > 1:
         yield (
-            f"--context-parallel-size {args.context_parallel_size}: Megatron's context parallelism is Transformer "
-            "Engine's attention, which needs a GPU; use 1 here"
+            f"--context-parallel-size {args.context_parallel_size}: context parallelism needs Transformer Engine's "
+            "attention, which needs a GPU; use 1 with --transformer-impl local"
         )
     if not platform.is_cpu():
         return
     if args.distributed_backend != "gloo":
-        yield f"--distributed-backend {args.distributed_backend}: no GPU here; leave the flag out or give gloo"
+        yield f"--distributed-backend {args.distributed_backend}: no GPU found; leave the flag out or give gloo"
     if args.transformer_impl != "local":
-        yield f"--transformer-impl {args.transformer_impl}: no GPU here; leave the flag out or give local"
+        yield f"--transformer-impl {args.transformer_impl}: no GPU found; leave the flag out or give local"
     if args.optimizer == "dist_muon" or (args.optimizer == "muon" and args.use_distributed_optimizer):
         yield (
-            f"--optimizer {args.optimizer} with whole layers on one rank or another: gloo cannot gather uneven numbers "
-            "of weights; give --optimizer muon without --use-distributed-optimizer"
+            f"--optimizer {args.optimizer} would put whole layers on single ranks, and gloo cannot gather uneven "
+            "numbers of weights; give --optimizer muon without --use-distributed-optimizer"
         )
-    text = "{flag}: needs a GPU ({reason}); leave it out on this machine"
+    text = "{flag}: needs a GPU ({reason}); leave the flag out on this machine"
     yield from complaints(NEEDS_GPU, args, text)
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     dropless = args.moe_expert_capacity_factor is None or not args.moe_pad_expert_input_to_capacity

@@ -47,9 +47,9 @@ RANGES: dict[str, Range] = {
 }  # fmt: skip
 """Ranges by the name in the parsed namespace. ``hidden_size`` and similar flags may be missing, but not 0."""
 _NAMED = {"layernorm_epsilon": "--norm-epsilon"}
-"""Flags whose values have another name in the namespace."""
+"""Flags whose values have a name in the namespace that does not follow from the flag."""
 _MAY_BE_INFINITE = ("moevement_",)
-"""Prefix of this project's flags, which check their own ranges."""
+"""Prefix of this project's flags, some of which may be infinite; other code checks their ranges."""
 
 
 def ranges(args: Namespace) -> Iterator[str]:

@@ -14,7 +14,7 @@ class Refusal:
 
     flag: str
     value: Callable[[Namespace], Any]
-    """Function that returns the refused value, True for a flag without a value, None or False for no refusal."""
+    """Function that returns the refused value; True to refuse a flag that has no value; None or False not to refuse."""
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:
@@ -39,5 +39,5 @@ def given(name: str) -> Callable[[Namespace], Any]:
 
 
 def beside(name: str, harmless: Any) -> Callable[[Namespace], Any]:
-    """Return a function that returns the value of an option, or None for the harmless value."""
+    """Return a function that returns the value of an option, or None if it is the harmless value."""
     return lambda args: None if (value := getattr(args, name, None)) == harmless else value

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def missing(args: Namespace) -> Iterator[str]:
-    """Yield flags that Megatron requires and that are missing; ``ranges`` checks their values."""
+    """Yield complaints about required flags of Megatron that are missing; ``ranges`` checks their values."""
     required = {
         "--hidden-size": args.hidden_size,
         "--num-attention-heads": args.num_attention_heads,
@@ -19,11 +19,11 @@ def missing(args: Namespace) -> Iterator[str]:
         required["--num-layers"] = args.num_layers
     for flag, value in required.items():
         if value is None and not args.use_checkpoint_args and not args.yaml_cfg:
-            yield f"{flag}: missing; Megatron has no default, give a positive number"
+            yield f"{flag}: missing, and Megatron has no default; give a positive number"
     if args.train_iters is None and args.train_samples is None and not args.skip_train:
-        yield "--train-iters: missing; say how long to train (or give --train-samples)"
+        yield "--train-iters: missing; give the number of iterations, or --train-samples"
     if not args.eval_interval and args.train_iters is not None and not args.skip_train:
-        yield "--eval-interval: missing; Megatron sizes its data sets by it, even with --eval-iters 0"
+        yield "--eval-interval: missing; Megatron computes sizes of data sets from it, even with --eval-iters 0"
 
 
 def world_size(args: Namespace) -> Iterator[str]:
@@ -34,7 +34,7 @@ def world_size(args: Namespace) -> Iterator[str]:
         yield (
             f"world size {args.world_size}: not a multiple of {model} = --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} x --context-parallel-size {cp}; start a multiple of {model} ranks "
-            "(moevement launch --nproc) or lower one of the three"
+            "(moevement launch --nproc) or lower one of the three sizes"
         )
     ep, etp = args.expert_model_parallel_size, args.expert_tensor_parallel_size or tp
     expert_model = etp * ep * pp
@@ -47,11 +47,11 @@ def world_size(args: Namespace) -> Iterator[str]:
 
 
 def experts(args: Namespace) -> Iterator[str]:
-    """Yield complaints if experts do not divide over expert-parallel ranks, or a token needs more than exist."""
+    """Yield complaints about the number of experts, and about flags that experts do not work with."""
     ep, number = args.expert_model_parallel_size, args.num_experts
     if number is None:
         if ep > 1:
-            yield f"--expert-model-parallel-size {ep}: the model has no experts; give --num-experts or leave it out"
+            yield f"--expert-model-parallel-size {ep}: the model has no experts; give --num-experts, or size 1"
         return
     if number % ep:
         yield (
@@ -70,18 +70,18 @@ def experts(args: Namespace) -> Iterator[str]:
         )
     if args.transformer_impl == "local" and args.add_bias_linear:
         yield (
-            "--num-experts with biases in linear layers: Megatron's local experts add them in place into a view, "
-            "which torch refuses in backward; add --disable-bias-linear"
+            "--num-experts with biases in linear layers: Megatron's local experts add biases in place, which torch "
+            "refuses in the backward pass; add --disable-bias-linear"
         )
 
 
 def initialization(args: Namespace) -> Iterator[str]:
-    """Yield complaints about initial weights that would be wrong without an error."""
+    """Yield a complaint about a flag with which Megatron would create wrong initial weights without an error."""
     if args.use_cpu_initialization and args.num_experts and args.expert_model_parallel_size > 1:
         yield (
             "--use-cpu-initialization with --expert-model-parallel-size "
-            f"{args.expert_model_parallel_size}: Megatron then gives every expert-parallel rank the same experts; "
-            "leave it out"
+            f"{args.expert_model_parallel_size}: Megatron would give all expert-parallel ranks the same weights; "
+            "leave --use-cpu-initialization out"
         )
 
 
@@ -154,13 +154,13 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
     elif positions < length:
         yield (
             f"--seq-length {length}: longer than --max-position-embeddings {positions}; "
-            f"raise the latter to {length} or shorten the sequence"
+            f"raise --max-position-embeddings to {length} or shorten the sequence"
         )
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if args.sequence_parallel and tp > 1 and length % tp:
         yield (
-            f"--seq-length {length}: not a multiple of --tensor-model-parallel-size {tp}, over whose ranks "
-            f"--sequence-parallel cuts it; use {_multiples(length, tp)}"
+            f"--seq-length {length}: not a multiple of --tensor-model-parallel-size {tp}, as --sequence-parallel "
+            f"needs it; use {_multiples(length, tp)}"
         )
     if cp > 1 and length % (2 * cp):
         near = _multiples(length, 2 * cp)
@@ -179,7 +179,7 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
     pp, micro_batches = args.pipeline_model_parallel_size, args.global_batch_size // step
     if interleaved and not args.microbatch_group_size_per_vp_stage and micro_batches % pp:
         yield (
-            f"--global-batch-size {args.global_batch_size}: {micro_batches} micro-batches per rank, and the "
+            f"--global-batch-size {args.global_batch_size}: {micro_batches} micro-batches per rank, but the "
             f"interleaved schedule needs a multiple of --pipeline-model-parallel-size {pp}; "
             f"use {_multiples(args.global_batch_size, step * pp)}"
         )
@@ -188,7 +188,7 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
 def learning_rate(args: Namespace) -> Iterator[str]:
     """Yield complaints about a missing learning rate, and about a warmup that does not end before the decay."""
     if args.lr is None and not args.skip_train and not args.use_checkpoint_args:
-        yield "--lr: missing; Megatron has no default learning rate"
+        yield "--lr: missing, and Megatron has no default; give a learning rate"
     for unit, length in (("iters", args.train_iters), ("samples", args.train_samples)):
         warmup = getattr(args, f"lr_warmup_{unit}") or 0
         decay = getattr(args, f"lr_decay_{unit}")

@@ -1,6 +1,6 @@
-"""Refusals of flags that do not survive an interruption and a new entry in one process.
+"""Refusals of flags that a job with spares does not support.
 
-A job with spares interrupts and enters training again after every failure.
+After every failure, such a job interrupts training and enters it again in the same processes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ REFUSED = (
 REFUSED_ON_GPUS = (
     Refusal(
         "--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex",
-        "its kernels (DeepEP, HybridEP) cannot be aborted, and every rank that waits for a lost one loses its device's "
-        "context; give --moe-token-dispatcher-type alltoall",
+        "kernels of DeepEP and HybridEP cannot be aborted, and every rank that waits for a lost rank loses its "
+        "device's context; give --moe-token-dispatcher-type alltoall",
     ),
     Refusal(
         "--use-nccl-ub", given("nccl_ub"),
-        "gradient and weight buffers are registered with communicators, and nobody registers them with those that a "
-        "recovery makes; leave the flag out",
+        "gradient and weight buffers are registered with NCCL communicators, but not with the new communicators after "
+        "a recovery; leave the flag out",
     ),
     Refusal(
         "--tp-comm-overlap", given("tp_comm_overlap"),
-        "Transformer Engine's communication buffers are made for processes of which one is replaced, and nobody has "
-        "interrupted their kernels yet; leave the flag out",
+        "Transformer Engine's communication buffers belong to a fixed set of processes, and an interruption of their "
+        "kernels is untested; leave the flag out",
     ),
 )  # fmt: skip
-"""Refusals for GPUs alone; without a GPU, every job refuses these flags."""
+"""Refusals on GPUs alone; without a GPU, ``machine.py`` refuses these flags in every job."""
 
 
 def spares(args: Namespace) -> Iterator[str]:
@@ -43,4 +43,4 @@ def spares(args: Namespace) -> Iterator[str]:
     if MEMBER_ENV not in os.environ:
         return
     refused = REFUSED if platform.is_cpu() else (*REFUSED, *REFUSED_ON_GPUS)
-    yield from complaints(refused, args, "{flag} with --spares: {reason}, or do without --spares")
+    yield from complaints(refused, args, "{flag} with --spares: {reason}, or leave --spares out")

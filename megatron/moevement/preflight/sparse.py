@@ -12,48 +12,48 @@ from moevement_core.restart.faults import Fault
 from moevement_core.strategies.config import Recovery
 from moevement_core.util.environment import NODE_ENV
 
-_ELSEWHERE = "the optimizer's state is not where snapshots look for it"
-_WGRAD = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
-_BATCHES = "its batches cannot be asked for again"
+_ELSEWHERE = "the optimizer's state is not where snapshots read it"
+_WGRAD = "it computes weight gradients outside of the backward pass, where a replay cannot skip frozen weights"
+_BATCHES = "a replay cannot get the same batches again"
 REFUSED = (
     Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _ELSEWHERE),
     Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _ELSEWHERE),
     Refusal("--use-megatron-fsdp", given("use_megatron_fsdp"), _ELSEWHERE),
     Refusal("--qk-clip", given("qk_clip"), "weights change once more after the optimizer step"),
-    Refusal("--skip-train", given("skip_train"), "nothing changes that could be lost"),
+    Refusal("--skip-train", given("skip_train"), "the job changes no state that could be lost"),
     Refusal(
         "--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none",
-        "a captured graph cannot leave out frozen operators in a replay",
+        "a captured graph cannot skip frozen operators in a replay",
     ),
     Refusal(
         "--optimizer-cuda-graph", beside("optimizer_cuda_graph", False),
-        "a captured update cannot be left out, or made again",
+        "a recovery can neither skip nor repeat a captured update",
     ),
     Refusal("--overlap-moe-expert-parallel-comm", given("overlap_moe_expert_parallel_comm"), _WGRAD),
     Refusal("--delay-wgrad-compute", given("delay_wgrad_compute"), _WGRAD),
     Refusal("--defer-embedding-wgrad-compute", given("defer_embedding_wgrad_compute"), _WGRAD),
     Refusal(
         "--moe-expert-rank-capacity-factor", lambda args: args.moe_expert_rank_capacity_factor is not None,
-        "it repeats steps on its own",
+        "Megatron then repeats steps on its own",
     ),
     Refusal("--perform-rl-step", given("perform_rl_step"), _BATCHES),
     Refusal("--dataloader-type external", lambda args: args.dataloader_type == "external", _BATCHES),
-    Refusal("--fp4-param-gather", given("fp4_param_gather"), "FP4 weights are not in a snapshot as they are stored"),
+    Refusal("--fp4-param-gather", given("fp4_param_gather"), "a snapshot does not hold FP4 weights as they are stored"),
     Refusal(
         "--reuse-grad-buf-for-mxfp8-param-ag with --moevement-strategy moetion",
         lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.moevement_strategy == "moetion"),
-        "what it logs of gradients is chosen after the gather that overwrites them",
+        "MoEtion chooses the gradients to log after a gather has overwritten them",
     ),
     Refusal(
         "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
         lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.overlap_param_gather),
-        "the next forward pass gathers weights by way of gradient buffers",
+        "the next forward pass gathers weights through gradient buffers, which overwrites gradients",
     ),
 )  # fmt: skip
 
 
 OPTIMIZERS = ("adam", "muon")
-"""Supported optimizers: Adam, and one whose update of a matrix needs the whole matrix."""
+"""Supported optimizers: Adam, and Muon, whose update of a matrix needs the gradient of the whole matrix."""
 
 
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
@@ -73,22 +73,22 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     pp = args.pipeline_model_parallel_size
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
         yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"
-    yield from complaints(REFUSED, args, "--moevement-sparse-ckpt with {flag}: {reason}; leave one of them out")
+    yield from complaints(REFUSED, args, "--moevement-sparse-ckpt with {flag}: {reason}; leave one of these flags out")
 
 
 def _optimizer(args: Namespace) -> Iterator[str]:
-    """Yield complaints about optimizers with unknown state, or whose updates cannot be repeated for some operators."""
+    """Yield complaints about optimizers with unknown state, or with updates that a recovery cannot repeat."""
     asked = f"--moevement-sparse-ckpt with --optimizer {args.optimizer}"
     if args.optimizer not in OPTIMIZERS:
-        yield f"{asked}: its state is not known here; use one of {', '.join(OPTIMIZERS)}"
+        yield f"{asked}: snapshots do not know the optimizer's state; use one of {', '.join(OPTIMIZERS)}"
     if args.optimizer not in OPTIMIZERS[1:]:
         return
     if args.use_distributed_optimizer:
-        yield f"{asked} --use-distributed-optimizer: whole layers are on one rank or another; leave the latter out"
+        yield f"{asked} --use-distributed-optimizer: it puts whole layers on single ranks; leave the latter out"
     if args.moevement_recovery != Recovery.REPLAY:
         yield (
-            f"{asked} --moevement-recovery {args.moevement_recovery}: an update is of a whole matrix, and "
-            f"ranks log parts of its gradient; give {Recovery.REPLAY}"
+            f"{asked} --moevement-recovery {args.moevement_recovery}: an update needs the gradient of a whole matrix, "
+            f"but each rank logs a part of it; give {Recovery.REPLAY}"
         )
 
 
@@ -100,18 +100,18 @@ def _injected(args: Namespace) -> Iterator[str]:
 
 
 def _room(args: Namespace) -> Iterator[str]:
-    """Yield complaints about experts that cannot have extra capacity."""
+    """Yield complaints about a capacity boost for experts that cannot have extra capacity."""
     if args.moevement_capacity_boost is None:
         return
     asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
     if args.moe_expert_capacity_factor is None or args.moe_expert_capacity_factor < 0:  # A negative factor means none.
-        yield f"{asked}: experts take every token; give --moe-expert-capacity-factor, or leave it out"
+        yield f"{asked}: experts have no capacity limit; give --moe-expert-capacity-factor, or leave the boost out"
     if args.moe_pad_expert_input_to_capacity:
-        yield f"{asked} with --moe-pad-expert-input-to-capacity: all experts have one size; leave one of them out"
+        yield f"{asked} with --moe-pad-expert-input-to-capacity, which gives all experts one capacity; leave one out"
 
 
 def _copies(args: Namespace) -> Iterator[str]:
-    """Yield a complaint about copies that the nodes cannot keep, as far as that is known before ranks meet."""
+    """Yield a complaint if there are too few nodes for the copies, as far as the nodes are known before ranks meet."""
     wanted, world = args.moevement_replicas, args.world_size
     if not wanted or args.moevement_replicas_on_same_node:
         return
@@ -119,6 +119,6 @@ def _copies(args: Namespace) -> Iterator[str]:
     per_node = args.moevement_ranks_per_node or (world if on_one_host else None)
     if per_node is not None and wanted >= (nodes := -(-world // per_node)):
         yield (
-            f"--moevement-replicas {wanted}: needs as many nodes beside a rank's own, and there are {nodes - 1}; leave "
-            "the flag out for as many copies as the nodes allow, or add --moevement-replicas-on-same-node"
+            f"--moevement-replicas {wanted}: each copy needs another node, and a rank has {nodes - 1} others; lower "
+            "the number, leave the flag out, or add --moevement-replicas-on-same-node"
         )

@@ -1,4 +1,4 @@
-"""Parts that every way to set a job up shares: its first progress, and the bookkeeping after the model is built."""
+"""Steps that every setup of a job shares: its first progress, and the bookkeeping after the model is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Setup = Callable[[], tuple[list[Any], Any, Any]]
 
 
 class FirstProgress:
-    """Progress in Megatron's arguments as of the first start of this process."""
+    """Iteration and consumed samples in Megatron's arguments at the first start of this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def has_built(job: Job, groups: Groups | None) -> None:
 
 
 def connect(job: Job) -> None:
-    """Have optimizer steps call the job's session."""
+    """Make the optimizer steps of training go through the job's session."""
 
     def step() -> Any:
         assert job.session is not None

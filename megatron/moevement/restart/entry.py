@@ -1,7 +1,7 @@
 """Entry into Megatron's trainer, which sets a job up from its start or continues it after a failure.
 
-Megatron builds model and optimizer before it opens data, and ranks meet there. Lost state is replayed inside Megatron's
-training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
+Megatron builds model and optimizer before it opens data; there, ranks agree on a restore point. Lost state is replayed
+inside Megatron's training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def enter_setup(process: Process) -> Wrapper:
                 container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
 
             def setup() -> tuple[list[Any], Any, Any]:
-                with waiting_for_others():  # for compilers, device libraries, or the load of a checkpoint
+                with waiting_for_others():  # compilers, device libraries or a checkpoint may take long
                     return original(*args, **kwargs)
 
             now = generation()
@@ -88,7 +88,7 @@ def _pipelines() -> list[Any]:
 
 
 def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:
-    """Set a job up from its start, and begin its record at the iteration from which it starts.
+    """Set a job up from its start, and begin the run's record at the start iteration.
 
     Raises:
         ConfigError: the job cannot start with its flags; for example, another job has the run directory.
@@ -166,7 +166,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
             log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
-    except Unrecoverable:  # At the next meeting no rank counts as begun.
+    except Unrecoverable:  # At the next meeting, no rank claims to have state.
         job.has_begun = False
         raise
     return True
@@ -180,8 +180,8 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
     """Build model, optimizer and scheduler on a replacement without communication; their state comes later.
 
     Returns:
-        True if they have the state with which the job started; False if a checkpoint or other ranks supplied weights
-        then.
+        True if the new objects have the state from which the job started; False if the job's start took weights from a
+            checkpoint or from other ranks.
     """
     first.put()  # This process may have advanced the progress in an earlier generation.
     binding, live = job.binding, job.live
@@ -241,7 +241,7 @@ def enter_loop(process: Process) -> Wrapper:
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
-    """Complete the metrics, and do what is due after iteration ``until``; called when every rank has its state."""
+    """Complete the metrics, and do what is due after iteration ``until``, once all ranks have that state."""
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)

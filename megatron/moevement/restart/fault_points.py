@@ -52,7 +52,7 @@ def _watch_forks() -> None:
         @functools.wraps(original)
         def set_state(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # true during the fork's exit alone
+            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # true only during a fork's exit
                 injection.at(Phase.FORK)
 
         set_state._is_watched = True  # type: ignore[attr-defined]

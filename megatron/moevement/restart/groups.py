@@ -35,8 +35,8 @@ def move_to_groups(old: Groups, new: Groups) -> None:
     """
     if old.ranks != new.ranks[: len(old.ranks)]:
         raise RecoveryError(
-            f"{len(new.ranks)} process groups were made where there were {len(old.ranks)}, or of other ranks; they "
-            "cannot be told from each other"
+            f"{len(new.ranks)} new process groups do not match the {len(old.ranks)} groups from before the failure, in "
+            "number or in ranks; old groups cannot be replaced"
         )
     replacement = {id(group): other for group, other in zip(old.groups, new.groups, strict=False) if group is not other}
     old_groups = [group for group in old.groups if id(group) in replacement]
@@ -55,14 +55,14 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(old_groups: list[Any]) -> list[Any]:
-    """Return the groups that are referred to outside of ``old_groups`` and of the :class:`Groups` that held them."""
+    """Return the groups to which objects other than ``old_groups`` and the groups' :class:`Groups` still refer."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
     ]  # the argument of getrefcount is the third reference
 
 
 def _holders(old_groups: list[Any]) -> list[Any]:
-    """Return Megatron's collections of groups, and the objects that hold an old group as far as ``gc`` knows."""
+    """Return Megatron's collections of groups, and all objects in which ``gc`` finds a reference to an old group."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     collections = [candidate for candidate in gc.get_objects() if type(candidate) is ProcessGroupCollection]
@@ -74,7 +74,7 @@ def _holders(old_groups: list[Any]) -> list[Any]:
 
 
 def _holders_after_collection(old_groups: list[Any]) -> list[Any]:
-    """Return the holders after a collection, which removes frames that refer to each other in a circle."""
+    """Return the holders after a garbage collection, which removes frames in reference cycles."""
     gc.collect()
     return _holders(old_groups)
 
@@ -82,7 +82,7 @@ def _holders_after_collection(old_groups: list[Any]) -> list[Any]:
 def _holders_among_all(old_groups: list[Any]) -> list[Any]:
     """Return the holders among all objects, including those from before training.
 
-    The garbage collector has ignored the latter since training began.
+    The garbage collector has ignored objects from before training since training began.
     """
     gc.unfreeze()
     return _holders_after_collection(old_groups)
@@ -129,5 +129,5 @@ def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
     elif hasattr(holder, "__dict__"):
         for name, value in list(vars(holder).items()):
             if id(value) in replacement:
-                # Set the value without setattr, because the class has already done what it does on assignment.
+                # This bypasses the class's __setattr__, whose side effects came with the first assignment.
                 vars(holder)[name] = replacement[id(value)]

@@ -28,8 +28,8 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
 def force_nccl_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a ``maybe_force_nccl_backend_init`` that also creates communicators in jobs that continue after failures.
 
-    An abort of a group whose communicator was never created leaves kernels of its subgroups running. Megatron creates
-    it only with its own ``--inprocess-restart``.
+    An abort of a group whose communicator was never created leaves kernels of the group's subgroups running. Megatron
+    creates the communicator only with its own ``--inprocess-restart``.
     """
 
     @functools.wraps(original)

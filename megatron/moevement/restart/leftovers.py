@@ -3,17 +3,18 @@
 The restart raises its exception from outside, between any two bytecodes of the main thread. It can strike after
 autograd has accumulated a gradient and before Megatron's hook has run. It can also strike during the exit of a context
 manager, which then never restores what it changed. So nothing here relies on a ``finally``. Each function removes one
-kind of leftover and documents the damage that it would do. Each may be called repeatedly, and does nothing if nothing
-is left.
+kind of leftover, and its docstring says what the leftover would damage. Each function may be called repeatedly, and
+does nothing if nothing is left.
 
 Other places handle:
 
-- what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state
-  machine, timers, data iterators, the memory buffers of collectives;
+- what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state machine,
+  timers, data iterators, the memory buffers of collectives;
 - what is restored from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
   scalers, the schedule, consumed samples;
-- what a step writes before it reads it: ``found_inf``, the scales of auxiliary losses, inputs of pipeline stages;
-- what this package itself replaces for a while: ``live.undo`` restores it before.
+- values that a step writes before it reads them: ``found_inf``, the scales of auxiliary losses, inputs of pipeline
+  stages;
+- temporary replacements by this package, which ``live.undo`` has reversed before.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from megatron.moevement.state_digest import members
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """Fields that ``train`` sets in the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Indices of Megatron's data sets: the index that Megatron checks, and the indices that it maps after it."""
+"""Index arrays of Megatron's data sets: the one whose presence Megatron checks, and those mapped after it."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
 def config_of(live: Live) -> dict[str, Any]:
-    """Return the fields of the model's configuration that ``train`` overwrites, before it does."""
+    """Return the fields of the model's configuration that ``train`` overwrites; to be called before ``train``."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config((live.model or [])[0])
@@ -75,8 +76,9 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
 def clear_gradients(live: Live) -> None:
     """Clear all gradients and gradient buffers, once no rank executes the interrupted step any more.
 
-    Megatron's hook adds ``param.grad`` to the buffer and drops it. A gradient that an interrupted hook leaves would be
-    added to the next one. ``DistributedOptimizer.zero_grad`` drops only the gradients of this rank's shard.
+    Megatron's hook adds ``param.grad`` to the buffer, and then drops ``param.grad``. A gradient that an interrupted
+    hook leaves would be added to the next gradient. ``DistributedOptimizer.zero_grad`` drops only the gradients of this
+    rank's shard.
     """
     for chunk in live.model or []:
         for parameter in chunk.parameters():
@@ -92,7 +94,7 @@ def clear_gradients(live: Live) -> None:
 
 
 def gradients(live: Live) -> list[str]:
-    """Return descriptions of all gradients that should not exist.
+    """Return descriptions of all gradients that exist although they should be cleared.
 
     The function reads every gradient buffer and waits for the device.
     """
@@ -105,7 +107,7 @@ def _parameters_with_gradients(live: Live) -> Iterator[str]:
             if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
                 yield f"a gradient of {name}"
             if getattr(parameter, "grad_added_to_main_grad", False):
-                yield f"a gradient of {name} that counts as added"
+                yield f"a gradient of {name} that is marked as added"
 
 
 def _buffers_with_gradients(live: Live) -> Iterator[str]:
@@ -119,7 +121,8 @@ def drop_references(live: Live) -> None:
     """Drop references that would keep an unreferenced model in memory.
 
     Garbage collection does not follow autograd's graphs. Modules and their attributes keep tensors of the last forward
-    pass. Those keep its graph, the graph keeps the gradient accumulators, and the hooks of these keep the model.
+    pass. The tensors keep the graph, the graph keeps the gradient accumulators, and the accumulators' hooks keep the
+    model.
     """
     for chunk in live.model or []:
         chunk.grad_accs.clear()
@@ -136,22 +139,22 @@ def _drop_gradient(parameter: Any) -> None:
         parameter.decoupled_grad = None
 
 
-# One function for each kind
+# One function for each kind of leftover
 
 
 def _finish_context_managers() -> None:
     """Finish the generators of interrupted context managers now.
 
-    A generator whose exit was interrupted runs the rest of it when it is collected. A later collection would replace
-    the random states of the continued training with old ones.
+    A generator whose exit was interrupted executes the rest of the exit when it is collected. A later collection would
+    replace the random states of the continued training with old ones.
     """
     gc.collect()
 
 
 def _reset_thread() -> None:
-    """Reset settings that torch keeps for a thread and that context managers change.
+    """Reset settings that torch keeps for each thread.
 
-    A setting that an interrupted context manager left could turn off the recording of gradients, for example.
+    An interrupted context manager does not restore such a setting. Gradients would then not be recorded, for example.
     """
     torch.set_grad_enabled(True)
     for device in ("cuda", "cpu"):
@@ -177,10 +180,10 @@ _FIRST = _first_graph()
 def _drop_queued_nodes() -> None:
     """Drop the nodes that an interrupted backward pass left in the thread's queue, with the graph they keep.
 
-    The engine works the queue off in order of sequence numbers, the highest first, until the current pass is complete
-    (torch 2.13, ``torch/csrc/autograd/engine.cpp``). A pass of a new graph would be complete before it reached the old
-    nodes. A pass over the first graph processes all others before its own. Queues of devices have threads of their own,
-    which wait for more work.
+    The engine executes the nodes in the queue in the order of sequence numbers, the highest first, until the current
+    pass is complete (torch 2.13, ``torch/csrc/autograd/engine.cpp``). A pass of a new graph would be complete before it
+    reached the old nodes. A pass over the first graph has the lowest numbers, so it executes all old nodes first. The
+    queues of devices need no such pass, because each has its own thread that empties it.
     """
     _FIRST.backward(retain_graph=True)
 
@@ -189,8 +192,8 @@ def _reset_random_tracker() -> None:
     """Reset Megatron's random tracker.
 
     A fork that was interrupted during its exit leaves its name as the current one. The next fork would store the
-    default generator's state under that name, and dropout would continue from it. A checkpointed block leaves the mark
-    of one.
+    default generator's state under that name, and dropout would continue from it. An interrupted checkpointed block
+    leaves the mark that checkpointing is on.
     """
     from megatron.core.tensor_parallel import random
 
@@ -201,10 +204,10 @@ def _reset_random_tracker() -> None:
 
 
 def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
-    """Restore the configuration fields that ``train`` asserts to be unset, and give the configuration its timers again.
+    """Restore the fields that ``train`` asserts to be unset, and set this generation's timers in all configurations.
 
-    An evaluation sets the timers aside. Timers are new in each generation, because those of the optimizer could have
-    been started and not stopped.
+    An interrupted evaluation leaves the configuration without timers. Every generation has new timers, because an
+    interruption may leave old ones started.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
@@ -219,10 +222,10 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
 
 
 def _reset_indices(live: Live) -> None:
-    """Reset half-mapped data sets.
+    """Reset data sets that an interruption left with only some of their index files mapped.
 
-    With ``--dataloader-defer-npy-index-mmap`` a data set maps its files at its first sample. It takes all of them as
-    mapped once the first is.
+    With ``--dataloader-defer-npy-index-mmap``, a data set maps its index files at its first sample. Megatron regards
+    all files as mapped once the first is mapped.
     """
     for dataset in _all_datasets(live.datasets):
         for first, others in _INDICES.items():
@@ -248,7 +251,7 @@ def _reset_metrics(live: Live) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    destroy_moe_metrics_tracker()  # It also keeps groups, and a rank may move to a stage without experts.
+    destroy_moe_metrics_tracker()  # It also keeps process groups; a rank may move to a stage without experts.
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
     for optimizer in (live.optimizer, *members(live.optimizer)):
@@ -256,18 +259,18 @@ def _reset_metrics(live: Live) -> None:
 
 
 def _reset_modules(live: Live) -> None:
-    """Reset modules that an interruption left in the middle of something.
+    """Reset modules that an interruption left in the middle of a pass or an evaluation.
 
     An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are called
-    in five parts, and refuse the first part if another one is due. FP8 modules are listed in a registry that no longer
-    exists.
+    in five parts, and refuse the first part if another one is due. FP8 modules still count as registered, although
+    their registry no longer exists.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
     for chunk in live.model or []:
         chunk.train()
         for module in chunk.modules():
-            module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as the whole one
+            module.__dict__.pop("modules_with_is_first_microbatch", None)  # a partial list would be taken as complete
             interrupted.reset_registration(module)
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
@@ -279,8 +282,8 @@ def _reset_reductions(chunk: Any) -> None:
     """Reset the state of gradient reductions.
 
     Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
-    iteration twice. Every rank starts as a replacement does, which reduces after the backward pass in its first
-    iteration. An overlapped reduction has another order if groups of parameters share communicators.
+    iteration twice. After the reset, every rank reduces after the backward pass in its first iteration, as a
+    replacement does. Overlapped reductions would have another order if groups of parameters share communicators.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -14,8 +14,8 @@ def take_rank(rank: int, world: int, device: int | None = None) -> None:
     Args:
         rank: rank in the job.
         world: number of ranks in the job.
-        device: local number of the rank's device; None leaves it. Megatron selects the device when it is entered, and a
-            spare has none before.
+        device: local number of the rank's device; None to keep the present number. Megatron selects the device when
+            ``pretrain`` is entered, and a spare has none before that.
     """
     from megatron.training import get_args, global_vars
 
@@ -71,7 +71,7 @@ def forget_generation() -> None:
 def _forget_dispatch_buffers() -> None:
     """Drop DeepEP's buffers, which belong to the processes of a group. Not tested on GPUs.
 
-    DeepEP would keep them for the next group in the same place.
+    Megatron would keep the buffers if the next group compares equal to the old one.
     """
     if (module := sys.modules.get("megatron.core.transformer.moe.fused_a2a")) is not None:
         module._buffer = None  # type: ignore[attr-defined]
@@ -81,8 +81,8 @@ def _forget_dispatch_buffers() -> None:
 def program_start() -> float | None:
     """Return the script's start time, which has to be restored before ``pretrain`` is entered again.
 
-    Ranks reduce this time if it is set. Survivors would then have it and a replacement would not, so the replacement
-    would take part in another number of reductions.
+    Ranks reduce this time if it is set. Without the restoration, survivors would have it set and a replacement would
+    not, so their numbers of reductions would differ.
     """
     from megatron.training import training
 
@@ -99,7 +99,7 @@ def set_program_start(when: float | None) -> None:
 def end_data_workers() -> None:
     """Kill the processes of data loaders.
 
-    A request to end takes up to five seconds for each, and with ``--exit-signal-handler`` they ignore it.
+    A request to end takes up to five seconds for each process. With ``--exit-signal-handler``, the processes ignore it.
     """
     from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter

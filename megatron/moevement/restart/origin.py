@@ -1,9 +1,10 @@
-"""Origin of a job whose state in memory is lost: its own newest state, or the state from which it started first.
+"""Origin of a restarted job whose state in memory is lost: its own newest checkpoint, or the state of its first start.
 
 The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was meant to start. A
-checkpoint that the job saved itself is loaded in full, whatever these flags leave out, because half of it would be a
-different training. Without such a checkpoint the job starts as it did the first time, from the same checkpoint, even if
-``--load`` has newer ones by now. Windows on disk come on top of either (:mod:`moevement_core.saving.window_start`).
+checkpoint that the job saved itself is loaded in full, whatever these flags leave out, because a part of the state
+would give a different training. Without such a checkpoint the job starts as it did the first time, from the same
+checkpoint, even if ``--load`` has newer ones by now. A newer window on disk takes precedence over both
+(:mod:`moevement_core.saving.window_start`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from moevement_core.errors import RecoveryError
 from moevement_core.saving.identity import JobNames, remember
 
 MARKER = ".moevement-job"
-"""Name of the file in a checkpoint's folder that states which job saved it and whether it has all of the state."""
+"""Name of the file in a checkpoint's folder that names the job that saved it, and says whether all state was saved."""
 _FIRST = "job/first_checkpoint"
 RELEASE = "release"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a start of a job, before the search for windows on disk."""
+    """Origin of one start of a job, chosen before the search for windows on disk."""
 
     sentence: str
     """Description for readers of the log."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron's flags that differ from the user's while Megatron loads."""
+    """Values of Megatron's flags that replace the user's values while Megatron loads."""
     is_resumed: bool = False
     """True if the origin is a checkpoint that the job saved itself."""
 
@@ -81,7 +82,7 @@ def checkpoint_meant(args: Namespace) -> str:
 def resumed(save: str, step: int) -> Origin:
     """Return the origin of a resume from the checkpoint of iteration ``step`` that the job saved itself."""
     return Origin(
-        f"the checkpoint of iteration {step} that it saved in --save {save}, with optimizer and random states",
+        f"the checkpoint of iteration {step} that the job saved in --save {save}, with optimizer and random states",
         {
             "load": save, "ckpt_step": step, "finetune": False, "no_load_optim": False, "no_load_rng": False,
             "pretrained_checkpoint": None,
@@ -98,35 +99,35 @@ def as_at_first(args: Namespace, first: str) -> Origin:
         first: result of :func:`checkpoint_meant` at the first start.
 
     Raises:
-        RecoveryError: that checkpoint no longer exists.
+        RecoveryError: the checkpoint of the first start no longer exists.
     """
     if not first:
         weights = f"--pretrained-checkpoint {args.pretrained_checkpoint}" if args.pretrained_checkpoint else "the seed"
-        return Origin(f"{weights}, as at its first start", {"load": None, "ckpt_step": None})
+        return Origin(f"{weights}, as at the job's first start", {"load": None, "ckpt_step": None})
     if first == RELEASE:
         if checkpoint_meant(args) != RELEASE:
             raise RecoveryError(
-                f"--load {args.load} began from a release, and {TRACKER} names another checkpoint now; give --save "
-                "another folder than --load, and start the job again"
+                f"--load {args.load}: the job first started from the release in it, but {TRACKER} now names another "
+                "checkpoint; give --save another folder than --load, and start the job again"
             )
-        return Origin(f"the release in --load {args.load}, as at its first start")
+        return Origin(f"the release in --load {args.load}, as at the job's first start")
     if (fault := torn(Path(args.load) / f"iter_{int(first):07d}")) is not None:
         raise RecoveryError(
-            f"--load {args.load}: the checkpoint of iteration {first}, from which the job started first, is gone: "
-            f"{fault}; start the job again from another one"
+            f"--load {args.load}: the checkpoint of iteration {first}, from which the job first started, is missing or "
+            f"torn: {fault}; start the job again from another checkpoint"
         )
     return Origin(
-        f"the checkpoint of iteration {first} in --load {args.load}, under the same flags as at its first start",
+        f"the checkpoint of iteration {first} in --load {args.load}, under the same flags as at the job's first start",
         {"ckpt_step": int(first)},
     )
 
 
 @contextmanager
 def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
-    """Decide the origin, and set its flags while Megatron sets up its model and loads. Collective.
+    """Decide the origin of this start, and apply its flags while Megatron builds the model and loads. Collective.
 
     Raises:
-        RecoveryError: the job restarts and no longer has its origin; raised on all ranks.
+        RecoveryError: the job restarts, but the checkpoint of its first start no longer exists; raised on all ranks.
     """
     decided: tuple[Origin | None, str] = None, ""
     if dist.get_rank() == 0:
@@ -148,7 +149,7 @@ def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
 
 def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
     if not names.is_restart:
-        return Origin("what its flags say")
+        return Origin("the state that the flags name")
     if args.save:
         with suppress(OSError):  # The folder may be read-only, and still hold a checkpoint.
             mend_tracker(Path(args.save))

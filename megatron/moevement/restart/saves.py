@@ -1,9 +1,9 @@
 """Cleanup after an interrupted dense save, whose leftovers would corrupt later saves.
 
-Each rank's writer puts the list of what it has written into a queue that a module keeps. Every save takes one list from
-it once all ranks have written. An interrupted save leaves its list in the queue. Each later checkpoint would then be
-described by the list of the checkpoint before it, which shows only when one of them is loaded. Also, the process that
-writes an asynchronous save would continue in the files of the repeated save.
+Each rank's writer puts a list of the data that it has written into a queue of its module. Every save takes one list
+from the queue once all ranks have written. An interrupted save leaves its list there. Each later checkpoint would then
+be described by the list of the checkpoint before it, and the damage would only show when one of them is loaded. In
+addition, the process that writes an asynchronous save would go on writing into the files of the repeated save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Building of model and data on a replacement alone, while the other ranks of the job do not build theirs."""
+"""Build of model and data on a replacement alone, while the other ranks of the job do not build theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def building_without_others(undo: UndoStack) -> list[str]:
     Tied embeddings, for example, are summed over two stages when a model is built.
 
     Returns:
-        A list that receives the name of each such call.
+        A list that receives the name of each skipped call.
     """
     asked: list[str] = []
     for name in ("all_reduce", "broadcast"):
@@ -41,13 +41,14 @@ def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
 
     Args:
         undo: stack that ends the replacement of torch's functions.
-        cache: ``--data-cache-path``, whose indices one process at a time builds; None if they lie beside the data.
+        cache: value of ``--data-cache-path``, where only one process at a time builds indices; None if indices lie
+            beside the data.
     """
     replace_for_a_while(undo, dist, "barrier", lambda *args, **kwargs: None)
     get_rank = dist.get_rank
 
     def rank_that_builds(*args: Any, **kwargs: Any) -> int:
-        # The model code keeps the true rank, from which this rank's part of the model and its data follow.
+        # Other modules see the true rank, which determines this rank's part of the model and of the data.
         is_data = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(_DATA)
         return 0 if is_data else get_rank(*args, **kwargs)
 
@@ -63,8 +64,8 @@ def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
     """Record the parameter keys that Megatron's optimizer gathers from all ranks, or answer with ``kept`` keys.
 
-    The keys are equal on all ranks, and a replacement would gather them alone. Other gathers, when a dense checkpoint
-    is loaded, are not affected.
+    The gathered keys are equal on all ranks. A replacement cannot gather them, because the other ranks do not. Other
+    gathers, when a dense checkpoint is loaded, are not affected.
 
     Args:
         undo: stack that ends the replacement of Megatron's functions.

@@ -1,4 +1,4 @@
-"""Boundary state: state between two iterations that changes outside the optimizer step, and its restoration."""
+"""Boundary state, which is the state between two iterations beside model and optimizer, and its restoration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def boundary_state(live: Live) -> dict[str, Any]:
     """Return the boundary state as plain data and live tensors.
 
     It has random states, router buffers, FP8 scales, loss scalers, the schedule and consumed samples. The caller has to
-    copy the tensors before the next iteration begins, whose forward pass changes buffers and scales.
+    copy the tensors before the next iteration begins, because a forward pass changes buffers and scales.
     """
     return {
         "rng": _compact(random_states()),
@@ -45,8 +45,8 @@ def boundary_copy(live: Live) -> dict[str, Any]:
 def boundary_after(live: Live) -> dict[str, Any]:
     """Return a copy of the boundary state after the current iteration, as far as it is known before its optimizer step.
 
-    The optimizer step itself changes loss scalers, step counts and the schedule; of these the result has the present
-    state.
+    The optimizer step itself changes loss scalers, step counts and the schedule. Their values in the result are those
+    from before the step.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import (
@@ -79,9 +79,9 @@ def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`boundary_state`; random states last, because the other parts may draw from them.
+    """Restore the result of :func:`boundary_state`; random states last, because restoring others may draw from them.
 
-    Every loss scaler of the chained optimizers gets its own state, because they may differ.
+    Every loss scaler of the chained optimizers gets its own state, because the states may differ.
 
     Raises:
         RecoveryError: the boundary state belongs to another job.

@@ -1,4 +1,4 @@
-"""Safe reader of a dense checkpoint's list of bytes, which torch writes as a pickle."""
+"""Safe reader of a dense checkpoint's ``.metadata`` file, which torch writes as a pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    # The plan of a save, with which a later save compares itself.
+    # The plan of a save, which a later save compares with its own plan.
     ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
     ("torch.distributed.checkpoint.planner", "SavePlan"),
     ("torch.distributed.checkpoint.planner", "TensorWriteData"),
@@ -31,11 +31,11 @@ _ALLOWED = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
 }
-"""Classes of which such a list consists. They only hold data. Each ``torch.<dtype>`` is allowed too."""
+"""Classes that such a file may name. They only hold data. Each ``torch.<dtype>`` is also allowed."""
 
 
 class RefusedClass(Exception):
-    """Error for a pickle that names a class for which a list of bytes has no use."""
+    """Error for a pickle that names a class which no ``.metadata`` file needs."""
 
 
 class _DataOnly(pickle.Unpickler):
@@ -45,7 +45,7 @@ class _DataOnly(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED:
-            raise RefusedClass(f"names {module}.{name}, which no checkpoint's list of tensors needs; it is not read")
+            raise RefusedClass(f"names {module}.{name}, which no checkpoint's metadata needs; the file is not read")
         return super().find_class(module, name)
 
 
@@ -53,7 +53,7 @@ def read_metadata(path: Path) -> Any:
     """Return the ``torch.distributed.checkpoint`` metadata in ``path``.
 
     Raises:
-        RefusedClass: the file names a class that no list of tensors needs.
+        RefusedClass: the file names a class that no ``.metadata`` file needs.
         Exception: the file is damaged.
     """
     with path.open("rb") as file:

@@ -1,10 +1,10 @@
 """Random states of every rank in Megatron's dense checkpoints.
 
 Megatron saves one set of random states for each tensor- and pipeline-parallel rank, and gives it to all data-parallel
-ranks. Expert-parallel ranks are among those, and each has an expert tracker of its own. After a resume, all but the
-first would draw the first one's numbers. Megatron saves the states of every data-parallel rank under
+ranks. These include expert-parallel ranks, each of which has its own random state for experts. After a resume, all
+expert-parallel ranks would draw the numbers of the first. Megatron saves the states of every data-parallel rank under
 ``--data-parallel-random-init``, a flag that also changes the initial weights. This module sets that flag only while
-Megatron collects the states, and selects this rank's states when it loads them.
+Megatron collects the states, and selects this rank's states when Megatron loads them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Cal
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``dist_checkpointing.load`` that gives this rank its own random states, where Megatron takes the first.
 
-    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states. Ranks beyond the last state share
-    it, as in stock Megatron all ranks share the only one.
+    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states than there are ranks. The
+    remaining ranks use the last state, as all ranks use the only state in stock Megatron.
     """
 
     @functools.wraps(original)

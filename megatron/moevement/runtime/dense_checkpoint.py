@@ -1,4 +1,4 @@
-"""Checks of Megatron's dense checkpoints on disk, which name a torn one before Megatron loads it."""
+"""Checks that find a torn dense checkpoint on disk, and name its defect, before Megatron loads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def complaints(folder: Path, step: int | None) -> Iterator[str]:
-    """Yield the reasons why the checkpoint that ``--load folder`` and ``--ckpt-step`` mean cannot be loaded.
+    """Yield the reasons why the checkpoint that ``--load`` and ``--ckpt-step`` name cannot be loaded.
 
     A folder without a tracker file is no fault: Megatron then starts from fresh weights, as at a first start.
 
@@ -22,7 +22,7 @@ def complaints(folder: Path, step: int | None) -> Iterator[str]:
     """
     tracker = folder / TRACKER
     if folder.exists() and not folder.is_dir():
-        yield f"--load {folder}: a file; needs the folder of checkpoints that --save wrote"
+        yield f"--load {folder}: this is a file; give the folder of checkpoints that --save wrote"
         return
     if step is None:
         if not tracker.exists():
@@ -67,12 +67,9 @@ def torn(checkpoint: Path) -> str | None:
 
 
 def mend_tracker(folder: Path) -> None:
-    """Repair a tracker file that an interrupted writer left without an iteration, with the newest whole checkpoint.
+    """Write the newest whole checkpoint into a tracker file that an interrupted writer left without an iteration.
 
-    The file is removed if no checkpoint in ``folder`` is whole.
-
-    Raises:
-        OSError: the tracker file is not writable.
+    The tracker file is removed if no checkpoint in ``folder`` is whole.
     """
     tracker = folder / TRACKER
     if not tracker.exists():
@@ -87,7 +84,7 @@ def mend_tracker(folder: Path) -> None:
 
 
 def listed_bytes(metadata: Any) -> dict[str, int]:
-    """Return, for each file, the byte at which the last piece ends that a checkpoint's ``.metadata`` lists."""
+    """Return the bytes that each file needs, by its name, to hold all pieces that ``.metadata`` lists."""
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -96,7 +93,11 @@ def listed_bytes(metadata: Any) -> dict[str, int]:
 
 def _other(folder: Path, but: int | None) -> str:
     whole = _newest_whole(folder, but)
-    return f"; iteration {whole} is whole: add --ckpt-step {whole}" if whole is not None else "; no other one is whole"
+    return (
+        f"; iteration {whole} is whole: add --ckpt-step {whole}"
+        if whole is not None
+        else "; no other checkpoint is whole"
+    )
 
 
 def _newest_whole(folder: Path, but: int | None = None) -> int | None:

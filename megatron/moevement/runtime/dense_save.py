@@ -1,4 +1,4 @@
-"""Dense saves by Megatron whose failure is reported and does not end the job.
+"""Wrappers of Megatron's dense saves, which report a failed save and let the job continue.
 
 Megatron does all the saving and resharding. This module only handles failures, which Megatron does not.
 """
@@ -58,8 +58,10 @@ def _mark(save: Path, iteration: int, name: str) -> None:
 
     try:
         origin.mark_saved(save, iteration, name, get_args())
-    except OSError as error:  # A restart of the job will not use this checkpoint, which is the only effect.
-        log.warning(f"the checkpoint of iteration {iteration} is not marked: {error.strerror}")
+    except OSError as error:  # The only effect is that a restart of the job will not use this checkpoint.
+        log.warning(
+            f"a restart will not use the checkpoint of iteration {iteration}, which cannot be marked: {error.strerror}"
+        )
 
 
 def finalize_or_report(process: Process) -> Wrapper:
@@ -79,7 +81,7 @@ def finalize_or_report(process: Process) -> Wrapper:
 def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that no restart interrupts, for an original that starts a process and waits for it.
 
-    If an interruption left the process half started, nothing would end it.
+    An interruption would leave the process half started, and nothing would end it.
     """
 
     @functools.wraps(original)
@@ -128,8 +130,8 @@ def _report(job: Job, iteration: int | None, reason: str) -> None:
 def _unwritable(folder: Path, iteration: int) -> str | None:
     place = folder / f"iter_{iteration:07d}"
     try:
-        if place.exists() and not place.is_dir():  # This raises an OSError too if the disk does not answer.
-            return f"--save {folder}: {place.name} is there, and no folder"
+        if place.exists() and not place.is_dir():  # A disk that does not answer also raises OSError here.
+            return f"--save {folder}: {place.name} exists but is not a folder"
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.write_bytes(b"\0")

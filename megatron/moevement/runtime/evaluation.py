@@ -1,10 +1,10 @@
 """Evaluation that leaves every random generator unchanged, and ends early if the job is asked to end.
 
-An evaluation may draw random numbers; routers, for example, add their jitter to its inputs. It comes between two
-iterations, and snapshots know nothing of it. A rank that fails after it and is replayed would continue with the
-generators from before it. Here, the iterations after an evaluation draw the same numbers as without it, in every run,
-with and without sparse checkpointing. So losses do not depend on how often a job is evaluated. In stock Megatron they
-do, if an evaluation draws.
+An evaluation may draw random numbers; a router, for example, may add jitter to its inputs. An evaluation runs between
+two iterations, and snapshots do not include it. A rank that fails after an evaluation and is replayed would continue
+with the random states from before the evaluation. Here, iterations draw the same numbers with and without an evaluation
+before them, in every run, with and without sparse checkpointing. So losses do not depend on how often a job is
+evaluated. In stock Megatron they do, if an evaluation draws.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
 def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper of ``evaluate`` that ends within an iteration if the job is asked to end.
 
-    If ``--exit-duration-in-mins`` is given, Megatron asks all ranks after each iteration of an evaluation whether the
-    duration is over on any of them. The wrapper always sets the flag, and on a rank that is asked to end it sets a
-    duration that is over. Megatron returns early then and skips some work, because it would end at once. The wrapper
-    does that work: training continues for the one or two iterations in which ranks agree on the boundary at which they
-    end.
+    If ``--exit-duration-in-mins`` is given, Megatron checks after each iteration of an evaluation whether the duration
+    is over on any rank. The wrapper always sets this flag. On a rank that is asked to end, the wrapper sets a duration
+    that is already over. Megatron then returns early and skips its last steps, because it expects to exit at once. The
+    wrapper does these steps, because training continues for one or two iterations until ranks have agreed where to end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +77,7 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
                 for chunk in model:
                     chunk.train()
                 get_timers()("evaluate").stop()
-                # The continued job evaluates next with the samples that follow the whole of this evaluation.
+                # After a continuation, the next evaluation uses the samples after all samples of this one.
                 before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
                 arguments = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
                 iterations = arguments.get("eval_iters") or settings.eval_iters

@@ -1,7 +1,7 @@
-"""Job that this process takes part in, as the replaced functions of Megatron share it.
+"""Job that this process takes part in; the replaced functions of Megatron share it.
 
-A process has one :class:`Process`. It is built with the replacements (:mod:`megatron.moevement.activate`), which all
-get it, because Megatron passes no object to them.
+Each process has one :class:`Process`. :mod:`megatron.moevement.activate` builds it and passes it to all replaced
+functions, because Megatron passes no such object to them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Job:
     session: Session | None = None
     """Fault tolerance of this rank; None without sparse checkpointing."""
     rejoined: Rejoined | None = None
-    """Agreement on how ranks restore the current state, until training is entered."""
+    """Agreement of all ranks on how to restore the state; None except between a failure and the resumed training."""
     has_begun: bool = False
     """True if training has begun, so that this rank has state to keep through a failure."""
     resumed_in: int = -1
     """Newest generation in which training continued, with all earlier failures recovered."""
 
     resized: Resized | None = None
-    """State that a resize of an elastic job brought to this rank, until training is entered."""
+    """State that a resize of an elastic job brought to this rank; None once training is entered."""
     stand: RankPosition | None = None
     """Position of this rank when its model was built."""
     formation: Formation | None = None
@@ -54,7 +54,7 @@ class Job:
     place_of_failure: int = 0
     """Position in the flow of an iteration at which values were first not finite; see ``runtime/results.py``."""
     config_before: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's configuration that training overwrites, from before it does."""
+    """Values of the configuration fields that training overwrites, from before training."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
@@ -80,18 +80,18 @@ class Process:
     def __init__(self) -> None:
         self.job = Job()
         self.lineage = ""
-        """Name of the job's start from which the state descends without a gap in the iterations."""
+        """Name of the start from which this process's state has advanced without a gap in the iterations."""
         self.survivor: SurvivorState | None = None
         """State that this rank brings to the reassembly of an elastic job; None outside of a reassembly."""
         self.before: Sequence[FormationSnapshots] = ()
-        """Snapshots from before the job got its present size, until a window of that size is persisted."""
+        """Snapshots from before the job's last resize, kept until a window of the present size is persisted."""
         self.rejected_at = 0
-        """Last iteration in which this process rejected a result of its own without a second pass."""
+        """Last iteration whose result this process rejected without a second pass."""
         self.transient_failures = 0
-        """Number of results of this process that a second pass did not repeat."""
+        """Number of rejected results of this process that a second pass did not repeat."""
 
     def start_over(self) -> Job:
-        """Release the job and its memory, and return a new empty one."""
+        """Free the memory of the job, and return a new empty job."""
         self.job.free()
         self.job = Job()
         return self.job

@@ -1,4 +1,4 @@
-"""Metrics of each iteration, kept through failures and replays until their line is written."""
+"""Metrics of each iteration, kept through failures and replays until the metrics line is written."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moevement_core.session.run_directory import number
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Knowledge of a rank about an iteration whose line may be missing."""
+    """Data of one rank about an iteration whose metrics line a failure may have prevented."""
 
     written: int
     """Newest iteration whose line the rank has written."""
     is_last_stage: bool
     has_losses: bool
-    """True if the rank has the losses of each micro-batch from the last execution."""
+    """True if the rank has the losses of each micro-batch of that iteration."""
     line: dict[str, Any] | None
 
 
 class Ledger:
-    """Ledger of one rank; the last rank, which has the losses, writes the lines.
+    """Metrics lines of iterations on one rank; the last rank, which has the losses, writes them.
 
     Args:
         live: Megatron's objects on this rank.
@@ -40,7 +40,7 @@ class Ledger:
         """Seconds that the last training step of this rank took."""
         self.last_loss: float | str | None = None
         self.micro_batch_losses: tuple[int, Any] = (0, None)
-        """Iteration that ran forward and backward last, and what Megatron's schedule returned for it."""
+        """Iteration that ran forward and backward last, and the result of Megatron's schedule for that iteration."""
         self.held_out: dict[str, Any] = {}
         """Last loss on the validation set and on the test set, by the name of the set."""
         self.evaluated_set = "validation"
@@ -51,7 +51,7 @@ class Ledger:
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
         """Keep the line of an iteration that was re-executed or restored.
 
-        The schedule and the loss scalers must be in the state in which that iteration left them.
+        The schedule and the loss scalers must be in the state that the iteration left.
         """
         self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
 
@@ -103,8 +103,8 @@ class Ledger:
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
         """Return the sums of losses over this rank's micro-batches, on the host.
 
-        The result is None if this rank did not execute ``iteration`` last, has no losses, or has means, which
-        Megatron's schedule returns for old scripts.
+        The result is None in three cases: this rank did not execute ``iteration`` last, it has no losses, or it has
+        means, which Megatron's schedule returns for old scripts.
         """
         ran, micro_batches = self.micro_batch_losses
         if ran != iteration or not micro_batches:
@@ -120,7 +120,7 @@ class Ledger:
 
         Args:
             until: last committed iteration, whose state is live.
-            outcome: outcome of its optimizer step.
+            outcome: outcome of the optimizer step of ``until``.
         """
         from megatron.core import parallel_state
 
@@ -136,7 +136,7 @@ class Ledger:
         written = gathered[-1].written  # The last rank writes the lines.
         if written >= until:
             return
-        # Each rank of the last stage that has re-executed or restored the iteration has its line.
+        # Ranks of the last stage that re-executed or restored the iteration have the iteration's line.
         if (known := next((rank.line for rank in reversed(gathered) if rank.line is not None), None)) is not None:
             lines[until] = known
         elif is_last and all(rank.has_losses for rank in gathered if rank.is_last_stage):

@@ -17,7 +17,7 @@ from moevement_core.util.undo import UndoStack
 
 @dataclass(frozen=True, slots=True)
 class TrainLoop:
-    """Arguments of Megatron's ``train`` that its steps need."""
+    """Arguments of Megatron's ``train`` that training steps need."""
 
     forward_step_func: Any
     config: Any
@@ -36,7 +36,7 @@ class Live:
     datasets: list[Any] = field(default_factory=list)
     """Training, validation and test set of each virtual stage; None on ranks that read no data."""
     datasets_asked: int = 0
-    """Number of virtual stages that asked for data sets since training was entered last."""
+    """Number of virtual stages that have asked for data sets since training was last entered."""
     loop: TrainLoop | None = None
     """Arguments of the training loop; None before it begins."""
     iteration: int = 0
@@ -46,7 +46,7 @@ class Live:
     is_saving: bool = False
     """True while a dense save runs on the main thread; an interruption leaves it True."""
     samples_are_known: bool = False
-    """True if the numbers of consumed samples were restored, so that a zero among them is real."""
+    """True if the numbers of consumed samples were restored, so that a zero among them is a real count."""
     boundary_log: BoundaryLog | None = None
     """Log of what this rank sends over stage boundaries; None without sparse checkpointing or with one stage."""
     feeds: Feeds | None = None
@@ -54,4 +54,4 @@ class Live:
     record: RunRecord | None = None
     """Record to which this rank writes events; None on ranks that write none, and without ``--run-dir``."""
     undo: UndoStack = field(default_factory=UndoStack)
-    """Temporary changes, for example those of a replay, with their reversal."""
+    """Stack that reverses temporary changes, for example those of a replay."""

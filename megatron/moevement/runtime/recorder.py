@@ -1,7 +1,7 @@
-"""Run directory of a Megatron run: the ranks that write it, and the times at which they do.
+"""Writers of the run directory: which rank writes what, and when.
 
-The last rank has the losses, as the last pipeline stage of a data-parallel replica. It writes metrics, events and the
-summary, as it writes Megatron's own log. Rank 0 writes ``ranks.json``.
+The last rank is in the last pipeline stage, and so has the losses. It writes metrics, events and the summary, just as
+it writes Megatron's own log. Rank 0 writes ``ranks.json``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def record_iteration(process: Process) -> Wrapper:
             job = process.job
             job.live.iteration = iteration
             checkpointing = job.session.metrics() if job.session is not None else {}
-            if job.loads is not None and job.live.record is not None:  # Like the loss, it waits for the device.
+            if job.loads is not None and job.live.record is not None:  # This waits for the device, as the loss does.
                 checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
             job.ledger.write(
                 iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
@@ -101,8 +101,8 @@ def record_iteration(process: Process) -> Wrapper:
             )  # fmt: skip
             _write_scalars(job.live.record, checkpointing, iteration)
             if kwargs.get("is_first_iteration") and iteration > 1:
-                # The flag refers to the loop, which is entered again after a failure, not to the job. Megatron would
-                # keep its sums after the first line, and the next line would be a mean of two iterations.
+                # Megatron means the first iteration of its loop, which a recovery enters again. It would not reset its
+                # sums after that iteration's line, and the next line would be a mean of two iterations.
                 kwargs["is_first_iteration"] = False
             return original(
                 loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
@@ -149,7 +149,7 @@ def record_evaluated(process: Process) -> Wrapper:
 
 
 def resume_record(job: Job, args: Namespace) -> None:
-    """Continue the record after a failure, on the last rank, even if another process was the last rank before."""
+    """Continue the record after a failure on the last rank, even if that rank has another process than before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:

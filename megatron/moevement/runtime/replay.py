@@ -1,4 +1,4 @@
-"""Megatron's trainer as a replay drives it, with its own ``train_step`` on re-read batches."""
+"""Trainer that a replay drives: Megatron's own ``train_step`` on batches that are read again."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class MegatronTrainer(Trainer):
         live: Megatron's objects on this rank.
         ledger: ledger that gets the metrics line of every replayed iteration.
         views: views of this rank's operators.
-        commit: commit point of this rank's optimizer, whose steps are repeated ones during the replay.
-        shared_from: first iteration in which a copy of a tied embedding is active on any stage. From then on all copies
-            compute gradients, because the gradient of the active copy is a sum over all.
-        feeding: input from other stages, if they keep their state; None if all stages replay.
+        commit: commit point of this rank's optimizer; it only repeats steps during the replay.
+        shared_from: first iteration in which a copy of a tied embedding is active on any stage; None if there are no
+            copies. From then on all copies compute gradients, because the gradient of the active copy is a sum over all
+            copies.
+        feeding: input from other stages that keep their state; None if all stages replay.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class MegatronTrainer(Trainer):
         self._step = Replay(live.optimizer, views.trained)
         self._gradients = {tensor.key: tensor.tensor for state in views.states.values() for tensor in state.gradient}
         self._restored: tuple[int, Mapping[str, Any]] | None = None
-        """Last iteration whose update was repeated, and its record, until its boundary state is restored."""
+        """Last iteration whose update was repeated, with its record; None once its boundary state is restored."""
         self._record: Mapping[str, Any] = {}
         self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
@@ -185,9 +186,9 @@ class MegatronTrainer(Trainer):
         return dict(losses)
 
     def _batches_from(self, consumed: int) -> Any:
-        """Return iterators as Megatron's trainer has them.
+        """Return data iterators in the form that Megatron's ``train_step`` expects.
 
-        They are the iterators of the last iteration if those stand at the first sample of this one.
+        The iterators of the last replayed iteration are reused if they stand at sample ``consumed``.
         """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -219,7 +220,7 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Restore the job's progress after the replay, which does not repeat what evaluations have added."""
+        """Restore the job's progress after the replay, which does not repeat the progress of evaluations."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -239,15 +240,15 @@ class MegatronTrainer(Trainer):
     def _own_schedule(self, undo: UndoStack) -> None:
         """Restore the planned schedule after the replay.
 
-        A replay uses the learning rates of the original iterations. A job that continues for longer than it was planned
-        has its own.
+        A replay uses the schedule of the original iterations. A job that continues for longer than it was planned has
+        another schedule.
         """
         scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
         undo.push(lambda: put_schedule(scheduler, planned))
 
     def _own_metrics(self, undo: UndoStack) -> None:
-        """Set aside the losses of routers and of predicted-ahead tokens, which Megatron gathers for the log."""
+        """Set aside the losses of routers and of multi-token prediction, which Megatron collects for the log."""
         from megatron.core.transformer.moe import moe_logging
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -257,15 +258,15 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Turn off Megatron's check for results that do not repeat, which asks all ranks after every step."""
+        """Turn off Megatron's check for results that do not repeat, which involves all ranks after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
 
     def _without_other_stages(self, undo: UndoStack) -> None:
-        """Replace all communication with other stages, which do not take part.
+        """Replace all communication with other stages, which do not take part in the replay.
 
-        Tensors come from their logs, numbers from the records.
+        Tensors come from the other stages' boundary logs, and numbers from the records.
         """
         if self._feeding is None:
             return
@@ -286,7 +287,7 @@ class MegatronTrainer(Trainer):
             single = self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
             def end_group() -> None:
-                # After a failure it has been destroyed with all others.
+                # After a failure, it was destroyed with all other groups.
                 if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
                     dist.destroy_process_group(single)
 
@@ -294,7 +295,7 @@ class MegatronTrainer(Trainer):
         return self._single
 
     def _without_reductions(self, undo: UndoStack) -> None:
-        """Replace the reductions of a step by its record, because other ranks may not repeat this update now."""
+        """Replace the reductions of a step by its record, because other ranks may not repeat this update."""
         for member in members(self._live.optimizer):
             if getattr(member, "grad_scaler", None) is not None:
                 undo.set(member, "grad_stats_parallel_group", self._group_of_this_rank())
@@ -302,7 +303,7 @@ class MegatronTrainer(Trainer):
                 undo.set(member.config, "log_num_zeros_in_grad", False)
 
     def _without_overlap(self, undo: UndoStack) -> None:
-        """Turn off overlapped reductions and gathers, which wait for gradients of frozen parameters too."""
+        """Turn off overlapped reductions and gathers, which would wait for the gradients of frozen parameters."""
         hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
 
         def restore_hooks() -> None:
@@ -326,8 +327,8 @@ class MegatronTrainer(Trainer):
         finalize = config.finalize_model_grads_func or training.finalize_model_grads
 
         def finalize_as_ever(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # Megatron packs the gradients of all parameters that require one into one tensor to reduce it. A sum over
-            # more than two ranks depends on the position of a number in it, so frozen parameters have to be packed too.
+            # Megatron packs the gradients of all trainable parameters into one tensor and reduces it. A sum over more
+            # than two ranks depends on a number's position in the tensor, so frozen parameters are packed as well.
             with self._mode.as_if_active():
                 if self._feeding is None or num_tokens is None:
                     return finalize(model, num_tokens, *args, **kwargs)
@@ -350,5 +351,5 @@ class MegatronTrainer(Trainer):
 
 
 def megatrons_own(function: Any) -> Any:
-    """Return Megatron's own function, for which ``function`` may be this project's replacement."""
+    """Return Megatron's original of ``function``, which may be this project's replacement."""
     return getattr(function, "_moevement_original", function)

@@ -1,4 +1,4 @@
-"""Comparison of compute weights that several ranks have, after a recovery in which some kept and some replayed them."""
+"""Digests of compute weights that several ranks have; a recovery compares survivors with ranks that replayed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moevement_core.trainer.binding import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Return digests of this rank's compute weights, by the data-parallel group whose ranks have equal ones.
+    """Return digests of this rank's compute weights, one for each data-parallel group whose ranks have equal weights.
 
     Dense weights and experts have different groups. The function does not communicate; it reads all compute weights and
-    waits for the device. The weights include those that were gathered, so the digests also show whether a gather
-    brought the same to all ranks. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared
-    across those.
+    waits for the device. Gathered weights are included, so the digests also show whether a gather gave all ranks the
+    same weights. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared across
+    tensor-parallel ranks.
     """
     from megatron.core import parallel_state
 
@@ -37,7 +37,7 @@ def replica_digests(live: Live) -> list[Replicas]:
 
 
 def _experts_in_slots(live: Live) -> list[Replicas]:
-    """Return digests of experts that several slots have, one digest for each such slot of this rank."""
+    """Return digests of experts that are in several slots, one digest for each such slot of this rank."""
     digests: list[Replicas] = []
     if (expert_slots := slots()) is None:
         return digests

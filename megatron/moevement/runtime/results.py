@@ -31,16 +31,16 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 NEVER = 1 << 30
 """Position of a rank whose results are all finite."""
 _GRADIENTS = "bucket"
-"""Word in the messages of Megatron's checks of gradients; all other checks are of losses."""
+"""Word that only messages of Megatron's gradient checks contain; all other checks are of losses."""
 TRANSIENT = 2
-"""Number of unrepeated results after which a process is replaced."""
+"""Limit of rejected results that a second pass did not repeat; at the limit, the process is replaced."""
 
 
 def validate_first_iteration() -> None:
     """Have Megatron validate the next iteration like every other one.
 
     Megatron does not validate the first iteration after a start, because it could not save a checkpoint before the
-    first update. A job that continues after failures saves nothing for that, and after a recovery the first iteration
+    first update. A job that continues after failures needs no such checkpoint, and its first iteration after a recovery
     is the one that failed.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -76,7 +76,7 @@ def locate_on_recomputation(process: Process) -> Wrapper:
 def interrupt_instead_of_exit(process: Process) -> Wrapper:
     """Return a wrapper of ``should_checkpoint_and_exit`` that interrupts the iteration instead of ending all ranks.
 
-    Every rank calls it, and gets the same result, on which Megatron has agreed.
+    Every rank calls the wrapped function, and Megatron makes all ranks agree on its result.
     """
 
     def wrapper(original: Callable[..., tuple[bool, bool, int]]) -> Callable[..., tuple[bool, bool, int]]:
@@ -99,7 +99,7 @@ def refuse_without_second_pass(process: Process) -> Wrapper:
     """Return a wrapper of ``validate_result`` that interrupts the iteration for ``--rerun-mode disabled``.
 
     In that mode, only the rank that rejects a result raises. The ranks compute the iteration again after the
-    interruption. A process that rejects a result in it once more is replaced.
+    interruption. If the same process then rejects a result of this iteration again, the process is replaced.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -170,14 +170,14 @@ def _what(job: Job, machine: Any) -> str:
     chunks = get_args().virtual_pipeline_model_parallel_size or 1
     loss = parallel_state.get_pipeline_model_parallel_world_size() * chunks
     if job.place_of_failure < loss:
-        return "found values that are not finite in what it sent to the next stage"
+        return "found values that are not finite in its output to the next stage"
     if loss < job.place_of_failure <= 2 * loss:
-        return "found values that are not finite in the gradients that it sent to the stage before"
+        return "found values that are not finite in its gradients to the previous stage"
     return str(machine.failed_validation_call.caller.message)
 
 
 def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None:
-    """Interrupt the generation: the lowest suspected rank raises for all suspects, and the others wait for it.
+    """Interrupt the generation: the lowest suspected rank raises for all suspects, and the other ranks wait.
 
     Raises:
         ResultError: on the lowest suspected rank.
@@ -191,9 +191,9 @@ def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None
     if rank in suspects and not is_reproducible:
         process.transient_failures += 1
     if rank == suspects[0]:
-        again = "twice the same" if is_reproducible else "not the same when it was computed again"
+        again = "in both passes" if is_reproducible else "with another result in the second pass"
         is_to_go = is_reproducible or process.transient_failures >= TRANSIENT
-        others = f" (ranks {', '.join(map(str, suspects))} alike)" if len(suspects) > 1 else ""
+        others = f" (the same on ranks {', '.join(map(str, suspects))})" if len(suspects) > 1 else ""
         raise ResultError(
             f"{_what(job, machine)} in iteration {job.live.iteration + 1}, {again}{others}",
             suspects if is_to_go else (),

@@ -41,7 +41,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     """Return this job's settings for the manifest of a window."""
     settings = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
     if not getattr(args, "group_query_attention", False):
-        settings["num_query_groups"] = args.num_attention_heads  # Megatron sets it to this when it first counts FLOP.
+        settings["num_query_groups"] = args.num_attention_heads  # Megatron sets this value when it first counts FLOPs.
     settings[DATA_SETTINGS] = {name: _plain(getattr(args, name, None)) for name in DATA}
     return settings
 

@@ -1,4 +1,4 @@
-"""Record of the number of tokens in a batch, which the last stage counts, for a stage that replays alone."""
+"""Record of each batch's token count, which only the last stage counts, for a stage that replays alone."""
 
 from __future__ import annotations
 

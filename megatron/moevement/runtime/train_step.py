@@ -26,7 +26,7 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             if job.session is None:
                 return original(*args, **kwargs)
             live = job.live
-            # Megatron's own count also advances over iterations that are skipped.
+            # Megatron's own count of iterations also includes those that are skipped.
             bound = signature.bind(*args, **kwargs)
             iteration = bound.arguments.get("iteration")
             bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
@@ -60,7 +60,7 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
 
 
 def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a schedule that keeps its losses, which a rank that is interrupted after its step would lose."""
+    """Return a schedule that also keeps its losses here, because an interruption after the step would lose them."""
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         result = schedule(*args, **kwargs)

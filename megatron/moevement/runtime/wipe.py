@@ -16,7 +16,7 @@ from megatron.moevement.state_digest import members, named_tensors
 
 @torch.no_grad()
 def wipe(live: Live, views: OperatorViews) -> None:
-    """Overwrite all model and optimizer memory of this rank with NaN, and all other state that training changes."""
+    """Overwrite all model and optimizer memory of this rank with NaN, and other training state with wrong values."""
     for chunk in live.model or []:
         for parameter in chunk.parameters():
             _spoil(parameter.data)

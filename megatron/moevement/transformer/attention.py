@@ -1,7 +1,8 @@
-"""Local attention of Megatron with different widths of key and value heads, as multi-latent attention needs.
+"""Megatron's local attention with different widths of key and value heads, as multi-latent attention needs.
 
 ``MLASelfAttention`` passes both widths to its core attention, but the local ``DotProductAttention`` accepts neither.
-Its arithmetic works for any widths; only the shape of its output depends on them.
+The arithmetic of the local attention works for any widths. The softmax scale depends on the key width, and the shape of
+the output depends on the value width.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 def attention_with_channels(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``DotProductAttention.__init__`` that accepts ``k_channels`` and ``v_channels``, widths of a head."""
+    """Return a ``DotProductAttention.__init__`` that accepts the widths of heads, ``k_channels`` and ``v_channels``."""
 
     @functools.wraps(original)
     def __init__(

@@ -1,9 +1,9 @@
 """Extra capacity for experts that have lost updates (MoEtion, section 6).
 
 Megatron drops the tokens that exceed an expert's capacity, which is equal for all experts. While an expert has extra
-capacity, its router computes the drops for both capacities, and uses the larger one for that expert. With a capacity
-factor of 1 or more, all experts together have capacity for every routed token. So the extra tokens of one expert never
-exceed the free capacity of the others.
+capacity, the router computes drops for both capacities, and applies the drops for the larger capacity to that expert.
+With a capacity factor of 1 or more, all experts together have capacity for every routed token. So the extra tokens of
+one expert never exceed the free capacity of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Room:
     router: Any
     share: float
     has_more: torch.Tensor
-    """Experts that have extra capacity, bool ``[experts]``."""
+    """True for each expert with extra capacity, bool ``[experts]``."""
     observe_extra_tokens: torch.Tensor
     """Tokens that only the extra capacity admitted, float64 ``[experts]``."""
     counts: Callable[[], bool]
@@ -40,7 +40,7 @@ _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
 
 
 class RouterRoom:
-    """Extra capacity of this rank's routers; all ranks of a stage open and close it together.
+    """Control of the extra capacity of this rank's routers. All ranks of a stage change it at the same time.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -54,7 +54,7 @@ class RouterRoom:
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []
-        """Positions of the experts of all routers in the table, router by router."""
+        """Position of each expert in the operator table, router by router."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, experts = layer.mlp.router, int(chunk.config.num_moe_experts)
@@ -76,9 +76,9 @@ class RouterRoom:
             room.has_more.copy_(torch.tensor(has_more))
 
     def take(self) -> torch.Tensor:
-        """Return the tokens that only extra capacity admitted on this rank since the last call, and reset the counts.
+        """Return how many tokens only extra capacity admitted on this rank since the last call, and reset the counts.
 
-        The result is on the device.
+        The result is on the device, with one float64 count for each expert of all routers.
         """
         if not self._rooms:
             return torch.zeros(0, dtype=torch.float64)
@@ -88,7 +88,7 @@ class RouterRoom:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host.
+        """Convert the results of several calls of :meth:`take` to float64 ``[calls, operators]`` on the host.
 
         The call waits for the device.
         """
@@ -98,7 +98,7 @@ class RouterRoom:
 def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
     @functools.wraps(routing)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        # This applies to both passes of a recomputed layer, but not to evaluation.
+        # Extra capacity applies to both passes of a recomputed layer, but not to evaluation.
         token = _room.set(room if room.is_open and room.router.training else None)
         try:
             return routing(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Megatron's MoE layer with experts in slots: replicas in proportion to load, with the tokens spread over them.
+"""Megatron's MoE layer with experts in slots.
 
-Megatron's dispatcher, experts and all-to-all run unchanged; to them every slot is an expert. This module only decides
-which slot gets a token (Lazarus, section 4.2), before Megatron dispatches.
+Popular experts have replicas in several slots, and the replicas share the tokens of the expert. Megatron's dispatcher,
+experts and all-to-all run unchanged, and treat every slot as an expert. Before Megatron dispatches, this module decides
+which slot gets a token (Lazarus, section 4.2).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.moevement.elastic.slots import Slots, slots
 
 
 def layer_with_slots(original: Any) -> Callable[..., Any]:
-    """Return a replacement of ``MoELayer`` for specs, which builds a layer with slots if experts are in slots."""
+    """Return a replacement of ``MoELayer`` for layer specs. It builds a layer with slots if experts are in slots."""
 
     @functools.wraps(original)
     def moe_layer(*args: Any, **kwargs: Any) -> Any:
@@ -45,9 +46,10 @@ def _classes() -> _Classes:
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     def kept(tensor: Any) -> Any:
-        """Return an entry for the tensor of a second replica on one rank, which the checkpoint leaves out.
+        """Return an entry that is not written to the checkpoint, for a tensor of an expert's second replica on a rank.
 
-        A checkpoint has each tensor once for each rank. At the job's start the replica becomes equal to the first one.
+        A checkpoint has each tensor of a rank only once. When the job starts, the second replica becomes a copy of the
+        first.
         """
         return ShardedTensorFactory(
             tensor.key,
@@ -58,11 +60,11 @@ def _classes() -> _Classes:
         )
 
     class SlotDispatcher(MoEAlltoAllTokenDispatcher):
-        """Dispatcher that spreads an expert's tokens over its replicas, and then dispatches to slots as to experts."""
+        """Dispatcher that spreads the tokens of an expert over slots, and then treats slots as Megatron's experts."""
 
         table: SlotTable
         routed: torch.Tensor | None = None
-        """Tokens of each expert on all ranks since the counter was last reset, int64 ``[E]``; None for no tokens."""
+        """Tokens of each expert on all ranks since the last reset, int64 ``[E]``; None if nothing has been counted."""
 
         def dispatch_preprocess(
             self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -110,7 +112,7 @@ def _classes() -> _Classes:
             self._slots = expert_slots
 
         def set_layer_number(self, layer_number: int) -> None:
-            """Set the layer's number in the model, counted from 1, by which it finds its slots."""
+            """Set the layer's number in the model, counted from 1, and look up the slots of this layer."""
             super().set_layer_number(layer_number)
             table = self._slots.table(layer_number - 1, self.ep_group.size())
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -119,7 +121,7 @@ def _classes() -> _Classes:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Return Megatron's state with each expert once, whatever its slot; any number of ranks can load it."""
+            """Return Megatron's state with each expert once, independent of slots. Any number of ranks can load it."""
             metadata = ensure_metadata_has_dp_cp_group(metadata)
             state = {}
             for name, module in self._modules.items():

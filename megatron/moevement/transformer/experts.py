@@ -1,7 +1,8 @@
-"""Megatron's experts on this project's kernels: equal modules, parameters and checkpoints, with another forward pass.
+"""Megatron's experts on this project's kernels.
 
-The kernels also run normal training. A replay with some frozen experts has to give the bits of a run in which all
-experts are active, and with these kernels it does (``moevement_kernels.op``).
+Modules, parameters and checkpoints stay the same; only the forward pass is replaced. Replays and normal training both
+use the kernels, because a replay with frozen experts has to give the bits of training with active experts. With these
+kernels it does (``moevement_kernels.op``).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the experts module, which is when its configuration is known."""
+    """Build the experts module. The configuration, which decides about the kernels, is known only at this point."""
     from megatron.training import global_vars
 
     cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
-    if cls is None or arguments is None:  # A model that is described and never run has no arguments.
+    if cls is None or arguments is None:  # Without arguments, the model is only described and never runs.
         return built(*args, **kwargs)
     backend = backend_of(arguments, kwargs["config"] if "config" in kwargs else args[1])
     if backend is None:
@@ -56,13 +57,13 @@ def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
 def _say_once(backend: str) -> None:
     if torch.distributed.get_rank() == 0:
         reason = why_reference()
-        running = f"the {backend} kernels" if reason is None else f"the kernels' reference in torch, as {reason}"
+        running = f"the {backend} kernels" if reason is None else f"the kernels' reference in torch, because {reason}"
         log.info(f"experts run on {running}")
 
 
 @functools.cache
 def _classes() -> dict[Any, Any]:
-    """Return, for each experts module of Megatron that can be replaced, the class that replaces it."""
+    """Return a dictionary from Megatron's replaceable experts classes to the classes that replace them."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     class OnKernels:
@@ -85,14 +86,14 @@ def _classes() -> dict[Any, Any]:
             if self.config.gradient_accumulation_fusion:  # type: ignore[attr-defined]
                 for weight in (*w1, *w2):
                     weight.fuse_weight_gradient = True
-            # Dropless dispatchers have the counts on the host already; Megatron's own experts also copy them here.
+            # Dropless dispatchers have the counts on the host. Otherwise this copies them, as Megatron's experts do.
             counts = tokens_per_expert.tolist()
             kind = activation_of(self.config)  # type: ignore[attr-defined]
             assert kind is not None
             return grouped_mlp(permuted_local_hidden_states, permuted_probs, counts, w1, w2, kind), None
 
     class SequentialOnKernels(OnKernels, SequentialMLP):
-        """Megatron's sequential experts, which are modules of their own, on the kernels."""
+        """Megatron's sequential experts on the kernels; each expert is a separate module."""
 
         def weights(self) -> tuple[list[Any], list[Any]]:
             """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
@@ -100,7 +101,7 @@ def _classes() -> dict[Any, Any]:
             return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
 
     class GroupedOnKernels(OnKernels, TEGroupedMLP):
-        """Transformer Engine's grouped experts on the kernels, which use the weights of its linears."""
+        """Transformer Engine's grouped experts on the kernels; the weights stay in the grouped linear layers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Frozen and active operators in a Megatron model (MoEvement section 3.3).
 
-A frozen operator computes its output and the gradient of its input, but not its weight gradient. Megatron's linear
-layers, norms and embeddings decide this by ``requires_grad`` of their weights in the forward pass. Three parts do not,
+A frozen operator computes the output and the gradient of the input, but no weight gradient. Megatron's linear layers,
+norms and embeddings do so if ``requires_grad`` of the weights is False in the forward pass. Three other parts do not,
 and this module handles them: the router, Transformer Engine's grouped linear, and the layers above a frozen embedding.
 """
 
@@ -22,7 +22,7 @@ class FrozenMode:
 
     Args:
         chunks: unwrapped virtual stages.
-        trained: parameters of each operator. A parameter that was not trainable never becomes so.
+        trained: parameters of each operator. Parameters that are not trainable at construction stay untrainable.
     """
 
     def __init__(self, chunks: Sequence[Any], trained: Mapping[str, Sequence[Trained]]) -> None:
@@ -46,7 +46,7 @@ class FrozenMode:
 
     @contextmanager
     def as_if_active(self) -> Iterator[None]:
-        """Set ``requires_grad`` of all trainable parameters for a while in which no gradient is computed."""
+        """Set ``requires_grad`` of all trainable parameters inside the context, where no gradient may be computed."""
         before = [
             (parameter, parameter.requires_grad) for parameters in self._parameters.values() for parameter in parameters
         ]
@@ -73,11 +73,11 @@ class FrozenMode:
 
 
 def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Let the gradient flow down to the embedding even if nothing below needs it.
+    """Let the gradient flow back to the embedding's output, even if the embedding is frozen.
 
-    A recomputed block whose input requires no gradient computes none, not even for its active operators. And ranks that
-    exchange tokens must agree on what flows back: a rank with an active expert in the first layer would wait forever
-    for a rank whose experts there are all frozen.
+    There are two reasons. A recomputed block whose input requires no gradient computes no gradients, not even those of
+    active operators. And all ranks that exchange tokens must take part in the backward pass: a rank with an active
+    expert in the first layer would wait forever for a rank whose experts in that layer are all frozen.
     """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
@@ -85,11 +85,12 @@ def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tenso
 
 
 def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
-    """Return groups of weights of which a module checks only the first one's ``requires_grad``.
+    """Return groups of weights whose module checks ``requires_grad`` only of the first weight.
 
-    Transformer Engine's grouped linear (one module for all experts of a layer) would drop the gradients of active
-    experts if the first one is frozen. While one expert of a group is active, all of them compute gradients, and the
-    optimizer skips the frozen ones. This project's kernels (``experts.py``) handle each expert by itself.
+    Transformer Engine's grouped linear, one module for all experts of a layer, would drop the gradients of active
+    experts if the first expert is frozen. While any expert of a group is active, all experts of the group therefore
+    compute gradients, and the optimizer skips the frozen experts. This project's kernels (``experts.py``) handle each
+    expert separately.
     """
     groups = []
     for module in chunk.modules():
@@ -102,9 +103,9 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def gating_without_weight_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``router_gating_linear`` without the weight gradient of a frozen router.
+    """Return a ``router_gating_linear`` that skips the weight gradient of a frozen router.
 
-    Megatron's backward pass computes it in any case.
+    Megatron's own backward pass always computes the weight gradient.
     """
     from megatron.core.transformer.moe import moe_utils
 

@@ -1,4 +1,4 @@
-"""Choice of the kernels that run the experts (``--moevement-frozen-kernels``), and checks of what they cannot run."""
+"""Choice of the kernels that run the experts (``--moevement-frozen-kernels``), with checks that the kernels fit."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
     if choice is FrozenKernels.AUTO:
         return None if reasons or why_reference() is not None else Backend.TRITON
     if reasons:
-        raise ConfigError(f"--moevement-frozen-kernels {choice}: {'; '.join(reasons)}; use off")
+        raise ConfigError(f"--moevement-frozen-kernels {choice}: {'; '.join(reasons)}; give off instead")
     if choice is FrozenKernels.CUDA and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError(
-            f"--moevement-frozen-kernels cuda: compute capability {torch.cuda.get_device_capability()}, needs 9.0; use "
-            "triton"
+            f"--moevement-frozen-kernels cuda: the GPU has compute capability {torch.cuda.get_device_capability()}, "
+            "but the kernel needs 9.0; give triton instead"
         )
     return Backend(str(choice))
 
 
 def activation_of(config: Any) -> Activation | None:
-    """Return the experts' activation; None if the kernels do not have it."""
+    """Return the activation of the experts; None if the kernels do not support it."""
     from megatron.core.activations import squared_relu
     from torch.nn import functional
 
@@ -68,7 +68,7 @@ def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
         name = getattr(config.activation_func, "__name__", str(config.activation_func))
         yield f"{'gated ' if config.gated_linear_unit else ''}{name} is none of {', '.join(Activation)}"
     if config.add_bias_linear:
-        yield "experts have biases (needs --disable-bias-linear)"
+        yield "experts have biases, and the kernels need --disable-bias-linear"
     for name, flag in (
         ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
         ("fp8", "--fp8-format"),
@@ -81,15 +81,15 @@ def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
         ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
     ):
         if getattr(config, name, None):
-            yield f"{flag} is Megatron's own layers' alone"
+            yield f"{flag} works only with Megatron's own layers"
     if getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False):
-        yield "FSDP keeps gradients and weights elsewhere"
+        yield "FSDP stores weights and gradients where the kernels cannot use them"
     if (getattr(config, "gtp_weight_remat_size", None) or 1) > 1:
-        yield "generalised tensor parallelism shards each weight"
+        yield "generalised tensor parallelism shards each weight, and the kernels need whole weights"
     if getattr(config, "glu_linear_offset", 0.0):
-        yield "an offset of the linear half is Megatron's own layers' alone"
+        yield "an offset of the linear half works only with Megatron's own layers"
     if config.hidden_size % 8 or config.moe_ffn_hidden_size % 8:
         yield (
-            f"--hidden-size {config.hidden_size} --moe-ffn-hidden-size {config.moe_ffn_hidden_size} (needs multiples "
-            "of 8, so that weights begin at multiples of 16 bytes)"
+            f"--hidden-size {config.hidden_size} --moe-ffn-hidden-size {config.moe_ffn_hidden_size} must both be "
+            "multiples of 8, so that weights begin at multiples of 16 bytes"
         )

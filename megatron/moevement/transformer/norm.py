@@ -2,8 +2,8 @@
 
 Megatron's ``WrappedTorchNorm`` refuses sequence parallelism. Without Apex or Transformer Engine, the local spec has no
 other norm, so tensor-parallel MoE, which needs sequence parallelism, could not run. A norm processes each token alone,
-so only the gradients of its weights need care: each rank has them for its part of the sequence, and tensor-parallel
-ranks have to sum them. Megatron does this for parameters marked ``sequence_parallel``.
+so only the weight gradients need care. Each rank has the weight gradients for a part of the sequence, and
+tensor-parallel ranks have to sum them. Megatron does this for parameters marked ``sequence_parallel``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Counts of routing decisions on each router's own device, without communication or waiting.
 
-Each router keeps sums: the tokens routed to every expert of its layer, or, for the soft count, the gate's
-probabilities. Only training passes count. Evaluation does not, and neither does the second pass of a recomputed layer.
+Each router sums the tokens routed to every expert of the layer, or, for the soft count, the gate's probabilities.
+Only passes with gradients are counted: evaluation is not, and of the two passes of a recomputed layer only the second.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class RouterCounts:
     Args:
         chunks: this rank's unwrapped virtual stages.
         table: operators of the stage, which include the counted experts.
-        ordering: order of operators, which decides what is counted.
+        ordering: ordering of operators. It decides whether tokens or probabilities are counted.
     """
 
     def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
         self.paused = False
-        """True while nothing counts: a replay must not count tokens twice."""
+        """True while nothing is counted. Replays set it, so that no token is counted twice."""
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
         self._places: list[int] = []
-        """Positions of the experts of all routers in the table, router by router."""
+        """Position of each expert in the operator table, router by router."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, number = layer.mlp.router, int(layer.layer_number) - 1
@@ -57,7 +57,7 @@ class RouterCounts:
         return counted
 
     def take(self) -> torch.Tensor:
-        """Return this rank's sums since the last call, on the device and without waiting for it, and reset them."""
+        """Return this rank's sums since the last call, on the device, and reset the sums. The host does not wait."""
         if not self._sums:
             return torch.zeros(0, dtype=torch.float64)
         taken = torch.cat(self._sums)
@@ -66,7 +66,7 @@ class RouterCounts:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host.
+        """Convert the results of several calls of :meth:`take` to float64 ``[calls, operators]`` on the host.
 
         The call waits for the device.
         """
@@ -74,11 +74,11 @@ class RouterCounts:
 
 
 def by_operator(taken: list[torch.Tensor], places: list[int], operators: int) -> torch.Tensor:
-    """Return sums of experts as float64 ``[len(taken), operators]`` on the host; the call waits for the device.
+    """Return the sums as float64 ``[len(taken), operators]`` on the host. The call waits for the device.
 
     Args:
-        taken: several results of ``take``, each with the sums of the experts of all routers.
-        places: positions of these experts in the operator table.
+        taken: results of several calls of ``take``. Each result has one sum for each expert of all routers.
+        places: position of each of these experts in the operator table.
         operators: number of operators in the table.
     """
     counts = torch.zeros(len(taken), operators, dtype=torch.float64)
@@ -93,7 +93,7 @@ def routed_layers(chunk: Any) -> list[Any]:
 
 
 def _probabilities(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Return the gate's probabilities of all experts, ``[tokens, experts]`` (P in appendix B)."""
+    """Return the gate's probabilities of all experts, ``[tokens, experts]`` (P in MoEvement, appendix B)."""
     scores = logits.detach().float().view(-1, logits.shape[-1])
     if getattr(router.config, "moe_router_score_function", "softmax") == "sigmoid":
         scores = torch.sigmoid(scores)

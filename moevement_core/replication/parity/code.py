@@ -1,7 +1,7 @@
-"""Coefficients of members' bytes in a group's parity, and recovery of lost members' bytes from the bytes that are left.
+"""Coefficients of a group's members in the parity of the group, and coefficients that recover lost members.
 
-The code is a Cauchy matrix, of which every square part has an inverse (Blömer et al., ICSI TR-95-048). Its columns are
-scaled so that the first row is all ones: one block of parity is XOR.
+The code is a Cauchy matrix: every square submatrix has an inverse (Blömer et al., ICSI TR-95-048). The columns are
+scaled so that the first row is all ones. The first block of parity is therefore the XOR of the members.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.replication.parity.field import inverse, product, solve
 
 MOST = 128
-"""Most members of a group and blocks of parity, together."""
+"""Largest sum of the numbers of members and of blocks of parity in a group."""
 
 
 @cache
@@ -22,10 +22,13 @@ def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
     """Return the coefficient of each member in each block of parity, elements of GF(256) ``[parities][members]``.
 
     Raises:
-        ConfigError: there are more than :data:`MOST` members and blocks together, or none of either.
+        ConfigError: there are more than :data:`MOST` members and blocks together, or no members, or no blocks.
     """
     if not members >= 1 or not parities >= 1 or members + parities > MOST:
-        raise ConfigError(f"parity of {members} ranks in {parities} blocks; needs 1 or more of each, {MOST} together")
+        raise ConfigError(
+            f"a parity group has {members} ranks and {parities} blocks; needs 1 or more of each, and at most {MOST} "
+            "in sum"
+        )
     rows = [[inverse(row ^ (parities + column)) for column in range(members)] for row in range(parities)]
     first = [inverse(value) for value in rows[0]]
     return tuple(tuple(map(product, row, first)) for row in rows)
@@ -34,16 +37,16 @@ def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
 def recover(
     lost: Sequence[int], members: Sequence[int], parities: Sequence[int], size: tuple[int, int]
 ) -> dict[int, tuple[Mapping[int, int], Mapping[int, int]]]:
-    """Return how each lost member follows from the others and from as many blocks of parity as there are lost members.
+    """Return the coefficients that compute each lost member from available members and blocks of parity.
 
     Args:
-        lost: positions in the group of the lost members.
-        members: positions of available members that the blocks contain.
-        parities: numbers of the available blocks.
-        size: members of a whole group, and blocks of parity.
+        lost: positions of the lost members in the group.
+        members: positions of the available members that the blocks contain.
+        parities: numbers of available blocks, one block for each lost member.
+        size: number of members of a whole group, and number of blocks of parity.
 
     Returns:
-        By lost member: the coefficient of each of ``members``, and of each of ``parities``.
+        Coefficients of ``members``, and coefficients of ``parities``, by lost member.
     """
     matrix = coefficients(*size)
     rows = solve([[matrix[number][place] for place in lost] for number in parities])

@@ -1,9 +1,10 @@
 """Arithmetic in GF(256) for Reed-Solomon codes: addition, multiplication and division of bytes.
 
-A block of parity is the sum of members' bytes, each times a coefficient. Members arrive one after the other, each from
-another host. zfec and liberasurecode need all blocks of a stripe at once in one place, and galois is slower
-(``benchmarks/parity_rates.md``). So this module computes the sums, two bytes at a time from a table.
-``tests/unit/replication/parity/test_field.py`` compares everything with galois.
+A block of parity is a sum over the members of a group: the bytes of each member times a coefficient. The bytes of
+members arrive one member after the other, from different hosts. zfec and liberasurecode need all blocks of a stripe in
+one place at the same time, and galois is slower (``benchmarks/parity_rates.md``). Therefore this module computes the
+sums, two bytes at a time with a lookup table. ``tests/unit/replication/parity/test_field.py`` compares all results with
+galois.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 _POLYNOMIAL = 0x11D
-"""x^8 + x^4 + x^3 + x^2 + 1, of which 2 is a primitive element."""
+"""Polynomial x^8 + x^4 + x^3 + x^2 + 1 that defines the field; 2 is a primitive element of this field."""
 _PIECE = 1 << 19
 """Words of two bytes that are multiplied at a time, few enough for the processor's cache."""
 
@@ -90,7 +91,7 @@ def solve(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
     for column in range(size):
         pivot = next((at for at in range(column, size) if rows[at][column]), None)
         if pivot is None:
-            raise ZeroDivisionError("a matrix without an inverse")
+            raise ZeroDivisionError("the matrix has no inverse")
         rows[column], rows[pivot] = rows[pivot], rows[column]
         factor = inverse(rows[column][column])
         rows[column] = [product(factor, value) for value in rows[column]]

@@ -1,4 +1,4 @@
-"""Groups of ranks, and the ranks that hold their parity: no node has two parts of a group."""
+"""Groups of ranks, and the ranks that hold their parity. A node has at most one member or block of each group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Group:
 
     members: tuple[int, ...]
     holders: tuple[int, ...]
-    """Ranks that hold parity: the first block, the second, and so on."""
+    """Rank that holds each block of parity, in the order of the blocks."""
     width: int
-    """Members of the widest group of the job, for which coefficients are computed."""
+    """Number of members for which coefficients are computed: the most that a group of the job may have."""
 
     def place_of(self, rank: int) -> int:
         """Return the position of ``rank`` among the members."""
@@ -26,7 +26,7 @@ class Group:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Members and blocks of parity for which coefficients are computed."""
+        """Numbers of members and of blocks of parity for which coefficients are computed."""
         return self.width, len(self.holders)
 
 
@@ -34,14 +34,14 @@ Groups = tuple[Group, ...]
 
 
 def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Groups:
-    """Return groups of ranks with the same position on different nodes, and holders on other nodes.
+    """Return groups of ranks that have the same local position on different nodes, with holders on further nodes.
 
-    Every node holds about as much parity as the others.
+    All nodes hold about the same amount of parity.
 
     Args:
         nodes: node of each rank.
         members: G, most members of a group.
-        parities: M, number of nodes of any group that may be lost.
+        parities: M, blocks of parity of a group, and the number of its nodes that may be lost.
 
     Raises:
         ConfigError: there are too few nodes.
@@ -53,8 +53,8 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
     if len(here) < members + parities:
         fits = f"parity:{len(here) - parities}+{parities}" if len(here) > parities else "copies"
         raise ConfigError(
-            f"--moevement-protection parity:{members}+{parities} on {len(here)} nodes; needs {members + parities}, or "
-            f"{fits}"
+            f"--moevement-protection parity:{members}+{parities} on {len(here)} nodes; needs {members + parities} "
+            f"nodes, so add nodes or use {fits}"
         )
     count = -(-len(here) // members)
     bounds = [len(here) * number // count for number in range(count + 1)]
@@ -62,8 +62,8 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
     groups = []
     for place in range(max(map(len, here))):
         for first, last in pairwise(bounds):
-            # Groups move on by one node with each position. So nodes that do not divide evenly take turns in the narrow
-            # group, and in holding parity of the wide one.
+            # With each position, all groups move on by one node. If the nodes do not divide evenly, they thereby take
+            # turns as members of the smaller groups, and as holders of the larger groups' parity.
             inside = [(node + place) % len(here) for node in range(first, last)]
             group_ranks = tuple(here[node][place] for node in inside if place < len(here[node]))
             if not group_ranks:
@@ -78,11 +78,14 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 WIDEST = 8
-"""Most members of a group in a proposed scheme."""
+"""Most members of a group in a parity scheme that the job proposes to save host memory."""
 
 
 def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
-    """Return True if the groups still fit ``nodes``: every rank is in a group, and no node has two parts of a group."""
+    """Return True if the groups still fit ``nodes`` and the wanted numbers of members and blocks.
+
+    Every rank must be in a group, and a node may have only one member or block of each group.
+    """
     if any(group.size != (members, parities) for group in groups):
         return False
     everyone = sorted(rank for group in groups for rank in group.members)
@@ -93,7 +96,7 @@ def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, pa
 
 
 def narrowed(nodes: Sequence[Hashable], members: int, parities: int) -> tuple[int, int]:
-    """Return the members and blocks, nearest to the wanted ones, that the nodes of a running job allow.
+    """Return the numbers of members and blocks that the nodes of a running job allow, nearest to the wanted numbers.
 
     Both are 0 if only one node is left.
     """

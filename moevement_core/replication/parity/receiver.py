@@ -1,4 +1,4 @@
-"""Receiving side of a member's connection: it adds the member's snapshots to the group's parity, block by block."""
+"""Receiving side of a member's connection: a thread adds the member's snapshots to the parity, block by block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 class ParityReceiver(Receiver):
     """Receiver of one member's snapshots.
 
-    Its answer GO names the blocks that it wants: all of them, or those that did not arrive whole.
+    The answer GO flags the blocks that the member has to send: all blocks, or those that did not arrive whole before.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ParityReceiver(Receiver):
         self._say(Kind.KEPT if is_whole else Kind.DAMAGED, message.iteration)
 
     def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
-        """Receive and add the blocks that the sum lacks; return True if it then contains the whole snapshot."""
+        """Receive and add the blocks that the sum lacks; return True if the sum then contains the whole snapshot."""
         group, source, blocks = self._member.group, self._member.source, blocks_of(header)
         wanted = sorted(stripe.missing.get(source, ()))
         if not wanted:
@@ -80,7 +80,7 @@ class ParityReceiver(Receiver):
     def _grow(self, nbytes: int) -> bool:
         """Allocate memory for a sum of ``nbytes`` bytes; return True if there is enough.
 
-        If members differ in size, their sums need more memory than the largest member asked for.
+        If members differ in size, their sums need more memory than the largest request of a member.
         """
         arena, key = self._member.group.arena, self._member.key
         with self._member.growing:

@@ -1,4 +1,4 @@
-"""Memory of a group for blocks that were received from any member and are not yet added to a sum."""
+"""Memory of a group for received blocks of its members that are not yet added to a sum."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 import torch
 
 AT_ONCE = 2
-"""Blocks in memory at a time: one is received while another is added. Tensors are never split, and without this limit
-each member of a group would hold a block."""
+"""Most blocks in memory at a time: one is received while another is added.
+
+Without this limit there could be a block of each member, and a block may be as large as the largest tensor.
+"""
 
 
 class Staging:
@@ -24,7 +26,7 @@ class Staging:
     def of(self, nbytes: int) -> Iterator[torch.Tensor]:
         """Lend host memory, uint8 ``[nbytes]``; wait while :data:`AT_ONCE` other blocks are lent."""
         with self._free:
-            # append and pop of a list are atomic; an exception between them costs one allocation.
+            # append and pop of a list are atomic. An exception between the two only costs one more allocation.
             buffer = self._buffers.pop() if self._buffers else torch.empty(0, dtype=torch.uint8)
             if buffer.numel() < nbytes:
                 buffer = torch.empty(nbytes, dtype=torch.uint8)

@@ -1,8 +1,8 @@
 """Store of a group's parity in this rank's host memory: for each iteration one block, the sum over the members.
 
-Each member adds its own snapshot, block by block. A receiver checks each block before it is added, and keeps nothing of
-the snapshot but its header. A sum that contains all members never changes again, so every recovery that it allows stays
-possible.
+The receiver of each member adds the member's snapshot to the sum, block by block. It checks each block before it adds
+it, and keeps only the header of the snapshot. A sum that contains all members never changes again, so every recovery
+that it allows stays possible.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from moevement_core.util import damage
 
 @dataclass(slots=True, eq=False)
 class Stripe:
-    """Block of parity of one iteration: the sum over members, and their headers."""
+    """Block of parity of one iteration: the sum over members, and the headers of their snapshots."""
 
     iteration: int
     total: Buffer
     headers: dict[int, Header] = field(default_factory=dict)
-    """Headers of the members that are in the sum, wholly or in part."""
+    """Headers of the snapshots that the sum contains, wholly or in part, by member."""
     missing: dict[int, set[int]] = field(default_factory=dict)
-    """Numbers of the blocks that the sum lacks, by member whose snapshot is arriving."""
+    """Numbers of the blocks that the sum lacks, for each member whose snapshot has not arrived whole."""
     digest: str | None = None
     """Digest of the sum; None until it contains every member."""
     users: int = 0
@@ -47,7 +47,7 @@ class Stripe:
 
     @property
     def members(self) -> dict[int, Header]:
-        """Headers of the members that the sum contains wholly."""
+        """Headers of the snapshots that the sum contains wholly, by member."""
         return {source: header for source, header in self.headers.items() if source not in self.missing}
 
 
@@ -68,12 +68,12 @@ class GroupStore:
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
         self._needed: dict[int, int] = {}
-        """Bytes that each member asked for last, or that its receiver allocated beside other sums."""
+        """Bytes that each member needs: its last request, or the total to which its receiver has grown the memory."""
         self.growing = threading.Lock()
-        """Lock that a member's receiver holds while it compares memory with its need and allocates more."""
+        """Lock that a member's receiver holds while it compares allocated with requested memory and allocates more."""
 
     def stripes(self) -> list[Stripe]:
-        """Return the stripes that contain no member only in part, by ascending iteration."""
+        """Return the stripes that contain every added snapshot wholly, by ascending iteration."""
         with self._lock:
             return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
@@ -89,8 +89,8 @@ class GroupStore:
     def begin(self, source: int, header: Header) -> Stripe | None:
         """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        Blocks of the same snapshot that were added earlier stay. Another snapshot of the same iteration cannot be
-        removed from the sum, so a new sum begins without the other members. The caller ends its use with :meth:`end`.
+        Blocks of the same snapshot that were added earlier stay in the sum. If the sum contains a different snapshot of
+        ``source``, which cannot be removed, a new and empty sum takes its place. The caller has to call :meth:`end`.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)
@@ -114,7 +114,7 @@ class GroupStore:
             return stripe
 
     def add(self, stripe: Stripe, source: int, number: int, data: Sequence[tuple[Entry, torch.Tensor]]) -> None:
-        """Add block ``number`` of a member, whose tensors were checked, to the sum."""
+        """Add block ``number`` of a member's snapshot to the sum. The caller has checked the tensors of the block."""
         coefficient = self._coefficients[source]
         with self._lock:
             if stripe.freed:
@@ -129,7 +129,7 @@ class GroupStore:
     def end(self, stripe: Stripe, source: int) -> None:
         """End the use of a stripe that :meth:`begin` returned for ``source``.
 
-        The snapshot may have arrived only in part. The call that completes the sum also computes its digest.
+        The snapshot may have arrived only in part. The call that completes the sum computes the digest of the sum.
         """
         with self._lock:
             stripe.users -= 1
@@ -149,7 +149,11 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """Return the stripe of an iteration, unchanged until :meth:`end_reading`; None if incomplete or damaged."""
+        """Return the stripe of an iteration, which is not released before :meth:`end_reading`.
+
+        Returns:
+            None if there is no stripe, or if it is damaged or contains a snapshot only in part.
+        """
         with self._lock:
             stripe = self._stripes.get(iteration)
             if stripe is None or stripe.missing:
@@ -178,7 +182,7 @@ class GroupStore:
     def drop(self, source: int, first: int, count: int) -> None:
         """Free the stripes of ``count`` iterations from ``first`` on that contain ``source``.
 
-        The source will never send these snapshots again, and the sums are then of no use to other members either.
+        The source never sends these snapshots again, so the sums can never become complete.
         """
         with self._lock:
             iterations = [
@@ -221,7 +225,7 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """Store of one member, which is a part of the group's parity.
+    """Store of one member's snapshots, which are a part of the group's parity.
 
     Args:
         source: rank of the member.
@@ -275,7 +279,7 @@ class MemberStore(PeerStore):
 
     @override
     def free_unneeded(self, last: int) -> None:
-        """Free nothing, because parts of a sum are of use as long as any member needs them."""
+        """Free nothing, because other members may still need the same parts of a sum."""
 
     @override
     def drop(self, first: int, count: int) -> None:
@@ -299,7 +303,7 @@ class MemberStore(PeerStore):
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the bytes of a snapshot that belong to bytes ``start`` to ``end`` of a sum, each piece with its position.
+    """Yield the pieces of a snapshot for bytes ``start`` to ``end`` of a sum, each with its position in the sum.
 
     The gaps between tensors in memory belong to no snapshot and are left out.
 

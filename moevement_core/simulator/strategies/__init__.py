@@ -1,4 +1,4 @@
-"""Simulated strategies: the cost of each way of checkpointing in an iteration and in a failure.
+"""Simulated strategies: the cost of each method of checkpointing, for an iteration and for a failure.
 
 All strategies share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Windows, rollback and
 segments come from the policy of a live run. The seconds of a replay follow from the pipeline.
@@ -56,4 +56,4 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
         )
     },
 }
-"""Constructors of strategies by name, from the costs of a job and its mean seconds between failures."""
+"""Constructors of strategies by name. Arguments: costs of the job, and mean seconds between its failures."""

@@ -22,7 +22,7 @@ from moevement_core.simulator.iteration import IterationTime
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a job that strategies are computed from, in seconds and bytes per second."""
+    """Costs of a job, in seconds and bytes per second; strategies compute their own costs from them."""
 
     plan: CheckpointPlan
     time: IterationTime
@@ -34,14 +34,14 @@ class Costs:
     regroup_s: float
     """Seconds until new process groups, with a spare, are ready."""
     interference: float = 0.0
-    """Share of the seconds of copies to the host by which these copies lengthen training; 0 hides them completely.
+    """Seconds that copies to the host add to training, divided by the seconds that these copies take; 0: no slow-down.
 
     The plan's ``contention`` is the counterpart for copies to peers.
     """
     weight_gradient_share: float = 1 / 3
-    """Share of weight gradients in the work of both passes: one of three products of equal size."""
+    """Share of the work of both passes that weight gradients take: one of three matrix products of equal size."""
     skew: float = 0.0
-    """Skew of the popularity of experts (MoEvement, appendix D): 0 is even, 1 is one expert for all tokens."""
+    """Skew of the popularity of experts (MoEvement, appendix D). 0: tokens are even; 1: one expert gets all."""
     skew_seed: int = 0
 
     @property
@@ -86,11 +86,11 @@ class Costs:
         return self.job_bytes / self.storage_bytes_per_s
 
     def iterations(self, seconds: float) -> int:
-        """Return how many iterations begin within ``seconds``."""
+        """Return the number of iterations that ``seconds`` cover, rounded up."""
         return math.ceil(seconds / self.iteration_s)
 
     def stages_of(self, nodes: Collection[int]) -> set[int]:
-        """Return the pipeline stages with a rank on one of ``nodes``, in Megatron's order of ranks."""
+        """Return the pipeline stages that have a rank on one of ``nodes``, if nodes hold ranks in Megatron's order."""
         per_node, of_stage = self.plan.inputs.cluster.gpus_per_node, self.ranks_of_stage
         ranks = self.plan.inputs.job.ranks
         return {
@@ -101,9 +101,9 @@ class Costs:
 
     @cached_property
     def copies(self) -> list[set[frozenset[int]]]:
-        """Sets of nodes that keep the copies of each node's ranks.
+        """Nodes that keep copies, by node: the set of nodes of each rank's peers, without duplicates.
 
-        The peers are those that a live job would choose, and ranks of a node may have different ones.
+        The placement of copies is that of a live job.
         """
         job, replicas = self.plan.inputs.job, self.plan.inputs.replicas
         nodes = [rank // self.plan.inputs.cluster.gpus_per_node for rank in range(job.ranks)]
@@ -126,10 +126,10 @@ class Costs:
         return segments(pipeline, self.stages_of(nodes))
 
     def shares(self, operators: Sequence[OperatorShape]) -> Scores:
-        """Return the share of its layer's tokens that reaches each operator, ``[expert-parallel ranks, operators]``.
+        """Return the share of a layer's tokens that reaches each operator, ``[expert-parallel ranks, operators]``.
 
-        It is 1 for operators that are no experts. Shares of experts are drawn for each layer with the given skew; equal
-        seeds give equal shares.
+        The share is 1 for operators other than experts. Shares of experts are drawn for each layer with the given skew;
+        equal seeds give equal shares.
         """
         ranks = self.plan.inputs.job.expert_parallel
         drawn = np.ones((ranks, len(operators)))
@@ -144,7 +144,7 @@ class Costs:
 
 
 def popularity(skew: float, experts: int, layers: int, generator: np.random.Generator) -> Scores:
-    """Return the share of a layer's tokens by expert, ``[layers, experts]``, from a Dirichlet distribution."""
+    """Draw each expert's share of a layer's tokens, ``[layers, experts]``, from a Dirichlet distribution."""
     if experts < 2:
         return np.ones((layers, experts))
     return sample_shares(skew, experts, generator, layers)
@@ -152,7 +152,7 @@ def popularity(skew: float, experts: int, layers: int, generator: np.random.Gene
 
 @dataclass(frozen=True)
 class Recovery:
-    """Cost of one failure, seconds by part."""
+    """Cost of one failure: seconds by part, and lost updates."""
 
     detect_s: float
     regroup_s: float
@@ -164,13 +164,13 @@ class Recovery:
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
-    """Updates that no checkpoint has: share of the tokens of an iteration, times iterations."""
+    """Lost updates in iterations: for each iteration, the share of its tokens whose updates no checkpoint has."""
     from_storage: bool = False
-    """True if no copy in memory was left."""
+    """True if no copy in memory was left, so that the state came from storage."""
 
     @property
     def total_s(self) -> float:
-        """Seconds from the failure until the job is where it was."""
+        """Seconds from the failure until the job is back in the state before the failure."""
         return self.detect_s + self.regroup_s + self.fetch_s + self.convert_s + self.catch_up_s
 
 
@@ -184,17 +184,17 @@ class TokenLoss:
 
 
 class Strategy(ABC):
-    """Simulated way of checkpointing. Some change during a training, so each training has a :meth:`fresh` one."""
+    """Simulated method of checkpointing. It may change during a training, so each training uses a :meth:`fresh` one."""
 
     name: str
     in_memory = True
-    """True if peers keep the state in host memory, so that it is lost with all of them."""
+    """True if peers keep the state in host memory. The state of a rank is then lost if all its peers fail too."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     def fresh(self) -> Strategy:
-        """Return this strategy in its first state, for another training."""
+        """Return this strategy in its initial state, for another training."""
         return self
 
     @property
@@ -224,27 +224,27 @@ class Strategy(ABC):
 
     @abstractmethod
     def rollback(self, committed: int, into: float) -> int:
-        """Return how many iterations are executed again after a failure.
+        """Return the number of committed iterations that are executed again after a failure.
 
         Args:
             committed: number of committed iterations.
-            into: share of the next iteration that is over.
+            into: share of the next iteration that was executed before the failure, 0 to 1.
         """
 
     @staticmethod
     def newest(committed: int, into: float, arrival: float) -> int:
-        """Return the newest state that has arrived where it is kept, if that takes ``arrival`` iterations."""
+        """Return the newest iteration whose state has reached peers or storage, which takes ``arrival`` iterations."""
         return math.floor(committed + into - arrival)
 
     @property
     @abstractmethod
     def expected_rollback(self) -> float:
-        """Mean rollback, iterations, of a failure at a random moment; the interrupted iteration counts half."""
+        """Mean rollback in iterations for a failure at a random moment; the interrupted iteration counts half."""
 
     @property
     @abstractmethod
     def fetch_s(self) -> float:
-        """Seconds until state is back on the device."""
+        """Seconds to load the state of a rank back to its device."""
 
     @property
     def converted(self) -> int:
@@ -260,12 +260,12 @@ class Strategy(ABC):
         return self.replay_iteration_s(nodes)
 
     def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
-        """Return the cost of a failure; the strategy may save differently from then on.
+        """Return the cost of a failure. The strategy may change what it saves from then on.
 
         Args:
             committed: number of committed iterations.
-            nodes: nodes lost since the state was complete.
-            into: share of the next iteration that is over.
+            nodes: nodes that failed since the last complete recovery.
+            into: share of the next iteration that was executed before the failure, 0 to 1.
         """
         if self.in_memory and not self.costs.copies_survive(nodes):
             return self._from_storage(committed)
@@ -279,7 +279,8 @@ class Strategy(ABC):
     def _from_storage(self, committed: int) -> Recovery:
         """Return the cost of a recovery from storage.
 
-        Windows and checkpoints are written behind training, one after the other, and the newest complete one is loaded.
+        Ranks write windows or checkpoints beside training, one after the other. A recovery loads the newest complete
+        one.
         """
         every = max(1, self.costs.iterations(self.costs.store_s()))
         replayed = min(committed, committed - max(0, committed // every - 1) * every)
@@ -293,7 +294,7 @@ class Strategy(ABC):
         if not math.isfinite(self.expected_rollback):
             return math.inf
         fixed = self.costs.detect_s + self.costs.regroup_s + self.fetch_s
-        # All stages execute the interrupted iteration; on average half of it is lost.
+        # All stages execute the interrupted iteration again; on average half of it was done.
         interrupted = 0.5
         committed = max(0.0, self.expected_rollback - interrupted)
         converted = min(committed, self.converted)
@@ -315,5 +316,5 @@ class Strategy(ABC):
 
     @property
     def contended_s(self) -> float:
-        """Mean seconds that copies to peers add to an iteration, over links that training uses too."""
+        """Mean seconds that copies to peers add to an iteration, because training uses the same links."""
         return self.costs.plan.contended_s(self.sent_bytes)

@@ -34,9 +34,9 @@ class Dense(Strategy):
         costs: costs of the job.
         interval: iterations between checkpoints.
         stall_s: seconds by which one checkpoint delays training.
-        lag: iterations until a checkpoint has arrived where it is kept.
-        fetch_s: seconds until state is back on the device.
-        in_memory: True if peers keep it; otherwise storage does, and host memory is only a buffer.
+        lag: iterations until a checkpoint has reached peers or storage.
+        fetch_s: seconds to load the whole state of a rank back to its device.
+        in_memory: True if peers keep checkpoints; False if storage keeps them, and host memory is only a buffer.
     """
 
     name = "dense-interval"
@@ -46,7 +46,7 @@ class Dense(Strategy):
     ) -> None:
         super().__init__(costs)
         if interval < 1:
-            raise ConfigError(f"a checkpoint every {interval} iterations; needs 1 or more")
+            raise ConfigError(f"a checkpoint every {interval} iterations; the interval has to be 1 or more")
         self._interval, self._stall_s, self.lag, self._fetch_s = interval, stall_s, lag, fetch_s
         self.in_memory = in_memory
 
@@ -62,12 +62,12 @@ class Dense(Strategy):
 
     @property
     def fetch_s(self) -> float:
-        """Seconds until the whole state of a rank is back on the device."""
+        """Seconds to load the whole state of a rank back to its device."""
         return self._fetch_s
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of the whole state of the heaviest rank, spread over the interval."""
+        """Mean bytes that the heaviest rank copies to its host in an iteration: whole state divided by interval."""
         return self.costs.full_bytes / self._interval
 
     @property
@@ -77,27 +77,27 @@ class Dense(Strategy):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of two buffers for the rank itself, and two for each peer.
+        """Bytes of host memory: two buffers for a rank's own checkpoints, and two for each rank whose copies it keeps.
 
         One buffer is filled while the other holds the newest complete checkpoint.
         """
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.inputs.replicas if self.in_memory else 0))
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the number of iterations since the newest checkpoint that has arrived where it is kept."""
+        """Return the number of iterations since the newest checkpoint that has reached peers or storage."""
         there = max(0, self.newest(committed, into, self.lag))
         return committed - there // self._interval * self._interval
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback, iterations: half the interval (MoEvement, section 2.4) and the lag."""
+        """Mean rollback in iterations: half of the interval (MoEvement, section 2.4) plus the lag."""
         return self._interval / 2 + self.lag
 
 
 class DenseSynchronous(Dense):
     """Strategy that stops training while it writes the whole state to storage.
 
-    Young's and Daly's formula gives the interval unless it is given.
+    Without an interval from the caller, Young's and Daly's formula gives it.
     """
 
     name = "dense"
@@ -108,11 +108,11 @@ class DenseSynchronous(Dense):
 
 
 def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
-    """Return the seconds by which a dense checkpoint to peers delays training, and iterations until all peers have it.
+    """Return the seconds by which a dense checkpoint to peers delays training, and the iterations until peers have it.
 
     Args:
         costs: costs of the job.
-        hidden: iterations beside which it is copied and sent; training waits for the rest.
+        hidden: number of iterations that hide copies and sends of the checkpoint; training waits for the rest.
     """
     busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
     return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
@@ -135,7 +135,7 @@ class DenseToPeers(Dense):
 class CheckFreq(Dense):
     """Strategy that copies a snapshot beside the next iteration, and writes it to storage in the background.
 
-    The cap of its policy keeps overhead to 3%.
+    The default interval keeps the overhead within CheckFreq's cap of 3%.
     """
 
     name = "checkfreq"
@@ -152,15 +152,15 @@ class CheckFreq(Dense):
 class Gemini(Dense):
     """Strategy that keeps the whole state in the memory of peers; all stages roll back.
 
-    A checkpoint is copied and sent beside all iterations until the next one, as the live strategy paces it. With
-    ``is_spread=False`` it hides beside one iteration only, as in MoEvement's measurement of GEMINI.
+    Copies and sends of a checkpoint are spread over all iterations until the next checkpoint, as in the live strategy.
+    With ``is_spread=False`` they run beside one iteration only, as in MoEvement's measurement of GEMINI.
 
     Args:
         costs: costs of the job.
         mtbf_s: mean seconds between failures of the job.
-        is_oracle: True for the interval with the best formula value; False for Young's and Daly's.
-        interval: iterations between checkpoints, instead of either.
-        is_spread: True if a checkpoint hides beside all iterations of the interval.
+        is_oracle: True for the interval with the best ETTR by the formula; False for Young's and Daly's interval.
+        interval: iterations between checkpoints; None to choose them by ``is_oracle``.
+        is_spread: True if copies and sends are spread over the whole interval.
     """
 
     name = "gemini"
@@ -187,7 +187,7 @@ class Gemini(Dense):
 
 
 def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
-    """Return the interval of dense checkpoints to peers with the best formula value."""
+    """Return the interval, in iterations, with which dense checkpoints to peers have the best ETTR by the formula."""
     delay_s = sent_dense(costs, 1)[0] + Gemini(costs, mtbf_s, interval=1).slowed_s
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
@@ -197,5 +197,5 @@ def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
 
 
 def young_daly(costs: Costs, write_s: float, mtbf_s: float) -> int:
-    """Return the interval ``sqrt(2 C MTBF)``, iterations."""
+    """Return the interval ``sqrt(2 C MTBF)`` in iterations; C is ``write_s``."""
     return max(1, round(math.sqrt(2 * write_s * mtbf_s) / costs.iteration_s))

@@ -19,9 +19,9 @@ GRADIENT_BYTES = 2
 
 
 class Partial(Strategy):
-    """Strategy that saves all state but the experts, and some experts, every ``interval`` iterations.
+    """Strategy that saves some of the experts and all other operators every ``interval`` iterations.
 
-    Every stage rolls back to the newest snapshot.
+    After a failure every stage rolls back to the newest snapshot.
     """
 
     def __init__(self, costs: Costs, interval: int = 1) -> None:
@@ -34,9 +34,9 @@ class Partial(Strategy):
         self.other_bytes = sum(size for operator, size in pairs if operator.kind is not OperatorKind.EXPERT)
         self.layers = max(1, sum(operator.kind is OperatorKind.GATE for operator, _ in pairs))
         self.experts = max(1, round(len(experts) / self.layers * costs.plan.inputs.job.expert_parallel))
-        """Number of experts of a layer, on all ranks that share it."""
+        """Number of experts of a layer, on all expert-parallel ranks together."""
         self.parameters = sum(operator.parameters / operator.shards for operator, _ in experts)
-        """Parameters of experts of which a rank holds the state."""
+        """Number of expert parameters whose optimizer state a rank holds."""
 
     @property
     def interval(self) -> int:
@@ -45,7 +45,7 @@ class Partial(Strategy):
 
     @cached_property
     def popularity(self) -> npt.NDArray[np.float64]:
-        """Share of the tokens of a layer by expert, ``[layers, experts]``."""
+        """Share of a layer's tokens that each expert gets, ``[layers, experts]``."""
         return popularity(self.costs.skew, self.experts, self.layers, np.random.default_rng(self.costs.skew_seed))
 
     @property
@@ -55,8 +55,9 @@ class Partial(Strategy):
 
     @property
     def overhead_s(self) -> float:
-        """Mean seconds added to an iteration by copies and sends that do not hide behind the
-        interval, and by slowing.
+        """Mean seconds that saving adds to an iteration.
+
+        They are the time by which copies and sends exceed the interval, and slowed training.
         """
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s
@@ -68,17 +69,17 @@ class Partial(Strategy):
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of a snapshot, spread over the interval."""
+        """Mean bytes that the heaviest rank copies to its host in an iteration: a snapshot divided by the interval."""
         return self.snapshot_bytes / self.interval
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes of a snapshot, spread over the interval."""
+        """Mean bytes that the heaviest rank sends to each peer in an iteration: a snapshot divided by the interval."""
         return self.copied_bytes
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of the newest state of everything and of the snapshot being copied, also for each peer."""
+        """Bytes of host memory: the newest state and the snapshot under way, for the rank itself and each replica."""
         return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.inputs.replicas)
 
     @property
@@ -98,13 +99,13 @@ class Partial(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback, iterations: half the interval, and those until peers have a snapshot."""
+        """Mean rollback in iterations: half of the interval, plus the iterations until peers have a snapshot."""
         return self.arrival + self.interval / 2
 
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
-        """Return the lost updates of experts: share of the tokens of an iteration, times iterations.
+        """Return the lost updates of experts in iterations: ages of experts, weighted by their shares of tokens.
 
-        It is MoC-System's PLT before the division by all tokens.
+        The sum over all failures, divided by the trained iterations, is MoC-System's PLT.
 
         Args:
             ages: iterations since each expert was saved, ``[experts]``.
@@ -132,18 +133,18 @@ class MoC(Partial):
 
     @property
     def snapshot_bytes(self) -> float:
-        """Bytes of all state but the experts, and of K of E experts."""
+        """Bytes of one snapshot: K of the E experts of each layer, and all other operators."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
     def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot; copies and sends go on at the same time."""
+        """Seconds until all peers have a snapshot; copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.snapshot_bytes))
 
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
         """Return the iterations since each expert was saved, float64 ``[experts]``.
 
-        The turn of an expert comes every E / K snapshots.
+        Each expert is saved once in E / K snapshots.
         """
         turns = math.ceil(self.experts / self.experts_saved)
         turn = np.arange(self.experts) // self.experts_saved
@@ -151,7 +152,7 @@ class MoC(Partial):
         return np.minimum((snapshots - turn) % turns * self.interval, committed).astype(np.float64)
 
     def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
-        """Return the cost of a failure: experts are up to E / K snapshots old, and their updates since are lost."""
+        """Return the cost of a failure. Saved experts are up to E / K snapshots old; their later updates are lost."""
         recovery = super().recover(committed, nodes, into)
         if recovery.from_storage:
             return recovery
@@ -163,11 +164,12 @@ class MoC(Partial):
 
 
 class MoEtion(Partial):
-    """Strategy that saves as many experts as both budgets carry, those with most tokens at risk first (its Algorithm
-    1).
+    """Strategy that saves as many experts as copies and sends can carry in an interval (MoEtion, Algorithm 1).
 
-    The budget of the network goes further than that of copies: state that data-parallel peers hold anyway is not sent
-    (section 5.1), and only gradients are sent of experts that were saved the last time too (section 5.2).
+    It saves the experts with the most tokens at risk first. Sends need fewer bytes than copies, for two reasons:
+
+    - State that data-parallel peers hold anyway is not sent (section 5.1).
+    - If the last snapshot has an expert, only the gradients of this expert are sent (section 5.2).
     """
 
     name = "moetion"
@@ -184,12 +186,12 @@ class MoEtion(Partial):
         sent = min(each, self.parameters / max(1, self.layers * self.experts) * GRADIENT_BYTES)
         fits = min(local / each, remote / sent) if each else math.inf
         self.experts_saved = max(1, min(self.experts, math.floor(fits / self.layers)))
-        """Mean experts of each layer in a snapshot, S; layers with more tokens at risk have more."""
+        """Mean number of experts of a layer in a snapshot, S; layers with more tokens at risk save more experts."""
         self._sent = self.experts_saved * self.layers * sent
 
     @property
     def snapshot_bytes(self) -> float:
-        """Bytes of all state but the experts, and of S experts of each layer."""
+        """Bytes of one snapshot: S experts of each layer, and all other operators."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
@@ -199,14 +201,14 @@ class MoEtion(Partial):
 
     @property
     def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot; copies and sends go on at the same time."""
+        """Seconds until all peers have a snapshot; copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.sent_bytes * self.interval))
 
     @cached_property
     def at_risk(self) -> float:
-        """Mean updates that a failure loses, in iterations.
+        """Mean updates that a failure loses, in iterations as in :attr:`Recovery.tokens_lost`.
 
-        The selection is simulated for some snapshots, and its tokens at risk are averaged.
+        The selection of experts is simulated for some snapshots. The result is the mean of the tokens at risk.
         """
         if self.experts_saved >= self.experts:
             return 0.0
@@ -214,7 +216,7 @@ class MoEtion(Partial):
         total = self.experts_saved * self.layers
         for step in range(steps):
             risk += self.popularity * self.interval
-            # Layers get experts in proportion to their risk; taking the riskiest of all experts has that effect.
+            # Layers with more tokens at risk save more experts, because the riskiest experts of all layers are chosen.
             chosen = np.argpartition(risk.ravel(), -total)[-total:]
             risk.ravel()[chosen] = 0.0
             if step >= steps // 2:
@@ -222,6 +224,6 @@ class MoEtion(Partial):
         return float(np.mean(seen))
 
     def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
-        """Return the cost of a failure: experts that the snapshot leaves out go back to when they were last saved."""
+        """Return the cost of a failure. Experts that the snapshot leaves out go back to their last saved state."""
         recovery = super().recover(committed, nodes, into)
         return recovery if recovery.from_storage else replace(recovery, tokens_lost=min(self.at_risk, float(committed)))

@@ -1,4 +1,4 @@
-"""Simulated MoEvement: a slice of the state in every iteration (section 3), and recovery of lost stages only."""
+"""Simulated MoEvement: it saves a slice of the state in every iteration (section 3), and recovers lost stages alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.simulator.strategies.base import Costs, Strategy
 
 @dataclass(frozen=True)
 class Techniques:
-    """Techniques of section 3 that are in use beside sparse snapshots."""
+    """Techniques of MoEvement's section 3 that a strategy uses beside sparse snapshots."""
 
     skips_frozen: bool = True
     """True if frozen operators compute no weight gradients in a replay (section 3.3)."""
@@ -32,8 +32,8 @@ class MoEvement(Strategy):
 
     Args:
         costs: costs of the job.
-        techniques: techniques in use; all if left out.
-        kind: kind of the windows; that of the plan if left out.
+        techniques: techniques in use; None for all.
+        kind: kind of the windows; None for the kind in the plan.
         name: name of the strategy.
     """
 
@@ -51,7 +51,7 @@ class MoEvement(Strategy):
 
     @cached_property
     def overhead_s(self) -> float:
-        """Mean seconds added to an iteration by stalls, by sends that fall behind in a window, and by slowing."""
+        """Mean seconds that stalls, late sends and slowed training add to an iteration."""
         plan = self.costs.plan
         return plan.stall_s + plan.behind_s / plan.period + self.slowed_s
 
@@ -59,22 +59,22 @@ class MoEvement(Strategy):
 
     @cached_property
     def copied_bytes(self) -> float:
-        """Bytes of slots and boundary log of the heaviest rank, a mean over iterations."""
+        """Mean bytes that the heaviest rank copies to its host in an iteration: slots, and the boundary log if used."""
         logged = self.techniques.is_local
         return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
 
     @cached_property
     def sent_bytes(self) -> float:
-        """Bytes of slots of the heaviest rank, a mean over iterations; the log is not sent."""
+        """Mean bytes that the heaviest rank sends to each peer in an iteration: slots, but not the log."""
         return max(self._saved_bytes(stage) for stage in self.costs.plan.stages)
 
     def _saved_bytes(self, stage: StagePlan) -> float:
-        """Return the bytes of snapshots of a rank, a mean over iterations with and without a snapshot."""
+        """Return the mean bytes of a rank's snapshot over all iterations, including those without a snapshot."""
         return float(stage.window.slot_bytes[0].sum()) / self.costs.plan.period
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of host memory by the plan; without the log if all stages roll back."""
+        """Bytes of host memory that the plan needs; without the log if all stages roll back."""
         snapshots, replicas, logs = self.costs.plan.host_memory
         return snapshots + replicas + logs * self.techniques.is_local
 
@@ -85,12 +85,12 @@ class MoEvement(Strategy):
 
     @property
     def converted(self) -> int:
-        """Iterations from the state of the first slot to that of the last, which is dense."""
+        """Number of re-executed iterations that make the state dense: from the first slot of a window to the last."""
         return self.costs.plan.size - 1
 
     @cached_property
     def arrival(self) -> float:
-        """Iterations until all peers have the heaviest slot, which is copied and then sent."""
+        """Iterations until all peers have the heaviest slot: time to copy it to the host, plus time to send it."""
         return (
             max(
                 stage.budget.copy_s(stage.window.peak_bytes) + stage.budget.send_s(stage.window.peak_bytes)
@@ -100,15 +100,15 @@ class MoEvement(Strategy):
         )
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the number of iterations since the first slot of the newest run of W that all peers have."""
+        """Return the iterations since the first snapshot of the newest recoverable run that all peers have."""
         newest = self.newest(committed, into, self.arrival)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the first to the newest snapshot of a run, by slot of the newest one.
+        """Iterations from the start of the newest recoverable run to a state, by position of the state in its period.
 
-        A live rank finds the run in the same way.
+        The strategy of a live rank finds the run.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -120,21 +120,22 @@ class MoEvement(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback of the policy, iterations.
+        """Mean rollback in iterations, by the live schedule.
 
-        Its lag counts whole iterations after the one in which the slot is copied.
+        The schedule's lag does not include the iteration in which a slot is copied, so it is ``arrival - 1``.
         """
         return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:
-        """Share of frozen operators in the work of a rank, a mean over the iterations that make the state dense."""
+        """Share of a rank's work that belongs to frozen operators; mean over iterations that make the state dense."""
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
     def _frozen_share(self, stage: StagePlan) -> float:
-        """Return the share of frozen operators in the work of a stage, a mean over its slots.
+        """Return the share of a stage's work that belongs to frozen operators; mean over the slots of a window.
 
-        An expert works for the tokens that reach it, and other operators for all tokens. An embedding has no products.
+        The work of an expert grows with the tokens that reach it; all other operators process all tokens. An embedding
+        counts as no work, because it has no matrix product.
         """
         factor = {OperatorKind.EXPERT: float(self.costs.plan.inputs.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
         each = np.array([operator.parameters * factor.get(operator.kind, 1.0) for operator in stage.operators])
@@ -174,9 +175,9 @@ class MoEvement(Strategy):
 
 
 class Redo(MoEvement):
-    """Strategy in which the lost rank repeats its updates from logged gradients.
+    """Strategy in which a lost rank repeats its updates from logged gradients.
 
-    Its stages replay the iterations that peers do not have yet.
+    The stages of lost ranks then replay the iterations whose snapshots peers do not have yet.
 
     Args:
         costs: costs of the job.
@@ -193,7 +194,7 @@ class Redo(MoEvement):
 
     @cached_property
     def fetch_s(self) -> float:
-        """Seconds to fetch all slots of a window of one rank, and to repeat its updates.
+        """Seconds to fetch all slots of a window of one rank, and to repeat the updates of the window.
 
         Each update reads and writes the full state of the rank.
         """
@@ -201,9 +202,9 @@ class Redo(MoEvement):
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the newest usable snapshot to the newest snapshot, by slot of the latter.
+        """Iterations from the newest restorable state to a state, by position of the second state in its period.
 
-        They are 0 without a rest. With a rest the last snapshot of a window is the usable one.
+        Without a rest all entries are 0. With a rest, updates restore only the state of the last snapshot of a window.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
