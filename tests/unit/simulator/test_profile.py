@@ -113,9 +113,11 @@ def test_among_more_ranks_synchronisation_takes_as_long_as_the_collectives_say()
 def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() -> None:
     scenario = load(SCENARIOS / "laptop.yaml")
     assert scenario.profile is not None
-    measured = replace(scenario, profile=replace(scenario.profile, contention=0.3))
+    without, measured = (
+        replace(scenario, profile=replace(scenario.profile, contention=contention)) for contention in (None, 0.3)
+    )
     fixed = replace(measured, checkpointing=replace(measured.checkpointing, contention=0.0))
-    assert [variant.contention for variant in (scenario, measured, fixed)] == [0.0, 0.3, 0.0]
+    assert [variant.contention for variant in (without, measured, fixed)] == [0.0, 0.3, 0.0]
     assert [variant.costs().plan.inputs.contention for variant in (measured, fixed)] == [0.3, 0.0]
 
 
