@@ -163,7 +163,11 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     routed = sum(1 for _ in record.metrics()) * 16 * 128 * 2 * 4  # samples, positions, experts of a token, layers
     losses = [(e["iteration"], e["loss"]) for e in events if e["event"] == "evaluation" and e["set"] == "validation"]
     outcome = Outcome(
-        summary["validation_loss"], summary["test_loss"], lost / routed, summary["state_digest"]["all"], losses
+        loss=summary["validation_loss"],
+        test_loss=summary["test_loss"],
+        lost=lost / routed,
+        digest=summary["state_digest"]["all"],
+        losses=losses,
     )
     kept.write_text(json.dumps({"made_of": made_of, **asdict(outcome)}), encoding="utf-8")
     return outcome

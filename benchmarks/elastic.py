@@ -162,7 +162,7 @@ def spot_rows(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64], tra
     for system in System:
         for begin_s in begins:
             first, rest = segment(trace, begin_s, begin_s + SEGMENT_S, NODES)
-            training = ElasticTraining(JOBS[model][system], system, loads, every, first)
+            training = ElasticTraining(job=JOBS[model][system], system=system, loads=loads, every=every, first=first)
             results.setdefault(system, []).append(training.run(rest, SEGMENT_S))
             stretches = nodes_over_time(first, rest, SEGMENT_S)
             nodes.append(sum((end - start) * count for start, end, count in stretches) / SEGMENT_S)

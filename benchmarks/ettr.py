@@ -83,7 +83,9 @@ class Measuring:
 
     def _job(self, rate: float, name: str, schedule: int = 0, *, is_halved: bool = False) -> Planned:
         iterations = HALVED_TIMES * self.iterations if is_halved else self.iterations
-        return Planned(rate, name, schedule, is_halved, iterations, self.mtbf_s)
+        return Planned(
+            rate, strategy=name, schedule=schedule, is_halved=is_halved, iterations=iterations, mtbf_s=self.mtbf_s
+        )
 
 
 def main() -> None:
@@ -105,7 +107,11 @@ def main() -> None:
     )  # fmt: skip
     arguments = parser.parse_args()
     measuring = Measuring(
-        arguments.iterations, arguments.mtbf, arguments.repeats, arguments.links, arguments.strategies
+        iterations=arguments.iterations,
+        mtbf_s=arguments.mtbf,
+        repeats=arguments.repeats,
+        rates=arguments.links,
+        strategies=arguments.strategies,
     )
     results, until = Results.read(FILE), time.monotonic() + 60 * arguments.minutes
     missing = [job for job in measuring.planned() if job not in results.by_job]
@@ -131,9 +137,9 @@ def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted
         if any(job in results.by_job for job in those)
     }
     jobs = Jobs(
-        measuring.iterations, measuring.mtbf_s, measuring.repeats, samples,
-        {rate: list(results.halved(of_rates[rate])) for rate in samples},
-        [_words(job) for job in planned if job not in results.by_job],
+        iterations=measuring.iterations, mtbf_s=measuring.mtbf_s, schedules=measuring.repeats, samples=samples,
+        halved={rate: list(results.halved(of_rates[rate])) for rate in samples},
+        missing=[_words(job) for job in planned if job not in results.by_job],
     )  # fmt: skip
     if NO_LIMIT in samples:
         plot(samples[NO_LIMIT], plotted)
@@ -178,16 +184,30 @@ class Runs:
             return self._halved(planned)
         free = self._free(planned.rate)
         if planned.strategy == FREE:
-            return sample_of(free, free, FREE, NEVER, None, 0)
+            return sample_of(job=free, free=free, strategy=FREE, schedule=NEVER, mtbf_s=None, seed=0)
         job = self._run(planned, planned.strategy)
         if not planned.schedule:
-            return sample_of(job, free, planned.strategy, NEVER, None, 0)
-        return sample_of(job, free, planned.strategy, f"{planned.mtbf_s:g} s", planned.mtbf_s, planned.schedule)
+            return sample_of(job, free, strategy=planned.strategy, schedule=NEVER, mtbf_s=None, seed=0)
+        return sample_of(
+            job,
+            free,
+            strategy=planned.strategy,
+            schedule=f"{planned.mtbf_s:g} s",
+            mtbf_s=planned.mtbf_s,
+            seed=planned.schedule,
+        )
 
     def _free(self, rate: float) -> KilledJob:
         """Return the job that saves nothing over links of one rate. The first call for a rate runs the job."""
         if rate not in self.free:
-            planned = Planned(rate, FREE, 0, False, self.measuring.iterations, self.measuring.mtbf_s)
+            planned = Planned(
+                rate,
+                strategy=FREE,
+                schedule=0,
+                is_halved=False,
+                iterations=self.measuring.iterations,
+                mtbf_s=self.measuring.mtbf_s,
+            )
             self.free[rate] = self._run(planned, "none", self.folder / f"free_{rate:g}" / "run")
         return self.free[rate]
 
@@ -218,8 +238,8 @@ class Runs:
             )
         before, after = earlier[-1], lines[-1]
         return Halved(
-            planned.strategy, before[1], before[2].share, before[2].low, before[2].high,
-            after[1], after[2].share, after[2].low, after[2].high,
+            strategy=planned.strategy, interval=before[1], overhead=before[2].share, low=before[2].low, high=before[2].high,
+            interval_after=after[1], overhead_after=after[2].share, low_after=after[2].low, high_after=after[2].high,
         )  # fmt: skip
 
     def _run(
@@ -245,7 +265,9 @@ class Runs:
         shutil.rmtree(run_dir.parent, ignore_errors=True)
         run_dir.parent.mkdir()
         with _cluster(planned.rate) as cluster:
-            return _job(cluster, run_dir, name, planned.iterations, failures, seen(cluster))
+            return _job(
+                cluster, run_dir, name=name, iterations=planned.iterations, failures=failures, seen=seen(cluster)
+            )
 
 
 @contextmanager
@@ -295,7 +317,7 @@ def _job(
     def kill(process: dict[str, Any]) -> None:
         cluster.kill_process(process["host"], process["pid"])
 
-    watch(job, is_over, kill, failures, seen)
+    watch(job, is_over, kill=kill, failures=failures, seen=seen)
     if not job.record.summary_path.exists():
         sys.exit(f"{name}: the job ended before the end of training; its output:\n{submitted.text()[-4000:]}")
     return job

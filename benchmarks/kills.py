@@ -51,7 +51,7 @@ def main() -> None:
         runs = Path(folder)
         iterations = EVERY * (arguments.kills + 1)
         print("without a failure ...", flush=True)
-        _train(runs / "free", iterations, 0, [], [])
+        _train(run_dir=runs / "free", iterations=iterations, spares=0, words=[], kills=[])
         iteration_s = _of_metrics(RunRecord(runs / "free"), "iteration_s")
         rows = []
         for way in arguments.ways:
@@ -62,10 +62,18 @@ def main() -> None:
             if way == "restart":
                 windows = str(runs / "windows")
                 words = ["--moevement-persist-dir", windows, "--moevement-load", windows]
-                to_next = _train(runs / way, iterations, 0, words, kills[:RESTARTS])
+                to_next = _train(
+                    run_dir=runs / way, iterations=iterations, spares=0, words=words, kills=kills[:RESTARTS]
+                )
                 row = _row_of_restarts(RunRecord(runs / way), to_next)
             else:
-                _train(runs / way, iterations, 2, ["--moevement-recovery", way], kills)
+                _train(
+                    run_dir=runs / way,
+                    iterations=iterations,
+                    spares=2,
+                    words=["--moevement-recovery", way],
+                    kills=kills,
+                )
                 row = _row(RunRecord(runs / way))
             verified = subprocess.run(_moevement("verify", str(runs / "free"), str(runs / way)), check=False)
             rows.append([way, *row, "equal" if verified.returncode == 0 else "DIFFERENT"])

@@ -154,7 +154,17 @@ def play(arguments: argparse.Namespace, out: Path) -> Run:
     schedules = {event["schedule"] for event in record.events() if event["event"] == "window"}
     size = sum(path.stat().st_size for path in (record.metrics_path, record.events_path))
     is_whole = numbers == list(range(1, numbers[-1] + 1))
-    return Run(samples, killed, nodes, code, numbers[-1], is_whole, events, len(schedules), size)
+    return Run(
+        samples,
+        kills=killed,
+        nodes=nodes,
+        code=code,
+        iterations=numbers[-1],
+        is_whole=is_whole,
+        events=events,
+        schedules=len(schedules),
+        record_bytes=size,
+    )
 
 
 def strike(record: RunRecord, draw: random.Random) -> bool:

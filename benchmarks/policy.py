@@ -67,7 +67,17 @@ def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
         schedule = SparseSchedule(table, new_order, choose_window(table, new_order, budget, kind))
         _ = schedule.slot_of_operator, schedule.id, schedule.contents(1)
 
-    algorithm_1_s = _median(lambda: find_window_size(count, 1.0, COMPUTE, FULL, 0, budget.bytes), repeats)
+    algorithm_1_s = _median(
+        lambda: find_window_size(
+            operators=count,
+            iteration_s=1.0,
+            compute_bytes=COMPUTE,
+            master_bytes=FULL,
+            optimizer_bytes=0,
+            bytes_per_s=budget.bytes,
+        ),
+        repeats,
+    )
     parts = [
         _median(lambda: order_operators(table, counts), repeats),
         _median(lambda: trigger.should_reorder(moved), repeats),

@@ -154,9 +154,9 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
         failed - max((line["time"] for line in metrics if line["time"] <= failed), default=failed) for failed, _ in ends
     )
     return Compared(
-        mtbf_s, seed, len(failures), ended - began, len(metrics), statistics.median(calm), lost_s,
-        prediction.iterations,
-        sum(prediction.lost_s[part] for part in parts),
+        mtbf_s, seed, failures=len(failures), wall_s=ended - began, iterations=len(metrics), iteration_s=statistics.median(calm), lost_s=lost_s,
+        predicted_iterations=prediction.iterations,
+        predicted_lost_s=sum(prediction.lost_s[part] for part in parts),
     )  # fmt: skip
 
 

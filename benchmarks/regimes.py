@@ -107,9 +107,9 @@ def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
     ]
     expert, non_expert = of_operators
     return Row(
-        str(job.regime), (expert.full, expert.compute), (non_expert.full, non_expert.compute),
-        (max(rank.full for rank in own), max(rank.compute for rank in own)), plan.size, summarise(list(samples)),
-        recovery_s, repeated, kills,
+        regime=str(job.regime), expert_bytes=(expert.full, expert.compute), non_expert_bytes=(non_expert.full, non_expert.compute),
+        rank_bytes=(max(rank.full for rank in own), max(rank.compute for rank in own)), window=plan.size, overhead=summarise(list(samples)),
+        recovery_s=recovery_s, repeated=repeated, kills=kills,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def advise(arguments: argparse.Namespace) -> int:
     for sentence in _verdict(result):
         console.print(sentence)
     console.print(_table(job, result))
-    for sentence in _assumed(job, result, arguments, restart_s, repair_s):
+    for sentence in _assumed(job, result, arguments=arguments, restart_s=restart_s, repair_s=repair_s):
         console.print(sentence)
     if arguments.json:
         print(json.dumps(_as_json(job, result)))

@@ -162,12 +162,12 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
                 text = f"{name}, {schedule}: iteration {newest}"
                 progress.update(task, description=text, completed=done + newest)
 
-            job = _run(arguments, name, schedule.failures, run_dir, seen)
+            job = _run(arguments, name, failures=schedule.failures, run_dir=run_dir, seen=seen)
             done += arguments.iterations
             return job
 
         free = run("none", schedules[0], Path(folder, FREE))
-        yield sample_of(free, free, FREE, NEVER, None, 0)
+        yield sample_of(job=free, free=free, strategy=FREE, schedule=NEVER, mtbf_s=None, seed=0)
         for number, schedule in enumerate(schedules):
             for name in arguments.strategies:
                 limited = schedule
@@ -175,7 +175,9 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
                     few = [failure for failure in schedule.failures if failure.at_s <= 2 * free.training_s]
                     limited = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
                 job = run(name, limited, Path(folder, f"{name}_{number}"))
-                yield sample_of(job, free, name, schedule.name, schedule.mtbf_s, schedule.seed)
+                yield sample_of(
+                    job, free, strategy=name, schedule=schedule.name, mtbf_s=schedule.mtbf_s, seed=schedule.seed
+                )
 
 
 def _run(

@@ -80,7 +80,9 @@ def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> N
     from moevement_core.launching import launch
 
     argv = [*argv, "--run-dir", str(run_dir)]
-    code = launch.launch_on_this_host(launch.Launch(nproc, argv, MEGATRON, False, False, spares))
+    code = launch.launch_on_this_host(
+        launch.Launch(nproc, argv, trainer=MEGATRON, show_logs=False, fresh_interpreters=False, spares=spares)
+    )
     if code:
         raise failed(code, run_dir)
 

@@ -71,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
         Coordination(
-            arguments.ranks,
-            arguments.host,
-            arguments.port,
-            arguments.spare_timeout,
-            arguments.run_dir,
-            tasks,
-            arguments.command_line,
+            ranks=arguments.ranks,
+            host=arguments.host,
+            port=arguments.port,
+            spare_timeout_s=arguments.spare_timeout,
+            run_dir=arguments.run_dir,
+            tasks=tasks,
+            command=arguments.command_line,
         )
     )

@@ -141,7 +141,13 @@ def _drill(arguments: argparse.Namespace, out: Path) -> int:
         print(f"{kind} ({number} of {len(kinds)}) ...", flush=True)
         run_dir = out / kind
         end_at = arguments.at if kind is FlipKind.WINDOWS else None
-        code = _launch(arguments, [*words, *_faults(arguments, kind, out)], ["--spares", "2"], run_dir, end_at)
+        code = _launch(
+            arguments,
+            words=[*words, *_faults(arguments, kind, out)],
+            options=["--spares", "2"],
+            run_dir=run_dir,
+            end_at=end_at,
+        )
         results.append(_found(kind, run_dir, code, wanted))
     _print(results, Console())
     missed = [result.kind for result in results if not result.is_right]
@@ -243,12 +249,22 @@ def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> DrillResult
     ended_by = _reason(run_dir, code) if code else None
     flip = next((line for line in lines if line[log.NAME].startswith(PREFIX)), None)
     if flip is None:
-        return DrillResult(kind, None, None, None, None, is_equal, ended_by)
+        return DrillResult(
+            kind, flipped=None, damage=None, rank=None, after_s=None, is_equal=is_equal, ended_by=ended_by
+        )
     flipped = {**json.loads(flip[log.NAME].removeprefix(PREFIX)), "time": flip["time"]}
     for line in lines:
         if line["time"] >= flip["time"] and (damage := Damage.parse(line[log.NAME])) is not None:
-            return DrillResult(kind, flipped, damage, line["rank"], line["time"] - flip["time"], is_equal, ended_by)
-    return DrillResult(kind, flipped, None, None, None, is_equal, ended_by)
+            return DrillResult(
+                kind,
+                flipped,
+                damage=damage,
+                rank=line["rank"],
+                after_s=line["time"] - flip["time"],
+                is_equal=is_equal,
+                ended_by=ended_by,
+            )
+    return DrillResult(kind, flipped, damage=None, rank=None, after_s=None, is_equal=is_equal, ended_by=ended_by)
 
 
 def _lines(logs: Path) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "trace", type=Path, metavar="TRACE.csv",
-        help="file with lines of milliseconds,add|remove,NODE; examples/simulate/nodes.csv is a drawn trace",
+        help="file with an event in each line, as milliseconds,add|remove,NODE; "
+        "examples/simulate/nodes.csv is an example with random events",
     )  # fmt: skip
     parser.add_argument(
         "--routing", type=Path, metavar="FILE.npz",
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         stretches = nodes_over_time(first, rest, arguments.segment)
         nodes.append(sum((end - start) * count for start, end, count in stretches) / arguments.segment)
         for system in arguments.system or System:
-            training = ElasticTraining(job, System(system), loads, every, first)
+            training = ElasticTraining(job, system=System(system), loads=loads, every=every, first=first)
             results.setdefault(System(system), []).append(training.run(rest, arguments.segment))
     _print(results, nodes, arguments)
     if arguments.json:

@@ -62,7 +62,7 @@ def run_killed(
     with run_dir.with_suffix(".console").open("wb") as console:
         process = subprocess.Popen(argv, stdout=console, stderr=console)
     try:
-        watch(job, lambda: process.poll() is not None, kill_here, failures, seen)
+        watch(job, is_over=lambda: process.poll() is not None, kill=kill_here, failures=failures, seen=seen)
     finally:
         if process.poll() is None:
             process.terminate()

@@ -121,7 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
 
             task = task_of(environment, arguments.nproc or 1)
             return supervise(
-                argv, task, arguments.spares, environment, trainer, fresh_interpreters=arguments.fresh_interpreters
+                argv,
+                task,
+                spares=arguments.spares,
+                environment=environment,
+                trainer=trainer,
+                fresh_interpreters=arguments.fresh_interpreters,
             )
         os.environ.update(environment | launch.gpu_environment(trainer, has_spares=False))
         trainer.run_rank(argv)

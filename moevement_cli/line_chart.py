@@ -127,9 +127,9 @@ class Chart:
         # The range of x includes gaps, so that all charts of one run have the same x axis.
         xs = [x for line in self.lines for x, _ in line.points if math.isfinite(x)]
         ys = [y / divisor for y in self.view or [y for line in self.lines for _, y in line.finite]]
-        x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, X_TICKS)
+        x_axis = _Axis(least=min(xs), most=max(xs), begin=LEFT, end=WIDTH - RIGHT, ticks=X_TICKS)
         ys += [0.0] if self.from_zero else []
-        y_axis = _Axis(min(ys), max(ys) * HEADROOM, HEIGHT - BOTTOM, TOP, Y_TICKS)
+        y_axis = _Axis(least=min(ys), most=max(ys) * HEADROOM, begin=HEIGHT - BOTTOM, end=TOP, ticks=Y_TICKS)
         parts = [*_grid(x_axis, y_axis, self.x_label), *_marks(self.marks, x_axis)]
         for line in self.lines:
             scaled_band = [(x, low / divisor, high / divisor) for x, low, high in line.band]

@@ -20,7 +20,7 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
         full_width: share of training that fills the width of the page.
     """
     parts = [
-        Part(NAMES[part], share, percent(share).rstrip("%"), "%", COLORS[part])
+        Part(name=NAMES[part], value=share, shown=percent(share).rstrip("%"), unit="%", color=COLORS[part])
         for part, share in overhead.parts.items()
     ]
     return element(

@@ -56,8 +56,8 @@ def compare(lines: Record, events: Record) -> Iterator[Compared]:
             if event["event"] == "recovery" and plan["iteration"] <= event["until"] < end
         ]  # fmt: skip
         yield Compared(
-            plan["iteration"], under[-1]["iteration"], plan["window"], plan["strategy"],
-            [
+            first=plan["iteration"], last=under[-1]["iteration"], window=plan["window"], strategy=plan["strategy"],
+            rows=[
                 Row("copied to the host in an iteration", plan["copied_bytes"], _mean(under, "copied_bytes")),
                 Row("sent to peers in an iteration", plan["replicated_bytes"], _mean(under, "replicated_bytes")),
                 Row(

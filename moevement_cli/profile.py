@@ -128,7 +128,11 @@ def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> No
     from moevement_core.launching import launch
 
     argv = [*argv, "--run-dir", str(run_dir)]
-    if code := launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, MEGATRON, False, False, None)):
+    if code := launch.launch_on_this_host(
+        launch.Launch(
+            nproc=arguments.nproc, argv=argv, trainer=MEGATRON, show_logs=False, fresh_interpreters=False, spares=None
+        )
+    ):
         raise failed(code, run_dir)
 
 
@@ -253,8 +257,9 @@ def _print_size(profile: Profile, size: SizeProfile, console: Console) -> None:
     console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; times of one micro-batch:")
     console.print(table)
     pipeline = Pipeline(
-        tuple(stage.forward_s for stage in size.stages), tuple(stage.backward_s for stage in size.stages),
-        size.micro_batches, profile.chunks, size.send_s,
+        forward_s=tuple(stage.forward_s for stage in size.stages),
+        backward_s=tuple(stage.backward_s for stage in size.stages), micro_batches=size.micro_batches,
+        chunks=profile.chunks, send_s=size.send_s,
     )  # fmt: skip
     rest = size.sync_s + size.update_s
     console.print(

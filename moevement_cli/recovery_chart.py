@@ -29,7 +29,7 @@ def _recovery(recovery: Mapping[str, Any], longest: float) -> Element:
     failures = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
     words = failures if len(failures) < MOST_LETTERS else f"{failures[: MOST_LETTERS - 3]}..."
     parts = [
-        Part(name, seconds, f"{seconds:.2f}", " s", COLORS.get(name, UNKNOWN))
+        Part(name, value=seconds, shown=f"{seconds:.2f}", unit=" s", color=COLORS.get(name, UNKNOWN))
         for name, seconds in recovery["parts"].items()
         if seconds > 0
     ]

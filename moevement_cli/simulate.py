@@ -112,12 +112,31 @@ def simulate(arguments: argparse.Namespace) -> int:
             costs, draws = job.costs(), job.draws()
             trainings = sum(len(draw.failures) for draw in draws) * len(job.run.strategies)
             report(f"{job.job.name} on {job.job.ranks} ranks: {trainings} trainings of {job.run.hours:g} hours")
-            own = run(costs, job.run.strategies, draws, job.until_s, job.spares(), arguments.workers)
+            own = run(
+                costs,
+                strategies=job.run.strategies,
+                draws=draws,
+                until_s=job.until_s,
+                spares=job.spares(),
+                workers=arguments.workers,
+            )
             variants = Variants(costs)
             for drawn in draws if arguments.best else ():
                 report(f"{job.job.name}: the best of each strategy for a failure every {drawn.mtbf_s:.0f} s")
                 rows = [cell for cell in own if cell.mtbf_s == drawn.mtbf_s]
-                advice.append((job, advise(variants, drawn, job.until_s, job.spares(), rows, fixed_by(arguments))))
+                advice.append(
+                    (
+                        job,
+                        advise(
+                            variants,
+                            draws=drawn,
+                            until_s=job.until_s,
+                            spares=job.spares(),
+                            rows=rows,
+                            fixed=fixed_by(arguments),
+                        ),
+                    )
+                )
         print_headline(console, job, costs)
         cells += own
     print_cells(console, cells, jobs)

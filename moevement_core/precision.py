@@ -102,7 +102,7 @@ class Regime:
             elements, tensors, scales = elements + owned, tensors + (owned > 0), scales + tensor_scales
             quantised += owned if self.quantises(tensor) else 0
             full_scales += tensor_scales if not owned else 0
-        return self._weigh(elements, quantised, tensors, scales, full_scales)
+        return self._weigh(elements, quantised, tensors=tensors, scales=scales, full_scales=full_scales)
 
     def quantises(self, tensor: TensorShape) -> bool:
         """Return True if snapshots save a tensor's compute weights in FP8.

@@ -45,16 +45,25 @@ WIDTH = 6.4
 def architecture() -> Figure:
     """Draw the processes of a job on two nodes and a spare node, and the paths of snapshots."""
     figure, axes = _canvas(WIDTH, 4.6)
-    _box(axes, 0.1, 3.75, 6.2, 0.75, "launcher, or coordinator under Slurm", "gives out ranks; decides who lives", FULL)
+    _box(
+        axes,
+        x=0.1,
+        y=3.75,
+        width=6.2,
+        height=0.75,
+        title="launcher, or coordinator under Slurm",
+        text="gives out ranks; decides who lives",
+        colour=FULL,
+    )
     for place, (name, members) in enumerate(
         (("node 0", ("rank 0", "rank 1")), ("node 1", ("rank 2", "rank 3")), ("spare node", ("spare", "spare")))
     ):
         x = 0.1 + 2.1 * place
-        _box(axes, x, 0.55, 2.0, 2.8, "", "", None)
+        _box(axes, x, y=0.55, width=2.0, height=2.8, title="", text="", colour=None)
         axes.text(x + 1.0, 3.1, name, weight="bold", ha="center", va="center", color=INK)
-        _box(axes, x + 0.1, 2.4, 1.8, 0.5, "supervisor", "", COMPUTE)
+        _box(axes, x=x + 0.1, y=2.4, width=1.8, height=0.5, title="supervisor", text="", colour=COMPUTE)
         for row, member in enumerate(members):
-            _box(axes, x + 0.1, 1.5 - 0.8 * row, 1.8, 0.7, "", member, None)
+            _box(axes, x=x + 0.1, y=1.5 - 0.8 * row, width=1.8, height=0.7, title="", text=member, colour=None)
         _arrow(axes, (x + 1.0, 3.72), (x + 1.0, 3.38))
     for y in (1.85, 1.05):
         _arrow(axes, (1.85, y), (2.45, y), both=True)
@@ -75,7 +84,7 @@ def window() -> Figure:
         assert contents is not None, "the schedule of the diagram captures a snapshot in every iteration"
         for row, place in enumerate(schedule.order):
             colour, text = _HELD[Saved(int(contents[place]))]
-            _box(axes, column, rows - 1 - row, 0.94, 0.9, "", text, colour)
+            _box(axes, x=column, y=rows - 1 - row, width=0.94, height=0.9, title="", text=text, colour=colour)
         axes.text(column + 0.47, rows + 0.15, f"SS{iteration}", ha="center", weight="bold", color=INK)
     for row, place in enumerate(schedule.order):
         name = f"expert {place}"

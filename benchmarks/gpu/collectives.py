@@ -82,7 +82,7 @@ def generations(
     measured: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
     values = torch.ones((16 << 20) if device.type == "cuda" else (1 << 16), device=device)
     for generation in range(number):
-        join(rank, world, port, f"generation {generation}", device)
+        join(rank, world, port=port, name=f"generation {generation}", device=device)
         dist.all_reduce(values)
         _synchronize(device)
         began = time.perf_counter()
@@ -125,7 +125,7 @@ def torn(report: Report) -> None:
 def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
     """Return the outcome of this rank's collective. Rank 2 never joins it, and rank 0 aborts it."""
     device, listeners = device_of(rank), listening()
-    join(rank, world, port, "torn", device)
+    join(rank, world, port=port, name="torn", device=device)
     dist.all_reduce(torch.ones(1, device=device))
     _synchronize(device)
     store = _store(port, "torn marks")
@@ -206,7 +206,7 @@ def split(report: Report) -> None:
 def layer_collectives(rank: int, world: int, port: int) -> dict[str, float]:
     """Return the seconds of an all-reduce and of an all-to-all of a layer's size."""
     device = device_of(rank)
-    join(rank, world, port, "layer", device)
+    join(rank, world, port=port, name="layer", device=device)
     elements = (32 << 20) if device.type == "cuda" else (1 << 14)
     values = torch.ones(elements // world * world, device=device)
     received = torch.empty_like(values)
@@ -253,4 +253,6 @@ def join(rank: int, world: int, port: int, name: str, device: torch.device) -> N
 
 def _abort(rank: int, world: int, port: int, listeners: Collection[int]) -> None:
     """Abort as the monitoring thread of a rank does, but keep connections to the store of the check."""
-    AbortAll({("127.0.0.1", port)}, set(), lambda: None, Leaving(), listeners)(State(rank, world).freeze())
+    AbortAll(store={("127.0.0.1", port)}, groups=set(), before=lambda: None, leaving=Leaving(), listeners=listeners)(
+        State(rank, world).freeze()
+    )

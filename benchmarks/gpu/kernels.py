@@ -78,7 +78,7 @@ def odd_shapes(backend: str) -> dict[str, bool]:
     tiles = None if is_gpu else TINY
     agree, active = {}, [True] * len(counts)
     for kind in (Activation.SWIGLU, Activation.GELU):
-        x, dy, p, w1, w2 = _problem(counts, hidden, inner, kind, device)
+        x, dy, p, w1, w2 = _problem(counts, hidden, inner=inner, kind=kind, device=device)
         weights = Weights(w1), Weights(w2)
         wanted = reference.forward(x, p, counts, *weights, kind)
         outputs = launch.forward(x, p, counts, *weights, kind, tiles)
@@ -147,7 +147,7 @@ def differing_masks(backend: str, masks: int) -> int:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if is_gpu else "cpu")
     counts, hidden, inner = ([130, 0, 1, 517, 64, 300], 328, 456) if is_gpu else ([3, 0, 1, 5], 16, 16)
-    x, dy, p, w1, w2 = _problem(counts, hidden, inner, Activation.SWIGLU, device)
+    x, dy, p, w1, w2 = _problem(counts, hidden, inner=inner, kind=Activation.SWIGLU, device=device)
 
     def gradients(active: list[bool]) -> dict[str, torch.Tensor]:
         leaf, prob = x.clone().requires_grad_(), p.clone().requires_grad_()
@@ -187,7 +187,9 @@ def rates(report: Report) -> None:
             report.figure(name, milliseconds, "ms")
     report.figure("frozen backward, Triton", row.rate(row.frozen), "TFLOP/s")
     counts = counts_of(layer, False)
-    x, dy, p, w1, w2 = _problem(counts, layer.hidden, layer.inner, layer.kind, torch.device("cuda"))
+    x, dy, p, w1, w2 = _problem(
+        counts, hidden=layer.hidden, inner=layer.inner, kind=layer.kind, device=torch.device("cuda")
+    )
     weights = Weights(w1), Weights(w2)
     h = launch.forward(x, p, counts, *weights, layer.kind).h
     passes: dict[str, Callable[[], object]] = {
@@ -217,7 +219,7 @@ def host_time(report: Report) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hidden, inner = (1024, 512) if device.type == "cuda" else (32, 16)
     for experts in (8, 64):
-        run = _few_tokens(experts, 64, hidden, inner, device)
+        run = _few_tokens(experts, tokens=64, hidden=hidden, inner=inner, device=device)
         run()
         forward, backward = zip(*(run() for _ in range(10)), strict=True)
         report.figure(f"{experts} experts: forward", 1e6 * statistics.median(forward), "us")
@@ -234,7 +236,7 @@ def _few_tokens(
     experts: int, tokens: int, hidden: int, inner: int, device: torch.device
 ) -> Callable[[], tuple[float, float]]:
     counts = [tokens // experts + (number < tokens % experts) for number in range(experts)]
-    x, dy, p, w1, w2 = _problem(counts, hidden, inner, Activation.SWIGLU, device)
+    x, dy, p, w1, w2 = _problem(counts, hidden, inner=inner, kind=Activation.SWIGLU, device=device)
     for weight in (*w1, *w2):
         weight.requires_grad_()
 
@@ -268,11 +270,11 @@ def _compiled_over(hidden: int, inner: int, device: torch.device) -> int:
     def note(*, fn: Any, **_: Any) -> None:
         compiled.append(str(fn))
 
-    _few_tokens(8, 96, hidden, inner, device)()
+    _few_tokens(experts=8, tokens=96, hidden=hidden, inner=inner, device=device)()
     knobs.runtime.jit_post_compile_hook = note
     try:
         for tokens in range(97, 147):
-            _few_tokens(8, tokens, hidden, inner, device)()
+            _few_tokens(experts=8, tokens=tokens, hidden=hidden, inner=inner, device=device)()
     finally:
         knobs.runtime.jit_post_compile_hook = None
     return len(compiled)

@@ -54,7 +54,9 @@ def _survivor(report: Report) -> None:
         return [layer.fp8_meta[part].amax_history.clone() for part in ("scaling_fwd", "scaling_bwd")]
 
     first, second = histories(), histories()
-    AbortAll(set(), set(), lambda: None, Leaving(), listening())(State(0, 1).freeze())
+    AbortAll(store=set(), groups=set(), before=lambda: None, leaving=Leaving(), listeners=listening())(
+        State(0, 1).freeze()
+    )
     third = histories()
     moves = [not torch.equal(before, after) for before, after in zip(first, second, strict=True)]
     still = [not torch.equal(before, after) for before, after in zip(second, third, strict=True)]

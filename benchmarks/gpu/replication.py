@@ -47,7 +47,7 @@ def replication(report: Report) -> None:
 def replicating_rank(rank: int, world: int, port: int, host: str, streams: int, nbytes: int) -> dict[str, float]:
     """Return the rate of copies to the other rank, and the ratio of collective times with copies and without."""
     device = device_of(rank)
-    join(rank, world, port, "replication", device)
+    join(rank, world, port=port, name="replication", device=device)
     connections = Connections(host, streams)
     addresses: list[Address | None] = [None] * world
     dist.all_gather_object(addresses, connections.address)

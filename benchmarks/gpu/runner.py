@@ -69,7 +69,7 @@ def run(
         form = check.form(int(machine["devices"]))
         if not again and is_answered(result_of(folder, check), form):
             continue
-        result = _run(check, folder, form, machine, limit_s or check.limit_s)
+        result = _run(check, folder, form=form, machine=machine, limit_s=limit_s or check.limit_s)
         write_whole(folder / f"{check.name}.json", json.dumps(asdict(result), indent=1) + "\n")
         yield result
 
@@ -80,17 +80,17 @@ def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_
     def result(status: Status, why: str, findings: Findings) -> Result:
         took_s = round(time.monotonic() - began_s, 1)
         return Result(
-            check.number,
-            check.name,
-            status,
-            form,
-            why,
-            findings.figures,
-            findings.claims,
-            began,
-            took_s,
-            limit_s,
-            machine,
+            number=check.number,
+            name=check.name,
+            status=status,
+            form=form,
+            why=why,
+            figures=findings.figures,
+            claims=findings.claims,
+            began=began,
+            took_s=took_s,
+            limit_s=limit_s,
+            machine=machine,
         )
 
     if (reason := why_not(check, form, int(machine["devices"]))) is not None:

@@ -73,7 +73,8 @@ def main() -> int:
             rows.append(measure(layer_of(model), is_skewed, arguments.rounds))
             print(_line(rows[-1], peak), flush=True)
     arguments.output.write_text(
-        report(rows, peak, failed, _bandwidths(), torch.cuda.get_device_name()), encoding="utf-8"
+        report(rows, peak, failed=failed, bandwidths=_bandwidths(), device=torch.cuda.get_device_name()),
+        encoding="utf-8",
     )
     return 1 if failed else 0
 
@@ -123,14 +124,16 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     if Backend.CUDA in _backends():
         passes["frozen_cuda"] = frozen_cuda
     for mode in _scalings():
-        problem = checks.fp8_problem(counts, layer.hidden, layer.inner, kind, torch.float8_e5m2, mode)
+        problem = checks.fp8_problem(
+            counts, hidden=layer.hidden, inner=layer.inner, kind=kind, dtype=torch.float8_e5m2, mode=mode
+        )
         passes[mode] = functools.partial(fp8_launch.input_gradient, *problem)
-    passes |= _floor(x, dy, h, counts, w1, w2)
+    passes |= _floor(x, dy, h=h, counts=counts, w1=w1, w2=w2)
     times = _times(passes, rounds)
     return Row(
-        layer, "skewed" if is_skewed else "even", times["full"], times["frozen"], times.get("frozen_cuda"),
-        times["frozen_fp8"], {mode: times[mode] for mode in _scalings()}, times.get("floor_full"),
-        times.get("floor_frozen"),
+        layer, routing="skewed" if is_skewed else "even", full=times["full"], frozen=times["frozen"], frozen_cuda=times.get("frozen_cuda"),
+        frozen_fp8=times["frozen_fp8"], products_fp8={mode: times[mode] for mode in _scalings()}, floor_full=times.get("floor_full"),
+        floor_frozen=times.get("floor_frozen"),
     )  # fmt: skip
 
 

@@ -119,7 +119,9 @@ def _fp8_products() -> Iterator[tuple[str, bool]]:
     hidden, inner = 384, 512
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):
         for mode in ("delayed", "current", "by block"):
-            problem = fp8_problem(COUNTS, hidden, inner, Activation.SWIGLU, dtype, mode)
+            problem = fp8_problem(
+                counts=COUNTS, hidden=hidden, inner=inner, kind=Activation.SWIGLU, dtype=dtype, mode=mode
+            )
             actual, wanted = fp8_launch.input_gradient(*problem), fp8_reference.input_gradient(*problem)
             pairs = [(actual.dp, wanted.dp), (actual.amax, wanted.amax), (actual.dx.float(), wanted.dx.float()),
                      (actual.dh.dense(COUNTS), wanted.dh.dense(COUNTS))]  # fmt: skip

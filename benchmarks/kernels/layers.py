@@ -40,11 +40,11 @@ def layer_of(model: str) -> Layer:
     flags = yaml.safe_load((CONFIGS / f"{model}.yaml").read_text(encoding="utf-8"))
     return Layer(
         model,
-        flags["hidden-size"],
-        flags["moe-ffn-hidden-size"],
-        max(1, flags["num-experts"] // flags.get("expert-model-parallel-size", 1)),
-        flags["micro-batch-size"] * flags["seq-length"] * flags["moe-router-topk"],
-        Activation.SWIGLU if flags.get("swiglu") else Activation.GELU,
+        hidden=flags["hidden-size"],
+        inner=flags["moe-ffn-hidden-size"],
+        experts=max(1, flags["num-experts"] // flags.get("expert-model-parallel-size", 1)),
+        tokens=flags["micro-batch-size"] * flags["seq-length"] * flags["moe-router-topk"],
+        kind=Activation.SWIGLU if flags.get("swiglu") else Activation.GELU,
     )
 
 

@@ -90,11 +90,17 @@ def point(label: str, gpus: int, cluster: Cluster, *, tensor: int = 1, length: i
     layout = Layout(ranks=gpus, tensor=tensor, expert=experts, global_batch_size=16 * experts, micro_batch_size=16)
     job = describe(label, model, layout)
     time = from_machines(job, cluster)
-    costs = Costs(CheckpointPlan(PlanInput(job, cluster, job.regime, time.total_s, replicas=0)), time, 25 * GB, 1, 10)
+    costs = Costs(
+        plan=CheckpointPlan(PlanInput(job, cluster, job.regime, time.total_s, replicas=0)),
+        time=time,
+        storage_bytes_per_s=25 * GB,
+        detect_s=1,
+        regroup_s=10,
+    )
     part = MoC(costs, max(1, experts // 8))
     return Point(
-        label, time.total_s, costs.copy_s(costs.full_bytes), costs.copy_s(part.copied_bytes), costs.job_bytes,
-        costs.job_bytes * part.copied_bytes / costs.full_bytes,
+        label, compute_s=time.total_s, full_s=costs.copy_s(costs.full_bytes), partial_s=costs.copy_s(part.copied_bytes), full_bytes=costs.job_bytes,
+        partial_bytes=costs.job_bytes * part.copied_bytes / costs.full_bytes,
     )  # fmt: skip
 
 

@@ -53,10 +53,10 @@ def gpt(layers: int, hidden: int, heads: int, experts: int, width: int) -> Trans
 
 
 MODELS = (
-    Model("MoE-GPT-1.6B-64E", 58.7e9, gpt(24, 2048, 16, 64, 9216),
-          Layout(ranks=64, pipeline=8, expert=4, global_batch_size=16, micro_batch_size=1), 6, 11.9),
-    Model("MoE-GPT-2.9B-16E", 30.1e9, gpt(32, 2560, 32, 16, 11072),
-          Layout(ranks=64, pipeline=4, expert=2, global_batch_size=16, micro_batch_size=1), 4, 9.8),
+    Model(name="MoE-GPT-1.6B-64E", parameters=58.7e9, model=gpt(layers=24, hidden=2048, heads=16, experts=64, width=9216),
+          layout=Layout(ranks=64, pipeline=8, expert=4, global_batch_size=16, micro_batch_size=1), selected=6, wasted_s=11.9),
+    Model(name="MoE-GPT-2.9B-16E", parameters=30.1e9, model=gpt(layers=32, hidden=2560, heads=32, experts=16, width=11072),
+          layout=Layout(ranks=64, pipeline=4, expert=2, global_batch_size=16, micro_batch_size=1), selected=4, wasted_s=9.8),
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def costs_of(model: Model) -> Costs:
     time = from_machines(job, NODES)
     plan = CheckpointPlan(PlanInput(job, NODES, job.regime, time.total_s))
     assert NODES.storage_bytes_per_s is not None
-    return Costs(plan, time, NODES.storage_bytes_per_s, 0.0, 0.0, skew=0.25)
+    return Costs(plan, time, storage_bytes_per_s=NODES.storage_bytes_per_s, detect_s=0.0, regroup_s=0.0, skew=0.25)
 
 
 def strategies(costs: Costs, model: Model) -> dict[str, Strategy]:

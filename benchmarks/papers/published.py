@@ -42,30 +42,30 @@ class Model:
 
 
 MODELS = (
-    Model("moe_llava", 2.9e9, (
-        System("checkfreq", 57, 0.02, (1265, 2530, 5059, 7589, 11178), (0.945, 0.914, 0.853, 0.792, 0.712)),
-        System("gemini", None, 0.01, (938, 1551, 2203, 2570, 4161), (0.959, 0.939, 0.897, 0.852, 0.764)),
-        System("moc", 1, 0.08, (10, 20, 41, 61, 98), (0.922, 0.375, 0.328, 0.231, 0.184)),
-        System("moevement", 3, 0.01, (11, 24, 57, 74, 117), (0.981, 0.979, 0.975, 0.971, 0.964)),
-    ), 75.4, 81.2, 1.9, 0.57, 0.0),
-    Model("gpt_moe", 7.3e9, (
-        System("checkfreq", 78, 0.01, (1424, 2848, 4486, 8543, 13086), (0.937, 0.903, 0.834, 0.765, 0.687)),
-        System("gemini", None, 0.01, (1121, 1718, 2160, 3259, 4627), (0.947, 0.923, 0.868, 0.815, 0.722)),
-        System("moc", 1, 0.09, (13, 25, 50, 76, 132), (0.919, 0.384, 0.326, 0.220, 0.179)),
-        System("moevement", 3, 0.01, (18, 28, 78, 105, 161), (0.979, 0.976, 0.971, 0.966, 0.959)),
-    ), 189.8, 205.2, 4.2, 0.43, 0.15),
-    Model("qwen_moe", 14.3e9, (
-        System("checkfreq", 113, 0.02, (1170, 2340, 4680, 7020, 10040), (0.927, 0.898, 0.841, 0.783, 0.703)),
-        System("gemini", None, 0.02, (961, 1402, 2114, 2331, 3495), (0.934, 0.915, 0.868, 0.819, 0.717)),
-        System("moc", 1, 0.09, (15, 30, 60, 90, 146), (0.927, 0.380, 0.325, 0.205, 0.162)),
-        System("moevement", 5, 0.02, (17, 33, 83, 140, 207), (0.981, 0.977, 0.970, 0.963, 0.957)),
-    ), 371.6, 420.8, 12.4, 0.37, 0.32),
-    Model("deepseek_moe", 16.4e9, (
-        System("checkfreq", 124, 0.03, (992, 1984, 3967, 5951, 9402), (0.902, 0.877, 0.827, 0.777, 0.672)),
-        System("gemini", None, 0.02, (800, 1218, 1879, 1983, 3236), (0.910, 0.894, 0.853, 0.814, 0.728)),
-        System("moc", 1, 0.08, (17, 35, 70, 104, 176), (0.933, 0.349, 0.324, 0.168, 0.134)),
-        System("moevement", 6, 0.02, (22, 43, 104, 167, 241), (0.975, 0.970, 0.965, 0.956, 0.951)),
-    ), 426.4, 478.7, 21.1, 0.49, 0.32),
+    Model(preset="moe_llava", parameters=2.9e9, systems=(
+        System(name="checkfreq", interval=57, overhead=0.02, recovery_s=(1265, 2530, 5059, 7589, 11178), ettr=(0.945, 0.914, 0.853, 0.792, 0.712)),
+        System(name="gemini", interval=None, overhead=0.01, recovery_s=(938, 1551, 2203, 2570, 4161), ettr=(0.959, 0.939, 0.897, 0.852, 0.764)),
+        System(name="moc", interval=1, overhead=0.08, recovery_s=(10, 20, 41, 61, 98), ettr=(0.922, 0.375, 0.328, 0.231, 0.184)),
+        System(name="moevement", interval=3, overhead=0.01, recovery_s=(11, 24, 57, 74, 117), ettr=(0.981, 0.979, 0.975, 0.971, 0.964)),
+    ), gemini_gb=75.4, sparse_gb=81.2, logs_gb=1.9, sparse_only=0.57, skewed_gain=0.0),
+    Model(preset="gpt_moe", parameters=7.3e9, systems=(
+        System(name="checkfreq", interval=78, overhead=0.01, recovery_s=(1424, 2848, 4486, 8543, 13086), ettr=(0.937, 0.903, 0.834, 0.765, 0.687)),
+        System(name="gemini", interval=None, overhead=0.01, recovery_s=(1121, 1718, 2160, 3259, 4627), ettr=(0.947, 0.923, 0.868, 0.815, 0.722)),
+        System(name="moc", interval=1, overhead=0.09, recovery_s=(13, 25, 50, 76, 132), ettr=(0.919, 0.384, 0.326, 0.220, 0.179)),
+        System(name="moevement", interval=3, overhead=0.01, recovery_s=(18, 28, 78, 105, 161), ettr=(0.979, 0.976, 0.971, 0.966, 0.959)),
+    ), gemini_gb=189.8, sparse_gb=205.2, logs_gb=4.2, sparse_only=0.43, skewed_gain=0.15),
+    Model(preset="qwen_moe", parameters=14.3e9, systems=(
+        System(name="checkfreq", interval=113, overhead=0.02, recovery_s=(1170, 2340, 4680, 7020, 10040), ettr=(0.927, 0.898, 0.841, 0.783, 0.703)),
+        System(name="gemini", interval=None, overhead=0.02, recovery_s=(961, 1402, 2114, 2331, 3495), ettr=(0.934, 0.915, 0.868, 0.819, 0.717)),
+        System(name="moc", interval=1, overhead=0.09, recovery_s=(15, 30, 60, 90, 146), ettr=(0.927, 0.380, 0.325, 0.205, 0.162)),
+        System(name="moevement", interval=5, overhead=0.02, recovery_s=(17, 33, 83, 140, 207), ettr=(0.981, 0.977, 0.970, 0.963, 0.957)),
+    ), gemini_gb=371.6, sparse_gb=420.8, logs_gb=12.4, sparse_only=0.37, skewed_gain=0.32),
+    Model(preset="deepseek_moe", parameters=16.4e9, systems=(
+        System(name="checkfreq", interval=124, overhead=0.03, recovery_s=(992, 1984, 3967, 5951, 9402), ettr=(0.902, 0.877, 0.827, 0.777, 0.672)),
+        System(name="gemini", interval=None, overhead=0.02, recovery_s=(800, 1218, 1879, 1983, 3236), ettr=(0.910, 0.894, 0.853, 0.814, 0.728)),
+        System(name="moc", interval=1, overhead=0.08, recovery_s=(17, 35, 70, 104, 176), ettr=(0.933, 0.349, 0.324, 0.168, 0.134)),
+        System(name="moevement", interval=6, overhead=0.02, recovery_s=(22, 43, 104, 167, 241), ettr=(0.975, 0.970, 0.965, 0.956, 0.951)),
+    ), gemini_gb=426.4, sparse_gb=478.7, logs_gb=21.1, sparse_only=0.49, skewed_gain=0.32),
 )  # fmt: skip
 """Models of MoEvement's tables 2, 3 and 6 and figure 13. The paper rounds overheads to percent."""
 
@@ -90,29 +90,29 @@ class Precision:
 
 TABLE_7 = (
     Precision(
-        ((71, 0.11), (48, 0.16), (27, 0.29)), (77, 0.11), 3,
-        {"checkfreq": (0.918, 0.706), "gemini": (0.925, 0.885), "moc": (0.613, 0.425), "moevement": (0.984, 0.973)},
-        {"checkfreq": (2036, 10648), "gemini": (1854, 4324), "moc": (79, 246), "moevement": (86, 268)},
+        gemini=((71, 0.11), (48, 0.16), (27, 0.29)), checkfreq=(77, 0.11), window=3,
+        ettr={"checkfreq": (0.918, 0.706), "gemini": (0.925, 0.885), "moc": (0.613, 0.425), "moevement": (0.984, 0.973)},
+        recovery_s={"checkfreq": (2036, 10648), "gemini": (1854, 4324), "moc": (79, 246), "moevement": (86, 268)},
     ),
     Precision(
-        ((182, 0.09), (94, 0.17), (46, 0.34)), (227, 0.09), 6,
-        {"checkfreq": (0.853, 0.302), "gemini": (0.878, 0.718), "moc": (0.357, 0.115), "moevement": (0.952, 0.941)},
-        {"checkfreq": (5162, 28574), "gemini": (3591, 5446), "moc": (48, 185), "moevement": (59, 232)},
+        gemini=((182, 0.09), (94, 0.17), (46, 0.34)), checkfreq=(227, 0.09), window=6,
+        ettr={"checkfreq": (0.853, 0.302), "gemini": (0.878, 0.718), "moc": (0.357, 0.115), "moevement": (0.952, 0.941)},
+        recovery_s={"checkfreq": (5162, 28574), "gemini": (3591, 5446), "moc": (48, 185), "moevement": (59, 232)},
     ),
     Precision(
-        ((157, 0.08), (79, 0.16), (43, 0.30)), (205, 0.08), 4,
-        {"checkfreq": (0.881, 0.439), "gemini": (0.893, 0.738), "moc": (0.368, 0.163), "moevement": (0.966, 0.953)},
-        {"checkfreq": (3763, 22581), "gemini": (2846, 4756), "moc": (45, 151), "moevement": (53, 172)},
+        gemini=((157, 0.08), (79, 0.16), (43, 0.30)), checkfreq=(205, 0.08), window=4,
+        ettr={"checkfreq": (0.881, 0.439), "gemini": (0.893, 0.738), "moc": (0.368, 0.163), "moevement": (0.966, 0.953)},
+        recovery_s={"checkfreq": (3763, 22581), "gemini": (2846, 4756), "moc": (45, 151), "moevement": (53, 172)},
     ),
     Precision(
-        ((68, 0.10), (61, 0.11), (29, 0.22)), (94, 0.10), 3,
-        {"checkfreq": (0.916, 0.739), "gemini": (0.923, 0.806), "moc": (0.557, 0.321), "moevement": (0.976, 0.965)},
-        {"checkfreq": (1554, 9322), "gemini": (1108, 2934), "moc": (52, 196), "moevement": (57, 213)},
+        gemini=((68, 0.10), (61, 0.11), (29, 0.22)), checkfreq=(94, 0.10), window=3,
+        ettr={"checkfreq": (0.916, 0.739), "gemini": (0.923, 0.806), "moc": (0.557, 0.321), "moevement": (0.976, 0.965)},
+        recovery_s={"checkfreq": (1554, 9322), "gemini": (1108, 2934), "moc": (52, 196), "moevement": (57, 213)},
     ),
     Precision(
-        ((59, 0.09), (52, 0.18), (24, 0.31)), (78, 0.09), 3,
-        {"checkfreq": (0.937, 0.752), "gemini": (0.943, 0.816), "moc": (0.584, 0.326), "moevement": (0.979, 0.971)},
-        {"checkfreq": (1153, 6921), "gemini": (876, 2100), "moc": (40, 162), "moevement": (44, 178)},
+        gemini=((59, 0.09), (52, 0.18), (24, 0.31)), checkfreq=(78, 0.09), window=3,
+        ettr={"checkfreq": (0.937, 0.752), "gemini": (0.943, 0.816), "moc": (0.584, 0.326), "moevement": (0.979, 0.971)},
+        recovery_s={"checkfreq": (1153, 6921), "gemini": (876, 2100), "moc": (40, 162), "moevement": (44, 178)},
     ),
 )  # fmt: skip
 """Rows of table 7 in the order of ``moevement_core.precision.TABLE_7``.

@@ -62,10 +62,10 @@ def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
     simulated_strategy = CheckFreq(costs)
     return Dense(
         costs,
-        system.interval,
-        system.overhead * costs.iteration_s * system.interval,
-        simulated_strategy.lag,
-        simulated_strategy.fetch_s,
+        interval=system.interval,
+        stall_s=system.overhead * costs.iteration_s * system.interval,
+        lag=simulated_strategy.lag,
+        fetch_s=simulated_strategy.fetch_s,
     )
 
 

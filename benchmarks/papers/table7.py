@@ -45,7 +45,7 @@ def main() -> None:
     for (published, regime, seconds), own in zip(cases, implied_rates, strict=True):
         stated = costs_of(regime, seconds)
         slow = at_bandwidth(stated, middle)
-        bandwidths.append(bandwidth_row(published, regime, stated, slow, own))
+        bandwidths.append(bandwidth_row(published, regime, stated=stated, slow=slow, own=own))
         ratios += ettr_rows(published, regime, stated, slow)
     OUTPUT.write_text(
         report(bandwidths, ratios, sorted(value for values in implied_rates for value in values)), encoding="utf-8"

@@ -54,12 +54,12 @@ class Case:
 
 
 CASES = (
-    Case("MoE-LLaVA", "moe_llava", 96, "moevement-a100", MIXED, 0.14, 0.08, 3),
-    Case("GPT-MoE", "gpt_moe", 96, "moevement-a100", MIXED, 0.18, 0.09, 3),
-    Case("QWen-MoE", "qwen_moe", 96, "moevement-a100", MIXED, 0.19, 0.09, 5),
-    Case("DeepSeek-MoE", "deepseek_moe", 96, "moevement-a100", MIXED, 0.22, 0.08, 6),
+    Case(label="MoE-LLaVA", preset="moe_llava", ranks=96, cluster="moevement-a100", regime=MIXED, stall_s=0.14, stall_share=0.08, published=3),
+    Case(label="GPT-MoE", preset="gpt_moe", ranks=96, cluster="moevement-a100", regime=MIXED, stall_s=0.18, stall_share=0.09, published=3),
+    Case(label="QWen-MoE", preset="qwen_moe", ranks=96, cluster="moevement-a100", regime=MIXED, stall_s=0.19, stall_share=0.09, published=5),
+    Case(label="DeepSeek-MoE", preset="deepseek_moe", ranks=96, cluster="moevement-a100", regime=MIXED, stall_s=0.22, stall_share=0.08, published=6),
     *(
-        Case(f"DeepSeek-MoE, {regime}", "deepseek_moe", 128, "moevement-h100", regime, stall, share, published, tuple(H100_FLAGS))
+        Case(label=f"DeepSeek-MoE, {regime}", preset="deepseek_moe", ranks=128, cluster="moevement-h100", regime=regime, stall_s=stall, stall_share=share, published=published, flags=tuple(H100_FLAGS))
         for regime, stall, share, published in zip(
             TABLE_7, (2.91, 8.89, 7.25, 2.92, 2.19), (0.97, 3.86, 3.45, 1.54, 1.29), (3, 6, 4, 3, 3), strict=True
         )

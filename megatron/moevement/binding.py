@@ -184,13 +184,13 @@ class MegatronBinding(Binding):
         from megatron.training import get_args
 
         commit = CommittedOptimizer(
-            self.live.optimizer,
-            lambda: boundary_after(self.live),
-            advanced,
-            vote,
-            lambda: self.on_step(),
-            Scales(self.live.model or []),
-            lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),
+            optimizer=self.live.optimizer,
+            boundary=lambda: boundary_after(self.live),
+            advance=advanced,
+            vote=vote,
+            step=lambda: self.on_step(),
+            scales=Scales(self.live.model or []),
+            num_tokens=lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),
             validates=get_args().check_for_nan_in_loss_and_grad,
         )
         self._commit = commit
@@ -296,7 +296,14 @@ class MegatronBinding(Binding):
     @contextmanager
     def _replaying(self, shared_from: int | None, feeding: Feeding | None) -> Iterator[Trainer]:
         assert self._commit is not None
-        trainer = MegatronTrainer(self.live, self.ledger, self.views, self._commit, shared_from, feeding)
+        trainer = MegatronTrainer(
+            live=self.live,
+            ledger=self.ledger,
+            views=self.views,
+            commit=self._commit,
+            shared_from=shared_from,
+            feeding=feeding,
+        )
         with trainer.replaying():
             yield trainer
 

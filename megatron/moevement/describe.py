@@ -124,8 +124,23 @@ def _regime(args: Namespace) -> Regime:
     reduces_in_half = args.grad_reduce_in_bf16 if args.bf16 else not args.accumulate_allreduce_grads_in_fp32
     gradient = half if reduces_in_half or args.main_grads_dtype == "bf16" else "fp32"
     if not args.use_precision_aware_optimizer:
-        return Regime(compute, "fp32", "fp32", "fp32", scaling, gradient, step_bytes)
-    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype, scaling, gradient)
+        return Regime(
+            compute,
+            master="fp32",
+            first_moment="fp32",
+            second_moment="fp32",
+            scaling=scaling,
+            gradient=gradient,
+            step_bytes=step_bytes,
+        )
+    return Regime(
+        compute,
+        master=args.main_params_dtype,
+        first_moment=args.exp_avg_dtype,
+        second_moment=args.exp_avg_sq_dtype,
+        scaling=scaling,
+        gradient=gradient,
+    )
 
 
 def _stages(args: Namespace) -> Iterator[StageShape]:

@@ -54,7 +54,14 @@ def _refuse(argv: Sequence[str], ranks: int) -> None:
     refuse_early(argv, ranks)
 
 
-MEGATRON = Trainer("megatron.moevement.worker", run_rank, preload, _uses_gpus, "--moevement-sparse-ckpt", _refuse)
+MEGATRON = Trainer(
+    module="megatron.moevement.worker",
+    run_rank=run_rank,
+    preload=preload,
+    uses_gpus=_uses_gpus,
+    switch="--moevement-sparse-ckpt",
+    refuse=_refuse,
+)
 """Trainer for scripts that call Megatron's ``pretrain()``."""
 
 

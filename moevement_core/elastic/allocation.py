@@ -35,8 +35,8 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
         raise ConfigError(f"tokens {loads.tolist()}; needs a number of tokens, 0 or more, for each expert")
     if slots < loads.size or floor < 1:
         raise ConfigError(
-            f"{slots} slots and a floor of {floor} for {loads.size} experts; needs at least one slot for each expert, "
-            "and a floor of 1 or more"
+            f"{slots} slots for {loads.size} experts, with at least {floor} for each; needs at least one slot for each "
+            "expert, and a minimum of 1 or more"
         )
     floor = min(floor, slots // loads.size)
     replicas = np.zeros(loads.size, dtype=np.int64)

@@ -186,15 +186,16 @@ class Capturer:
                 parts.insert(0, (layout.gradients, logged.copies.digests))
             entries = tuple(
                 Entry(
-                    t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest,
-                    places.get(t.operator, -1),
+                    operator=t.operator, saved=t.saved, key=t.key, dtype=str(t.tensor.dtype).removeprefix("torch."),
+                    offset=at, nbytes=t.nbytes, digest=digest, place=places.get(t.operator, -1),
                 )
                 for of_part, digests in parts
                 for (t, at, _), digest in zip(of_part, digests, strict=True)
             )  # fmt: skip
             header = Header(
-                self._rank, iteration, schedule.id, slot, contents_text(layout.contents), entries, marked, state,
-                done.whole or None, _on_disk(schedule, slot),
+                rank=self._rank, iteration=iteration, schedule=schedule.id, slot=slot,
+                contents=contents_text(layout.contents), entries=entries, record=marked, state=state,
+                whole=done.whole or None, on_disk=_on_disk(schedule, slot),
             )  # fmt: skip
             self._done(held, Snapshot(header, buffer))
 

@@ -87,7 +87,9 @@ class Checkpointer:
         self.own = OwnSnapshots(Arena(device))
         self._keep_where_said([sender.peer for sender in senders])
         self.replicator = Replicator(self.own, senders, receivers, has or {})
-        self.capturer = Capturer(rank, states, self.own, device, memory, self._captured, pause)
+        self.capturer = Capturer(
+            rank, states, own=self.own, device=device, memory=memory, done=self._captured, pause=pause
+        )
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = Progress(persisted=self.lifetime.persisted)
         self._agreement, self._allowance = agreement, allowance

@@ -157,7 +157,7 @@ def _run(launch: Launch) -> int:
         spares = f" and {counted(launch.spares, 'spare')}" if launch.spares else ""
         # Print this before the imports, which take seconds.
         print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)
-        starter = _Starter(launch, port, logs, Path(scratch), token)
+        starter = _Starter(launch, store_port=port, logs=logs, scratch=Path(scratch), token=token)
         signals.check()  # The starter has imported the trainer, and no signal is raised in an import.
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
@@ -177,8 +177,9 @@ def _run(launch: Launch) -> int:
                     watch = UntilOneFails(children, record, progress.print_line, pages)
                 else:
                     watch = ReplaceFailedRanks(
-                        starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
-                        lease_of(launch.argv), record, progress, children, launch.respawn_after_s,
+                        start=starter.start, store=store, ranks=launch.nproc, spares=launch.spares,
+                        spare_timeout_s=launch.spare_timeout_s, lease_s=lease_of(launch.argv), record=record,
+                        progress=progress, children=children, respawn_after_s=launch.respawn_after_s,
                     )  # fmt: skip
                 signals.may_wind_down = True
                 folder = LogFolder(logs) if logs is not None else None

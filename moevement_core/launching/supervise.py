@@ -164,7 +164,13 @@ def supervise(
             signals.check()  # The trainer was imported, and no signal is raised in an import.
             host, port = store.get(ADDRESS).decode().rsplit(":", 1)
             address = (host, int(port))
-            client = LeaseClient(task.name, address, lease_s, own_token(), os.environ.get(START_ENV, ""))
+            client = LeaseClient(
+                name=task.name,
+                address=address,
+                lease_s=lease_s,
+                token=own_token(),
+                started_by=os.environ.get(START_ENV, ""),
+            )
             first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
 
             def start(member: int, variables: dict[str, str]) -> Child:
@@ -186,7 +192,14 @@ class _Task:
     def __init__(self, task: Task, client: LeaseClient, start: Any) -> None:
         self._client, self._task = client, task
         later = task.later()
-        self._supervisor = Supervisor(task.first, start, lambda: next(later), client, self._on_end, self._on_replaced)
+        self._supervisor = Supervisor(
+            first=task.first,
+            start=start,
+            next_member=lambda: next(later),
+            link=client,
+            on_end=self._on_end,
+            on_replaced=self._on_replaced,
+        )
 
     def run(self, signals: Signals) -> int:
         client = self._client

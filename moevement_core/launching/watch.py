@@ -183,8 +183,9 @@ class ReplaceFailedRanks(Watch):
 
         self._children = children
         self._supervisor = Supervisor(
-            range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator),
-            self._on_end, self._on_replaced, self._may_settle, respawn_after_s,
+            first=range(ranks + spares), start=start_listed, next_member=lambda: next(numbers),
+            link=LocalLink(self._coordinator), on_end=self._on_end, on_replaced=self._on_replaced,
+            may_settle=self._may_settle, respawn_after_s=respawn_after_s,
         )  # fmt: skip
 
     def is_running(self) -> bool:

@@ -170,10 +170,10 @@ class OverheadEstimate:
         )
         digest = background * digest_s / (digest_s + send_s) if digest_s + send_s else 0.0
         return Overhead(
-            on_training_thread + background,
-            None if low is None else on_training_thread + saving_share * low,
-            None if high is None else on_training_thread + saving_share * high,
-            copy, digest, background - digest, policy, stall, statistics.median(self._quiet_s), len(self._ratios),
+            share=on_training_thread + background, low=None if low is None else on_training_thread + saving_share * low,
+            high=None if high is None else on_training_thread + saving_share * high, copy=copy, digest=digest,
+            send=background - digest, policy=policy, stall=stall, quiet_s=statistics.median(self._quiet_s),
+            quiet_iterations=len(self._ratios),
         )  # fmt: skip
 
 

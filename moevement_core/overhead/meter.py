@@ -8,8 +8,10 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.overhead.quiet import is_quiet
 
 PAUSE_LIMIT = 3.0
-"""Multiple of the length of an iteration after which a pause ends by itself. The estimate then leaves the iteration
-out."""
+"""Longest pause, as a multiple of the iteration time.
+
+A longer pause ends by itself, and the estimate leaves its iteration out.
+"""
 SETTLING = 2
 """Number of iterations at the start of a job that the estimate leaves out. The first iteration captures a whole window,
 and both compile code and allocate memory."""
@@ -73,8 +75,9 @@ class OverheadMeter:
             return
         self._estimate.add(
             Timed(
-                iteration, step_s - stall_s, self._copy_s, self._policy_s, self._stall_s + stall_s, digest_cpu_s,
-                send_cpu_s, self._is_quiet or not is_saving,
+                iteration, train_s=step_s - stall_s, copy_s=self._copy_s, policy_s=self._policy_s,
+                stall_s=self._stall_s + stall_s, digest_cpu_s=digest_cpu_s, send_cpu_s=send_cpu_s,
+                is_quiet=self._is_quiet or not is_saving,
             )
         )  # fmt: skip
 

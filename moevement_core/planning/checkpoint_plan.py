@@ -128,7 +128,9 @@ class StagePlan:
         ranks = self.ranks
         order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
-        window = impose_window(weighed, order, self.window.size, self.window.kind, self.budget.bytes)
+        window = impose_window(
+            table=weighed, order=order, size=self.window.size, kind=self.window.kind, budget_bytes=self.budget.bytes
+        )
         schedule = (RedoSchedule if self.is_redone else SparseSchedule)(ranks, order, window, rest=self.rest)
         return tuple(kept_of_table(schedule, rank) for rank in range(len(ranks.full)))
 
@@ -191,7 +193,13 @@ class CheckpointPlan:
             if stage.own.size == self.size
             else replace(
                 stage,
-                window=impose_window(stage.weighed, stage.order, self.size, stage.own.kind, stage.budget.bytes),
+                window=impose_window(
+                    table=stage.weighed,
+                    order=stage.order,
+                    size=self.size,
+                    kind=stage.own.kind,
+                    budget_bytes=stage.budget.bytes,
+                ),
             )
             for stage in plans
         ]
@@ -224,7 +232,19 @@ class CheckpointPlan:
         else:
             own = choose_window(table, order, budget, inputs.kind)
         ranks = shape.tables_of_ranks(inputs.regime, inputs.job.expert_parallel)
-        return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, 0, is_redone, ranks)
+        return StagePlan(
+            shape,
+            table,
+            order=order,
+            ordering=ordering,
+            budget=budget,
+            own=own,
+            window=own,
+            log_bytes=log_bytes,
+            rest=0,
+            is_redone=is_redone,
+            ranks=ranks,
+        )
 
     def _shortest_period(self, stage: StagePlan) -> int:
         """Return the shortest period, in iterations, with which copies slow training by no more than the cap.
@@ -368,12 +388,12 @@ class CheckpointPlan:
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         count = len(stage.table)
         return find_window_size(
-            count,
-            self._iteration_s,
-            stage.compute_bytes / count,
-            stage.full_bytes / count,
-            0,
-            self.inputs.cluster.d2h_bytes_per_s,
+            operators=count,
+            iteration_s=self._iteration_s,
+            compute_bytes=stage.compute_bytes / count,
+            master_bytes=stage.full_bytes / count,
+            optimizer_bytes=0,
+            bytes_per_s=self.inputs.cluster.d2h_bytes_per_s,
         )
 
     def bandwidth_for(self, size: int) -> float:
@@ -438,7 +458,15 @@ class CheckpointPlan:
             self.inputs.replicas * kept * stage.full_bytes,
             logged * max(stage.log_bytes for stage in self.stages),
         )
-        return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
+        return DensePlan(
+            bytes=stage.full_bytes,
+            copy_s=copy_s,
+            send_s=send_s,
+            stall_s=stall_s,
+            interval=interval,
+            lag=lag,
+            host_memory=host_memory,
+        )
 
     def alternatives(self) -> Iterator[tuple[str, int]]:
         """Yield possible changes of the inputs: a description of each, and the window W that the plan then has.

@@ -70,15 +70,21 @@ def execute(
     known_until = check.known_until if reexecution is not None else until
     replayed, redone = (reexecution.replayed, reexecution.redone) if reexecution is not None else (0, 0)
     recovery = Recovery(
-        first, until, replayed, known_until, known_until, len(check.recomputed), len(check.restored),
-        check.largest_difference, check.losses_until, len(check.sends),
-        _sum_sources(prepared.plans), {str(parts.topology.stage): replayed},
-        redone, lost.by_expert, lost.proportion,
-        sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
-        sum(feeder.fed_bytes for feeder in feeders),
-        prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
+        first, until, replayed=replayed, verified_until=known_until, restored_until=known_until,
+        recomputed=len(check.recomputed), restored=len(check.restored), largest_difference=check.largest_difference,
+        losses_until=check.losses_until, sends=len(check.sends), sources=_sum_sources(prepared.plans),
+        replayed_by_stage={str(parts.topology.stage): replayed}, redone=redone, lost_tokens=lost.by_expert,
+        proportion_lost=lost.proportion, ranks=sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
+        fed_bytes=sum(feeder.fed_bytes for feeder in feeders), fetch_s=prepared.fetch_s,
+        replay_s=time.perf_counter() - began, replay_cpu_s=time.process_time() - began_cpu,
     )  # fmt: skip
-    part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas())
+    part = Part(
+        recovery,
+        lost,
+        differences=check.differences,
+        differ_as_loaded=check.differ_as_loaded,
+        replicas=parts.binding.replicas(),
+    )
     return agree(part, prepared.other_arithmetic, prepared.other_data), outcome
 
 

@@ -35,7 +35,12 @@ class Feeder(threading.Thread):
         assert transport is not None
         try:
             self.fed_bytes = feed(
-                self._parts.topology.rank, self._peer, self._direction, self._iterations, log, transport
+                rank=self._parts.topology.rank,
+                peer=self._peer,
+                direction=self._direction,
+                iterations=self._iterations,
+                log=log,
+                transport=transport,
             )
         except Exception as error:  # finish() raises the error on the training thread
             self._error = error

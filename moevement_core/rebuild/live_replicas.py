@@ -78,4 +78,17 @@ class LiveReplicas(SnapshotSource):
         contents = contents_text(np.full(len(table), Saved.FULL, dtype=np.int8))
         whole = begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in states.items()})()
         entries = entries_of(placed, data, table.index_of)
-        return Snapshot(Header(owner, iteration, LIVE, 0, contents, entries, marked, iteration, whole), Buffer(data))
+        return Snapshot(
+            Header(
+                rank=owner,
+                iteration=iteration,
+                schedule=LIVE,
+                slot=0,
+                contents=contents,
+                entries=entries,
+                record=marked,
+                state=iteration,
+                whole=whole,
+            ),
+            Buffer(data),
+        )

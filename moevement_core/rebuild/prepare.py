@@ -115,9 +115,9 @@ def prepare(
         missing: list[Fetch] = []
         for plan in plans:
             fetched = fetch(
-                report.rank, plan,
-                lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport,
-                of_sums.open_sum if of_sums is not None else lambda *which: None,
+                rank=report.rank, plan=plan,
+                open_=lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport=transport,
+                open_sum=of_sums.open_sum if of_sums is not None else lambda *which: None,
             )  # fmt: skip
             missing += [result for result in fetched.values() if isinstance(result, Fetch)]
             snapshots |= {iteration: result for iteration, result in fetched.items() if isinstance(result, Snapshot)}
@@ -125,8 +125,9 @@ def prepare(
         if not failed:
             own_plan = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(
-                plans, own_plan, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
-                other_arithmetic=why_replay_may_differ(reports, plans), placed_since=placed_since(reports),
+                plans, own_plan, snapshots=snapshots, outcomes=_agreed_outcomes(reports, report),
+                fetch_s=time.perf_counter() - began, other_arithmetic=why_replay_may_differ(reports, plans),
+                placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots could not be fetched from where they were reported; planning again")

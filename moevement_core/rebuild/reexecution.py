@@ -77,7 +77,14 @@ class Reexecution(Observer):
         with binding.replaying(shared_from, feeding) as trainer, working():
             self._gradients_stay = trainer.gradients_stay
             last_record = replay(
-                plan, topology.stage, topology.table.names, prepared.snapshots, trainer, check, self, prepared.outcomes
+                plan,
+                stage=topology.stage,
+                names=topology.table.names,
+                snapshots=prepared.snapshots,
+                trainer=trainer,
+                check=check,
+                observer=self,
+                outcomes=prepared.outcomes,
             )
         is_updated = plan.until not in binding.iterations_left_out()
         if plan.until > max(plan.dense_at, plan.begins) and is_updated and self._gradients_stay:

@@ -66,10 +66,21 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     Raises:
         RecoveryError: the state of a rank differs from the expected one. Every rank raises it.
     """
-    compared = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
+    compared = (
+        _compare(parts, until)
+        if is_kept
+        else _Compared(kept=False, in_part=False, whole=False, differences=[], replicas=[])
+    )
     replicas = [] if replicas_are_known else parts.binding.replicas()
     per_rank: list[_Compared] = all_gather_objects(
-        _Compared(compared.kept, compared.in_part, compared.whole, compared.differences, replicas), _Compared
+        _Compared(
+            kept=compared.kept,
+            in_part=compared.in_part,
+            whole=compared.whole,
+            differences=compared.differences,
+            replicas=replicas,
+        ),
+        _Compared,
     )
     wrong = [f"rank {rank}: {what}" for rank, other in enumerate(per_rank) for what in other.differences]
     wrong += unequal_replicas([other.replicas for other in per_rank])
@@ -86,8 +97,8 @@ def _compare(parts: Parts, until: int) -> _Compared:
     left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
     snapshot = parts.checkpointer.own.snapshots().get(until)
     if snapshot is None or snapshot.header.state != until:
-        return _Compared(True, False, False, left, [])
+        return _Compared(kept=True, in_part=False, whole=False, differences=left, replicas=[])
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
     check.compare(snapshot, frozenset(parts.states), frozenset())
     whole = {name for name, state in parts.states.items() if state.full} <= (snapshot.header.whole or {}).keys()
-    return _Compared(True, not whole, whole, [*left, *check.differences], [])
+    return _Compared(kept=True, in_part=not whole, whole=whole, differences=[*left, *check.differences], replicas=[])

@@ -26,9 +26,9 @@ class RankStatus:
     has_begun_next: bool = False
     """True if the rank had begun the next iteration, so that it had done any evaluation and save due before it."""
     goal: RankStatus | None = None
-    """Status of a rank that had committed the target iteration of this rank's interrupted recovery.
+    """Goal of a recovery of this rank that a further failure interrupted; None without one.
 
-    None if no recovery of this rank was interrupted.
+    It is the status of a rank that had committed the iteration which the recovery was to reach.
     """
 
 
@@ -92,7 +92,15 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     # Survivors of a lost stage are followers as well, because the recovery may restore the failed rank alone.
     followers = frozenset(rank for rank, status in enumerate(statuses) if status.committed == newest - 1)
     lost_stages = frozenset(statuses[rank].stage for rank in lost)
-    return ResumePoint(newest, lost, lost_stages, followers, reference, reference_is_goal, is_between)
+    return ResumePoint(
+        iteration=newest,
+        lost_ranks=lost,
+        lost_stages=lost_stages,
+        followers=followers,
+        reference=reference,
+        reference_is_goal=reference_is_goal,
+        is_between=is_between,
+    )
 
 
 def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:

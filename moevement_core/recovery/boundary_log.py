@@ -170,7 +170,16 @@ class BoundaryLog:
         logged = self._logged[self._iteration][direction]
         dtype = str(tensor.dtype).removeprefix("torch.")
         digested = self._digests.of(buffer, copied)
-        logged.append(Logged(len(logged), dtype, tuple(tensor.shape), buffer, copied, digested))
+        logged.append(
+            Logged(
+                order=len(logged),
+                dtype=dtype,
+                shape=tuple(tensor.shape),
+                buffer=buffer,
+                copied=copied,
+                digested=digested,
+            )
+        )
 
     def sent(self, iteration: int, direction: Direction) -> list[Logged] | None:
         """Return the tensors that ``iteration`` sent in a direction, in order; None if the log lacks some."""

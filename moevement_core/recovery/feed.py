@@ -34,7 +34,14 @@ def feed(
             payload = as_bytes(logged.tensor)
             about = {"order": logged.order, "dtype": logged.dtype, "shape": logged.shape, "digest": logged.digest}
             header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-            message = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel(), check=checksum(header))
+            message = Message(
+                kind=Kind.TENSOR,
+                rank=rank,
+                iteration=iteration,
+                header_bytes=header.numel(),
+                payload_bytes=payload.numel(),
+                check=checksum(header),
+            )
             for data in (message.encode(), header, payload):
                 transport.send(peer, TO_STAGE[direction], data)
             total += payload.numel()

@@ -43,11 +43,11 @@ def fetch(
             assert transport is not None, "other ranks hold terms of the sum"
             if rank in request.sum.chain:
                 take_part(
-                    rank, request.owner, request.iteration, request.sum,
-                    lambda term, iteration: _checked(
+                    rank, owner=request.owner, iteration=request.iteration, sum_=request.sum,
+                    open_=lambda term, iteration: _checked(
                         open_(term.source, term.owner, iteration), Fetch(term.owner, iteration, rank, term.source)
                     ),
-                    open_sum, transport,
+                    open_sum=open_sum, transport=transport,
                 )  # fmt: skip
             if rank == request.owner:
                 fetched[request.iteration] = _receive(request, transport)
@@ -102,7 +102,8 @@ def _send(rank: int, request: Fetch, snapshot: Snapshot | None, transport: Trans
     packed, pieces = snapshot.packed()
     header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
     message = Message(
-        Kind.SNAPSHOT, rank, request.iteration, header.numel(), packed.payload_bytes, check=checksum(header)
+        kind=Kind.SNAPSHOT, rank=rank, iteration=request.iteration, header_bytes=header.numel(),
+        payload_bytes=packed.payload_bytes, check=checksum(header),
     )  # fmt: skip
     for data in (message.encode(), header, *pieces):
         transport.send(request.owner, TO_OWNER, data)

@@ -124,7 +124,15 @@ def _of_fetch(
     if (path := sources[fetch.source].path_of(fetch.owner, fetch.iteration)) is not None:
         memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
         buffer, offset = Buffer(memory), offset + payload_start(path)
-    place = Place(flip.kind, rank, fetch.owner, fetch.iteration, entry.name, at, draw.randrange(8))
+    place = Place(
+        kind=flip.kind,
+        rank=rank,
+        owner=fetch.owner,
+        iteration=fetch.iteration,
+        what=entry.name,
+        byte=at,
+        bit=draw.randrange(8),
+    )
     return _byte(buffer, offset + at), place
 
 
@@ -151,8 +159,8 @@ def _of_parity(
         group.end_reading(stripe)
         at = draw.randrange(stripe.total.nbytes)
         return _byte(stripe.total, at), Place(
-            flip.kind, rank, term.owner, fetch.iteration, f"the sum of its group, for rank {fetch.owner}", at,
-            draw.randrange(8),
+            kind=flip.kind, rank=rank, owner=term.owner, iteration=fetch.iteration,
+            what=f"the sum of its group, for rank {fetch.owner}", byte=at, bit=draw.randrange(8),
         )  # fmt: skip
     return None
 
@@ -175,7 +183,12 @@ def at_log(rank: int, boundary_log: BoundaryLog) -> None:
         _ = logged.digest  # Wait until the thread has made the digest of the undamaged tensor.
         at = draw.randrange(logged.buffer.numel())
         what = f"tensor {logged.order} that was sent {direction.name.lower()}"
-        _flip(_byte(Buffer(logged.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
+        _flip(
+            _byte(Buffer(logged.buffer), at),
+            Place(
+                kind=flip.kind, rank=rank, owner=rank, iteration=iteration, what=what, byte=at, bit=draw.randrange(8)
+            ),
+        )
 
 
 def flipping_transport(channel: str, inner: Transport) -> Transport:
@@ -261,7 +274,18 @@ class _Flipping(Transport):
             else:
                 what, at = about.covered(data, draw)
             where = f"{what}, on its way to rank {peer}"
-            _flip(data[at : at + 1], Place(kind, rank, message.rank, message.iteration, where, at, draw.randrange(8)))
+            _flip(
+                data[at : at + 1],
+                Place(
+                    kind,
+                    rank,
+                    owner=message.rank,
+                    iteration=message.iteration,
+                    what=where,
+                    byte=at,
+                    bit=draw.randrange(8),
+                ),
+            )
         return data
 
 

@@ -131,7 +131,16 @@ def plan_from_replicas(reports: Sequence[Report], until: int, ranks: Collection[
         runs[stages[rank]] = RedoRun(until, np.full(holder.stands_for[rank], until), until)
     if not fetches:
         return None
-    return RecoveryPlan(until, until, until, until, runs, tuple(fetches), frozenset(ranks), until)
+    return RecoveryPlan(
+        first=until,
+        dense_at=until,
+        until=until,
+        begins=until,
+        runs=runs,
+        fetches=tuple(fetches),
+        ranks=frozenset(ranks),
+        redone_until=until,
+    )
 
 
 def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:
@@ -211,7 +220,15 @@ def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[i
         if all(set(range(first, dense_at + 1)) <= set(snapshots) for snapshots in usable.values()):
             end = _state_at(held, dense_at) if until is None else until
             begins = _state_at(held, first)
-            return RecoveryPlan(first, dense_at, end, begins, chosen, _fetches(held, first, end, dense_at), ranks)
+            return RecoveryPlan(
+                first,
+                dense_at,
+                until=end,
+                begins=begins,
+                runs=chosen,
+                fetches=_fetches(held, first, end, dense_at),
+                ranks=ranks,
+            )
     return None
 
 
@@ -234,7 +251,16 @@ def _by_redo(
             reaches = _state_at(held, last)
             end = reaches if until is None else until
             begins, fetches = _state_at(held, first), _fetches(held, first, end, last)
-            return RecoveryPlan(first, last, end, begins, chosen, fetches, ranks, reaches)
+            return RecoveryPlan(
+                first,
+                dense_at=last,
+                until=end,
+                begins=begins,
+                runs=chosen,
+                fetches=fetches,
+                ranks=ranks,
+                redone_until=reaches,
+            )
     return None
 
 
@@ -262,8 +288,19 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
         begins = _state_at(
             {owner: held[owner] for owner, stage in stages.items() if chosen[stage].first == first}, first
         )
-        return RecoveryPlan(first, last, end, begins, chosen, fetches, frozenset(stages), reaches)
-    return RecoveryPlan(first, last, end, reaches, chosen, fetches, frozenset(stages))
+        return RecoveryPlan(
+            first,
+            dense_at=last,
+            until=end,
+            begins=begins,
+            runs=chosen,
+            fetches=fetches,
+            ranks=frozenset(stages),
+            redone_until=reaches,
+        )
+    return RecoveryPlan(
+        first, dense_at=last, until=end, begins=reaches, runs=chosen, fetches=fetches, ranks=frozenset(stages)
+    )
 
 
 def _state_at(held: Held, iteration: int) -> int:
@@ -338,7 +375,7 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
 def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
     """Return the fetch of a snapshot from its quickest place."""
     source, holder, holding = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
-    return Fetch(owner, iteration, holder, source, holding.sum)
+    return Fetch(owner, iteration, holder=holder, source=source, sum=holding.sum)
 
 
 def _missing(usable: Mapping[int, Mapping[int, Contents]], until: int | None) -> str:

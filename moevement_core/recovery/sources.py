@@ -97,4 +97,11 @@ class MemorySource(SnapshotSource):
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:
     """Return the description of a snapshot that a rank reports to all ranks."""
     header = snapshot.header
-    return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)
+    return Holding(
+        owner=header.rank,
+        iteration=header.iteration,
+        state=header.state,
+        schedule=header.schedule,
+        contents=header.contents,
+        source=source,
+    )

@@ -74,7 +74,7 @@ def places_in_sums(
             terms += [Term(rank, Source.PARITY, group.members[0], of_blocks[number]) for number, rank in distinct]
             holder = distinct[-1][1]
             holding = Holding(
-                part.owner, iteration, part.state, part.schedule, part.contents, Source.PARITY,
-                Sum(tuple(term for term in terms if term.coefficient), part.nbytes),
+                owner=part.owner, iteration=iteration, state=part.state, schedule=part.schedule, contents=part.contents,
+                source=Source.PARITY, sum=Sum(tuple(term for term in terms if term.coefficient), part.nbytes),
             )  # fmt: skip
             yield Source.PARITY, holder, holding

@@ -29,10 +29,22 @@ def summed(store: GroupStore) -> Iterator[Summed]:
     """Yield the report of each block of parity in ``store``."""
     for stripe in store.stripes():
         parts = tuple(
-            Part(owner, header.state, header.schedule, header.contents, header.payload_bytes)
+            Part(
+                owner,
+                state=header.state,
+                schedule=header.schedule,
+                contents=header.contents,
+                nbytes=header.payload_bytes,
+            )
             for owner, header in sorted(stripe.members.items())
         )
-        yield Summed(stripe.iteration, store.group.members, store.group.size, store.number, parts)
+        yield Summed(
+            iteration=stripe.iteration,
+            members=store.group.members,
+            size=store.group.size,
+            number=store.number,
+            parts=parts,
+        )
 
 
 OpenSum = Callable[[int, int], tuple[GroupStore, Stripe] | None]
@@ -62,7 +74,11 @@ def take_part(
     after = chain[chain.index(rank) + 1] if rank != chain[-1] else owner
     leases: list[tuple[GroupStore, Stripe]] = []
     try:
-        parts = [_open(term, iteration, open_, open_sum, leases) for term in sum_.terms if term.rank == rank]
+        parts = [
+            _open(term, iteration, open_=open_, open_sum=open_sum, leases=leases)
+            for term in sum_.terms
+            if term.rank == rank
+        ]
         is_here = all(part is not None for part in parts)
         if after == owner:  # The block must have the owner's header, but may have been begun anew without it.
             is_here &= bool(leases) and owner in leases[-1][1].members
@@ -75,13 +91,20 @@ def take_part(
         if after == owner:
             encoded = torch.frombuffer(bytearray(leases[-1][1].headers[owner].encode()), dtype=torch.uint8)
             announced = Message(
-                Kind.SNAPSHOT, rank, iteration, encoded.numel(), sum_.nbytes, check=checksum(encoded)
+                kind=Kind.SNAPSHOT, rank=rank, iteration=iteration, header_bytes=encoded.numel(),
+                payload_bytes=sum_.nbytes, check=checksum(encoded),
             )  # fmt: skip
             transport.send(after, TO_OWNER, announced.encode())
             transport.send(after, TO_OWNER, encoded)
         else:
             transport.send(after, TO_OWNER, Message(Kind.GO, rank, iteration).encode())
-        _add([part for part in parts if part is not None], sum_.nbytes, before, after, transport)
+        _add(
+            parts=[part for part in parts if part is not None],
+            nbytes=sum_.nbytes,
+            before=before,
+            after=after,
+            transport=transport,
+        )
     finally:
         for store, stripe in leases:
             store.end_reading(stripe)

@@ -406,7 +406,7 @@ class Coordinator:
         kept = {rank: self.members[member].node for rank, member in survivors.items()}
         waiting = [self.members[member] for member in spares]
         avoided = self._suspect_nodes | self.membership.silent_nodes()
-        return take_over(missing, kept, self.roster.nodes, waiting, self._block, avoided)
+        return take_over(missing, kept, before=self.roster.nodes, waiting=waiting, block=self._block, avoided=avoided)
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
         """Decide whether the job waits for starting processes.
@@ -579,11 +579,11 @@ class Coordinator:
         self._learn_blocks(nodes)
         now = time.time()
         self.roster = Roster(
-            self.roster.generation + 1,
-            dict(sorted(ranks.items())),
-            tuple(self.losses.new),
-            tuple(self.losses.unrecovered),
-            tuple(self._entered.reasons),
+            generation=self.roster.generation + 1,
+            ranks=dict(sorted(ranks.items())),
+            deaths=tuple(self.losses.new),
+            earlier=tuple(self.losses.unrecovered),
+            reasons=tuple(self._entered.reasons),
             formed_at=now,
             first_formed_at=self.roster.first_formed_at or now,
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,

@@ -32,7 +32,7 @@ class Losses:
             silent_s: seconds since the member was last known to live.
         """
         now = time.time()
-        death = Death(member, rank, pid, how, now, noticed_by, now - silent_s)
+        death = Death(member, rank, pid=pid, how=how, at=now, noticed_by=noticed_by, last_seen=now - silent_s)
         self.all.append(death)
         if rank is not None:
             self.new.append(death)

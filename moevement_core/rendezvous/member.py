@@ -139,7 +139,7 @@ class Member:
     def _write(self, key: str, value: str) -> None:
         """Write a value of this member for the coordinator, and ring the bell of the key.
 
-        The coordinator reads the values of members when the bell has rung, and otherwise with a backoff.
+        The bell makes the coordinator read the values at once. Otherwise it waits for a backoff of 1 s or more.
         """
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)

@@ -114,7 +114,7 @@ def place(
             "--moevement-replicas-on-same-node"
         )
     if same_node and 1 < node_count <= replicas:
-        return _at_home_too(nodes, replicas, kind, groups, before)
+        return _at_home_too(nodes, replicas, kind=kind, groups=groups, before=before)
     home = list(range(ranks)) if replicas >= node_count else list(nodes)
     if before:
         is_spread = len(set(home)) > replicas

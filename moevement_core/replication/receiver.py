@@ -174,7 +174,7 @@ class CopyReceiver(Receiver):
         self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
     ) -> None:
         self._copies = store
-        super().__init__(rank, store, transport, allowance, report)
+        super().__init__(rank, store, transport=transport, allowance=allowance, report=report)
 
     @override
     def _checked(self, header: Header, message: Message) -> Header:

@@ -277,8 +277,8 @@ class Sender:
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
         self._say(
             Message(
-                Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), packed.payload_bytes,
-                check=checksum(header),
+                kind=Kind.SNAPSHOT, rank=self.rank, iteration=snapshot.iteration, header_bytes=header.numel(),
+                payload_bytes=packed.payload_bytes, check=checksum(header),
             )
         )  # fmt: skip
         self._transport.send(self.peer, TO_PEER, header)

@@ -97,7 +97,15 @@ class Message:
             raise SnapshotError(
                 f"a message has kind {kind} and magic {magic!r}; all ranks need the same version of moevement"
             )
-        return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count, check)
+        return Message(
+            kind=Kind(kind),
+            rank=rank,
+            iteration=iteration,
+            header_bytes=header_bytes,
+            payload_bytes=payload_bytes,
+            count=count,
+            check=check,
+        )
 
     def refuse_unless_whole(self, data: torch.Tensor) -> None:
         """Compare the header or flags that followed this message with the checksum in the message.

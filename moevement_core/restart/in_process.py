@@ -289,13 +289,19 @@ class _Restarts:
             faulthandler.dump_traceback_later(watching.hang_s * DUMP_AFTER, exit=False)
 
         guard = Guard(
-            now.rank,
-            world,
-            signals,
-            AbortAll(self._endpoints, group_connections, begin_to_abort, now.leaving, listening()),
-            watching.hang_s,
-            watching.interval_s,
-            PATIENCE * watching.hang_s if watching.devices else None,
+            rank=now.rank,
+            world=world,
+            store=signals,
+            abort=AbortAll(
+                store=self._endpoints,
+                groups=group_connections,
+                before=begin_to_abort,
+                leaving=now.leaving,
+                listeners=listening(),
+            ),
+            hang_s=watching.hang_s,
+            interval_s=watching.interval_s,
+            set_up_s=PATIENCE * watching.hang_s if watching.devices else None,
         )
 
         def body() -> Any:
@@ -373,12 +379,12 @@ class _Unfit(BaseException):
 def _introduction(devices: tuple[str, ...]) -> MemberInfo:
     host = socket.gethostname()
     return MemberInfo(
-        int(os.environ[MEMBER_ENV]),
-        os.getpid(),
-        host,
-        os.environ.get(NODE_ENV, host),
-        int(os.environ.get("LOCAL_RANK", "0")),
-        devices,
+        member=int(os.environ[MEMBER_ENV]),
+        pid=os.getpid(),
+        host=host,
+        node=os.environ.get(NODE_ENV, host),
+        device=int(os.environ.get("LOCAL_RANK", "0")),
+        devices=devices,
     )
 
 

@@ -174,7 +174,7 @@ def start_clock(mtbf_s: float | None, seed: int, trace: Path | None, speedup: fl
     times: list[float] = []
     """Times of kills, in seconds from now."""
     if mtbf_s is not None:
-        times.append(next(poisson_times(mtbf_s, len(nodes), rank, seed, life)))
+        times.append(next(poisson_times(mtbf_s, ranks=len(nodes), rank=rank, seed=seed, life=life)))
     if trace is not None:
         began = _job_began()
         names = sorted(set(nodes))

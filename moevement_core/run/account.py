@@ -176,9 +176,18 @@ def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         at = event["failed_at"] if event.get("first_failed_at") is None else event["first_failed_at"]
         failures = [*event.get("earlier", ()), *event["failures"]]
         whole = _TRACKS["recoveries"]
-        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, whole, failures))
+        shown.append(
+            _slice(
+                name=f"recovery {event['generation']}",
+                at=at,
+                seconds=event["total_s"],
+                begun=begun,
+                row=whole,
+                about=failures,
+            )
+        )
         for name, seconds in event["parts"].items():
-            shown.append(_slice(name, at, seconds, begun, _TRACKS["parts of recoveries"], None))
+            shown.append(_slice(name, at, seconds=seconds, begun=begun, row=_TRACKS["parts of recoveries"], about=None))
             at += seconds
     return {"traceEvents": shown, "displayTimeUnit": "ms"}
 

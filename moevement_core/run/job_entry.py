@@ -52,8 +52,8 @@ class JobEntry:
         """Return the entry of a job that this process launches now."""
         pid = os.getpid()
         return JobEntry(
-            command, round(time.time(), 3), socket.gethostname(), pid, machine_id(), start_of(pid) or "", _hardware(),
-            ranks, spares, versions(),
+            command, began_at=round(time.time(), 3), host=socket.gethostname(), pid=pid, machine=machine_id(),
+            started=start_of(pid) or "", hardware=_hardware(), ranks=ranks, spares=spares, versions=versions(),
         )  # fmt: skip
 
     @property

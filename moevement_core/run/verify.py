@@ -57,7 +57,13 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
     names = sorted(digests[0]["parts"].keys() | digests[1]["parts"].keys())
     parts = {name: digests[0]["parts"].get(name) == digests[1]["parts"].get(name) for name in names}
     difference = series or difference or _first_state_difference(digests, parts)
-    return Verdict(difference is None, len(common), difference, parts, [*_lost_updates(a), *_lost_updates(b)])
+    return Verdict(
+        equal=difference is None,
+        iterations_compared=len(common),
+        first_difference=difference,
+        parts=parts,
+        lost_updates=[*_lost_updates(a), *_lost_updates(b)],
+    )
 
 
 def _lost_updates(run: RunRecord) -> list[str]:

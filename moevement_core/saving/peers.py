@@ -82,8 +82,8 @@ class Peers:
         receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
             Sender(
-                topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace,
-                self._pause,
+                rank=topology.rank, peer=peer, transport=transport, kept=self._acknowledged, lost=self._undelivered,
+                report=self._report, pace=self._pace, pause=self._pause,
             )
             for peer in topology.peers[topology.rank]
         ]  # fmt: skip
@@ -118,7 +118,13 @@ class Peers:
             )
             store = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
             receivers += [
-                ParityReceiver(rank, MemberStore(source, store), transport, allowance, self._report)
+                ParityReceiver(
+                    rank,
+                    store=MemberStore(source, store),
+                    transport=transport,
+                    allowance=allowance,
+                    report=self._report,
+                )
                 for source in group.members
             ]
         for source in topology.sources if not topology.groups else ():
@@ -126,7 +132,9 @@ class Peers:
                 former for former in before if isinstance(former, ReplicaStore) and former.source == source
             )
             copies = next(former_stores, None) or ReplicaStore(source, self._device)
-            receivers.append(CopyReceiver(rank, copies, transport, allowance, self._report))
+            receivers.append(
+                CopyReceiver(rank, store=copies, transport=transport, allowance=allowance, report=self._report)
+            )
         return receivers
 
     def refuse_without_copies(self, topology: Topology, timeout_s: float, replicas: int | None) -> None:

@@ -100,7 +100,9 @@ class ProgressWatch:
             "--moevement-dense-interval, so that windows adapt to the cap; give --moevement-protection parity:3+1 in "
             "place of copies; give --moevement-replicas 1; or send copies over a separate link (--moevement-interfaces)"
         )
-        self._reports.warn(text, AboveCap(text, committed, evidence.share, evidence.error, cap))
+        self._reports.warn(
+            text, AboveCap(text, iteration=committed, overhead=evidence.share, error=evidence.error, cap=cap)
+        )
 
     def _announce(self, peers: int) -> None:
         """Log a line and record an event for each window that is persisted on every rank."""

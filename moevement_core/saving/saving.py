@@ -113,7 +113,13 @@ class Saving:
         self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
         """Seconds that the last decision took."""
-        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace, self._pause)
+        self.peers = Peers(
+            device=current_device(),
+            own=lambda: self.checkpointer.own,
+            report=self.reports.report,
+            pace=pace,
+            pause=self._pause,
+        )
         self._states = binding.states()
         self.checkpointer = self._start_checkpointer(
             policy, joining.kept if joining is not None else (), is_resized=is_resized
@@ -121,9 +127,22 @@ class Saving:
         is_auto, has_parity = config.budget.keep_own is KeepOwn.AUTO, config.copies.protection.parity is not None
         self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
-        self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
+        self.disk = WindowsOnDisk(
+            binding,
+            names,
+            config=config,
+            topology=self.topology,
+            checkpointer=self.checkpointer,
+            reports=self.reports,
+            job_name=disk_job,
+        )
         self.watch = ProgressWatch(
-            self.checkpointer, self.reports, config.timeouts.peer_s, announced, self.meter, config.strategy.kept_cap
+            checkpointer=self.checkpointer,
+            reports=self.reports,
+            peer_timeout_s=config.timeouts.peer_s,
+            announced=announced,
+            meter=self.meter,
+            cap=config.strategy.kept_cap,
         )
         self._settled = policy or self._policy(binding.iteration)
         """Newest decisions that this rank has completed; other ranks may still be deciding."""
@@ -150,9 +169,10 @@ class Saving:
         share = config.strategy.capacity_boost
         room = None if share is None else self._binding.expert_room(self.topology.table, share)
         windows = WindowDecisions(
-            strategy, self.meter, counts, room, self.topology, config.budget, self.allowed, self.reports.report,
-            0 if strategy.rolls_back_all else self._binding.sent_bytes,
-            asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
+            strategy, meter=self.meter, counts=counts, room=room, topology=self.topology, budget=config.budget,
+            allowed=self.allowed, report=self.reports.report,
+            sent_bytes=0 if strategy.rolls_back_all else self._binding.sent_bytes, asked_window=config.strategy.window,
+            to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
         )  # fmt: skip
         if policy is not None:
             windows.join(policy)
@@ -161,9 +181,10 @@ class Saving:
     def _policy(self, window_start: int) -> Policy:
         windows = self.windows
         return Policy(
-            window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
-            self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
-            self.checkpointer.memory.keeps_own_copies,
+            window_start, schedules=self.checkpointer.history.all, learned=windows.strategy.learned(),
+            settled=windows.strategy.settled, announced=self.watch.announced, began_at=self.began_at,
+            disk_job=self.disk.job_name, needed=self.checkpointer.needed,
+            keeps_own_copies=self.checkpointer.memory.keeps_own_copies,
         )  # fmt: skip
 
     def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies], *, is_resized: bool) -> Checkpointer:
@@ -178,17 +199,17 @@ class Saving:
         self._set_aside_for_log(history.all)
         senders, receivers = self.peers.connect(self.topology, self.allowance, ())
         return Checkpointer(
-            self.topology.rank,
-            self._states,
-            self.windows.strategy,
-            history,
-            current_device(),
-            senders,
-            receivers,
-            self.topology.channels.agreement,
-            memory,
-            self.allowance,
-            self.reports.report,
+            rank=self.topology.rank,
+            states=self._states,
+            strategy=self.windows.strategy,
+            history=history,
+            device=current_device(),
+            senders=senders,
+            receivers=receivers,
+            agreement=self.topology.channels.agreement,
+            memory=memory,
+            allowance=self.allowance,
+            report=self.reports.report,
             has=peers_have(self.topology, kept),
             needed=policy.needed if policy is not None else (NONE, NONE),
             pause=self._pause,
@@ -262,10 +283,11 @@ class Saving:
         limit = self.allowed.nbytes
         self.reports.event(
             Planned(
-                max(schedule.start, self.began_at), schedule.size, self._config.strategy.name, copied,
-                copied * len(self.topology.peers[self.topology.rank]), self.windows.planned_bytes,
-                limit if math.isfinite(limit) else None, schedule.expected_rollback(0), schedule.most_replayed(0),
-                schedule.snapshots,
+                iteration=max(schedule.start, self.began_at), window=schedule.size, strategy=self._config.strategy.name,
+                copied_bytes=copied, replicated_bytes=copied * len(self.topology.peers[self.topology.rank]),
+                memory_bytes=self.windows.planned_bytes, memory_limit_bytes=limit if math.isfinite(limit) else None,
+                expected_rollback=schedule.expected_rollback(0), most_replayed=schedule.most_replayed(0),
+                snapshots=schedule.snapshots,
             )
         )  # fmt: skip
 

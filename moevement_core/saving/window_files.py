@@ -61,7 +61,12 @@ class WindowFiles(SnapshotSource):
                 continue
             if (header.rank, header.iteration) == named:
                 yield Holding(
-                    header.rank, header.iteration, header.state, header.schedule, header.contents, Source.FILE
+                    owner=header.rank,
+                    iteration=header.iteration,
+                    state=header.state,
+                    schedule=header.schedule,
+                    contents=header.contents,
+                    source=Source.FILE,
                 )
 
     def _is_mine_to_tell(self, owner: int) -> bool:

@@ -56,14 +56,14 @@ def load_window(
     """
     flips.begin(config.drill.flips)
     host = own_address()
-    loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
+    loaded = _load_own(binding, config, names=names, host=host, resize=resize) if names.is_restart else None
     if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
         log.info(
             f"--ckpt-step {asked_step}: the job starts from this checkpoint, not from a window in --moevement-load "
             f"{config.disk.load}; leave --ckpt-step out to start from the newest window"
         )
     if loaded is None and not is_resumed and asked_step is None:
-        loaded = _load_named(binding, config, names, host, resize)
+        loaded = _load_named(binding, config, names=names, host=host, resize=resize)
     if loaded is not None:
         binding.put_progress(loaded.manifest.progress)
     return loaded
@@ -82,7 +82,9 @@ def _load_own(
     node = config.copies.node_of(dist.get_rank())
     try:
         place = find_folder("--moevement-persist-dir", template, node, START_PATIENCE_S)
-        return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name), resize)
+        return _load(
+            binding, host, place=place, is_wanted=lambda manifest: is_of_job(manifest.name, names.name), resize=resize
+        )
     except (ConfigError, RecoveryError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
@@ -99,7 +101,9 @@ def _load_named(
     rank, iteration = dist.get_rank(), binding.iteration
     node = config.copies.node_of(rank)
     place = find_folder("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
-    loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
+    loaded = _load(
+        binding, host, place=place, is_wanted=lambda manifest: not is_of_job(manifest.name, names.name), resize=resize
+    )
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(f"no newer window in --moevement-load {place.path}; the job starts from {began}")
@@ -113,8 +117,8 @@ def _load(
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
         return load_newest(
-            place, binding.place().stage, binding.settings(), connections.channel("windows"), is_wanted,
-            after=binding.iteration, resize=resize,
+            place, stage=binding.place().stage, settings=binding.settings(), transport=connections.channel("windows"),
+            is_wanted=is_wanted, after=binding.iteration, resize=resize,
         )  # fmt: skip
     finally:
         connections.close()

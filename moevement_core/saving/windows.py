@@ -138,7 +138,10 @@ class WindowDecisions:
     # Once an iteration
 
     def count(self, committed: int) -> None:
-        """Take the tokens that routers have counted up to ``committed``. Called when the next iteration begins."""
+        """Add the tokens that routers have counted up to ``committed`` to the counts of this window.
+
+        Called when the next iteration begins.
+        """
         for counter in self._counters:
             self._pending[counter].append(counter.take())
             self._counted = committed
@@ -265,13 +268,18 @@ class WindowDecisions:
         """
         memory.keeps_own_copies = True
         local = Needs(
-            memory.here([schedule]), memory.in_flight([schedule]),
-            AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
-            self.log_bytes(schedule), self.allowed,
+            snapshots=memory.here([schedule]), in_flight=memory.in_flight([schedule]),
+            at_peer=AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
+            log=self.log_bytes(schedule), allowed=self.allowed,
         )  # fmt: skip
         needs = all_gather_objects(local, Needs)
         memory.keeps_own_copies, total = decide_keep_own(
-            needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
+            needs,
+            kept=self.topology.kept_bytes,
+            budget=self._budget,
+            window=schedule.size,
+            changes=self._instead(),
+            may_drop=self._may_drop,
         )
         per_rank = totals(needs, self.topology.kept_bytes, keeps_own_copies=memory.keeps_own_copies)
         self.planned_bytes = per_rank[self.topology.rank].nbytes
@@ -428,7 +436,9 @@ class WindowDecisions:
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
         nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))
         at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule), memory.staging)
-        return Needs(here, here, at_peer, self.log_bytes(schedule), self.allowed)
+        return Needs(
+            snapshots=here, in_flight=here, at_peer=at_peer, log=self.log_bytes(schedule), allowed=self.allowed
+        )
 
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
@@ -440,8 +450,9 @@ class WindowDecisions:
         if iteration_s > 0:
             d2h, network = self._measured_bandwidths(now, checkpointer, senders, iteration_s)
             measured = Measured(
-                iteration_s, d2h, network * NETWORK_HEADROOM, len(self.topology.peers[self.topology.rank]),
-                checkpointer.disk_rate(), delay_s, self._sent_bytes, cost,
+                iteration_s, d2h_bytes_per_s=d2h, replication_bytes_per_s=network * NETWORK_HEADROOM,
+                replicas=len(self.topology.peers[self.topology.rank]), disk_bytes_per_s=checkpointer.disk_rate(),
+                delay_s=delay_s, logged_bytes=self._sent_bytes, cost=cost,
             )  # fmt: skip
             own = self.strategy.wanted_sizes(now, measured)
         most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED

@@ -174,7 +174,9 @@ class WindowsOnDisk:
         flag, node = "--moevement-persist-dir", self._config.copies.node_of(self.topology.rank)
         patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
         place = find_folder(flag, template, node, patience_s)
-        self._lock = lock_folder(flag, place, self._names.name, self._lock, patience_s, may_wait=is_start)
+        self._lock = lock_folder(
+            flag, place, job=self._names.name, held=self._lock, patience_s=patience_s, may_wait=is_start
+        )
         if is_start:
             refuse_foreign_windows(place, self._config.disk.load, node)
         return place
@@ -201,15 +203,15 @@ class WindowsOnDisk:
         elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
         lock, job = self._lock, self._names.name
         return WindowWriter(
-            Folder(place.path, place.is_first),
-            self.job_name,
-            self._binding.settings(),
-            arithmetic_of_all(),
-            lambda first, last: self._checkpointer.lease(first, last, elsewhere),
-            lambda snapshot: snapshot.record()["boundary"]["progress"],
-            self._reports.report,
-            lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
-            self._left_behind,
+            folder=Folder(place.path, place.is_first),
+            job=self.job_name,
+            settings=self._binding.settings(),
+            arithmetic=arithmetic_of_all(),
+            lease=lambda first, last: self._checkpointer.lease(first, last, elsewhere),
+            progress_of=lambda snapshot: snapshot.record()["boundary"]["progress"],
+            report=self._reports.report,
+            taken_over=lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
+            left_behind=self._left_behind,
             leaves_out=self._config.strategy.persisted is not None,
         )
 

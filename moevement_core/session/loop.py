@@ -81,7 +81,7 @@ def train(
         ConfigError: the job cannot begin with these flags. Every rank raises it.
         SystemExit: the job ended without a result of ``loop`` here, for example on a rank that was not needed.
     """
-    training = _Loop(make, config, loop, backend, run_dir, plain_config(flags or {}))
+    training = _Loop(make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}))
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
@@ -215,7 +215,9 @@ class _Loop(Training):
             self._binding.regroup()
         session = self._session if self._has_begun else None
         try:
-            self._rejoined = rejoin(self._binding, self._config, session, self._rejoined, self._joined)
+            self._rejoined = rejoin(
+                binding=self._binding, config=self._config, session=session, before=self._rejoined, joined=self._joined
+            )
         except NothingToResume as why:
             if dist.get_rank() == 0:
                 log.warning(f"every rank restarts, because {why}")

@@ -92,13 +92,23 @@ class Recoverer:
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
         if self._windows.strategy.only_to_disk:
-            return self._prepare_from_disk(parts, report, {}, until, None)
+            return self._prepare_from_disk(parts, report, memory={}, until=until, cause=None)
         try:
             may_redo = self._saving.may_redo
             transport = topology.channels.fetches
-            return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
+            return self._alike(
+                prepare(
+                    report,
+                    sources,
+                    until=until,
+                    transport=transport,
+                    scope=scope,
+                    lost_ranks=lost_ranks,
+                    may_redo=may_redo,
+                )
+            )
         except RecoveryError as cause:  # raised on every rank
-            return self._prepare_from_disk(parts, report, sources, until, cause)
+            return self._prepare_from_disk(parts, report, memory=sources, until=until, cause=cause)
 
     def note_placement(self, iteration: int) -> None:
         """Record that the current placement of ranks computes all iterations after ``iteration``."""

@@ -77,20 +77,20 @@ class _Sent:
 def _packed(report: RankReport) -> _Sent:
     begun = dict(report.begun) if report.begun is not None else None
     return _Sent(
-        report.status,
-        Plain((dict(report.outcome), dict(report.common), begun, report.run_totals, report.shared)),
-        {rank: dict(copies) for rank, copies in report.keeps.items()},
-        SentPolicy.of(report.policy) if report.policy is not None else None,
-        _packed(report.goal) if report.goal is not None else None,
+        status=report.status,
+        data=Plain((dict(report.outcome), dict(report.common), begun, report.run_totals, report.shared)),
+        keeps={rank: dict(copies) for rank, copies in report.keeps.items()},
+        policy=SentPolicy.of(report.policy) if report.policy is not None else None,
+        goal=_packed(report.goal) if report.goal is not None else None,
     )
 
 
 def _unpacked(sent: _Sent) -> RankReport:
     outcome, common, begun, run_totals, shared = sent.data.value
     return RankReport(
-        sent.status, outcome, common, begun, run_totals, shared, sent.keeps,
-        sent.policy.policy() if sent.policy is not None else None,
-        _unpacked(sent.goal) if sent.goal is not None else None,
+        status=sent.status, outcome=outcome, common=common, begun=begun, run_totals=run_totals, shared=shared,
+        keeps=sent.keeps, policy=sent.policy.policy() if sent.policy is not None else None,
+        goal=_unpacked(sent.goal) if sent.goal is not None else None,
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ class Rejoined:
         kept = session.recoverer.check_kept(self.until, self.prepared)
         session.resumed(self.until)
         times = Times(self.usable_at, self.prepared_at, replay_at, time.time())
-        report_failure(session, self.until, self.lost, recovery, kept, times)
+        report_failure(session, until=self.until, lost=self.lost, recovery=recovery, kept=kept, times=times)
         binding.on_recovered(self.until, mark.outcome, is_between=self.is_between)
 
     def _replay(self, prepared: Prepared) -> Recovery:
@@ -266,7 +266,14 @@ def rejoin(
     if session.saving.topology.stage not in point.lost_stages:
         session.commit.gather(now=True)
     return Rejoined(
-        session, point.iteration, point.lost_stages, prepared, reached, point.is_between, usable_at, time.time()
+        session,
+        until=point.iteration,
+        lost=point.lost_stages,
+        prepared=prepared,
+        reached=reached,
+        is_between=point.is_between,
+        usable_at=usable_at,
+        prepared_at=time.time(),
     )
 
 

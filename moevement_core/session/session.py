@@ -92,7 +92,13 @@ class Session:
 
     def _start_clock(self) -> None:
         drill = self._drill
-        injection.start_clock(drill.mtbf_s, drill.seed, drill.trace, drill.speedup, list(self.saving.topology.nodes))
+        injection.start_clock(
+            mtbf_s=drill.mtbf_s,
+            seed=drill.seed,
+            trace=drill.trace,
+            speedup=drill.speedup,
+            nodes=list(self.saving.topology.nodes),
+        )
 
     def _vote(self) -> None:
         """Wait until every rank has reached the commit point. Return at once if a reduction of the step proves that."""
@@ -274,6 +280,7 @@ class Session:
         on_disk = saving.disk.close()
         decided = (saving.windows.windows, saving.windows.reorders, saving.watch.longest_unpersisted)
         return summary(
-            self.totals, saving.checkpointer.progress, on_disk, decided, saving.reports.warnings, self.recoverer.done,
-            saving.checkpointer.history.newest.size,
+            totals=self.totals, progress=saving.checkpointer.progress, on_disk=on_disk, decided=decided,
+            warnings=saving.reports.warnings, recoveries=self.recoverer.done,
+            window=saving.checkpointer.history.newest.size,
         )  # fmt: skip

@@ -234,11 +234,13 @@ def advise(
     """
     costs = variants.costs
     copies = costs.plan.inputs.replicas
-    choices = choices_of(variants, draws, until_s, spares, rows, fixed)
+    choices = choices_of(variants, draws, until_s=until_s, spares=spares, rows=rows, fixed=fixed)
     by_copies = {copies: choices}
     for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
         if count != copies and variants.of(costs.plan.inputs.kind, copies=count) is not None:
-            by_copies[count] = choices_of(variants, draws, until_s, spares, (), fixed, count)
+            by_copies[count] = choices_of(
+                variants, draws, until_s=until_s, spares=spares, rows=(), fixed=fixed, copies=count
+            )
     in_memory = (
         next(choice for choice in by_copies[count] if choice.strategy.in_memory) for count in sorted(by_copies)
     )
@@ -302,10 +304,10 @@ def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) ->
     """Yield each exact strategy with each window or interval to try."""
     for kind in WindowKind if fixed.kind is None else (fixed.kind,):
         smallest = variants.of(kind, None, copies)
-        for variant in _windows(smallest, variants, kind, fixed.window, copies):
+        for variant in _windows(smallest, variants, kind=kind, fixed=fixed.window, copies=copies):
             yield MoEvement(variant, name=f"moevement-{kind}")
     smallest = variants.of(WindowKind.ROLLING, None, copies, is_redone=True)
-    for variant in _windows(smallest, variants, WindowKind.ROLLING, fixed.window, copies):
+    for variant in _windows(smallest, variants, kind=WindowKind.ROLLING, fixed=fixed.window, copies=copies):
         yield Redo(variant)
     costs = variants.of(variants.costs.plan.inputs.kind, variants.costs.plan.inputs.window, copies)
     if costs is None:

@@ -117,4 +117,11 @@ def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) ->
     job = strategy.costs.plan.inputs.job
     # A strategy may change during a training, so each training has a fresh one.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
-    return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes, draws.together)
+    return Cell(
+        job=job.name,
+        ranks=job.ranks,
+        strategy=strategy,
+        mtbf_s=draws.mtbf_s,
+        outcomes=outcomes,
+        together=draws.together,
+    )

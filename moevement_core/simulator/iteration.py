@@ -112,9 +112,17 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
         )
     size = by_tokens[job.tokens]
     forward, backward = (tuple(getattr(stage, name) for stage in size.stages) for name in ("forward_s", "backward_s"))
-    pipeline = Pipeline(forward, backward, job.micro_batches, job.chunks, size.send_s)
+    pipeline = Pipeline(
+        forward_s=forward, backward_s=backward, micro_batches=job.micro_batches, chunks=job.chunks, send_s=size.send_s
+    )
     of_stage = job.ranks // job.pipeline_parallel
-    time = IterationTime((pipeline,), _profiled_sync_s(profile, size, of_stage), size.update_s, of_stage, profile.cores)
+    time = IterationTime(
+        pipelines=(pipeline,),
+        sync_s=_profiled_sync_s(profile, size, of_stage),
+        update_s=size.update_s,
+        ranks_of_stage=of_stage,
+        cores=profile.cores,
+    )
     if (job.ranks, job.micro_batches) != (profile.ranks, size.micro_batches):
         return time
     return time.scaled(size.iteration_s / time.total_s)
@@ -163,11 +171,11 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
         raise ConfigError(f"job {job.name} has no number of tokens in a micro-batch; give the iteration time")
     forward = tuple(_forward_s(job, stage, cluster) for stage in job.stages)
     pipeline = Pipeline(
-        forward,
-        tuple(BACKWARD_OVER_FORWARD * seconds for seconds in forward),
-        job.micro_batches,
-        job.chunks,
-        job.boundary_bytes / (cluster.network_bytes_per_s / cluster.gpus_per_node),
+        forward_s=forward,
+        backward_s=tuple(BACKWARD_OVER_FORWARD * seconds for seconds in forward),
+        micro_batches=job.micro_batches,
+        chunks=job.chunks,
+        send_s=job.boundary_bytes / (cluster.network_bytes_per_s / cluster.gpus_per_node),
     )
     exposed = max(_sync_s(stage, cluster, job) for stage in job.stages) * (1 - cluster.overlap)
     update = max(_update_s(stage, cluster, job) for stage in job.stages)

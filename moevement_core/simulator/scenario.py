@@ -157,14 +157,16 @@ class Scenario:
         saved, time = self.checkpointing, self.time
         plan = CheckpointPlan(
             PlanInput(
-                self.job, self.cluster, self.job.regime, time.total_s, WindowKind(saved.window_kind), saved.replicas,
-                saved.window, saved.period, self.contention, keeps_own_copies=saved.keeps_own_copies,
+                job=self.job, cluster=self.cluster, regime=self.job.regime, iteration_s=time.total_s,
+                kind=WindowKind(saved.window_kind), replicas=saved.replicas, window=saved.window, period=saved.period,
+                contention=self.contention, keeps_own_copies=saved.keeps_own_copies,
             )
         )  # fmt: skip
         assert self.cluster.storage_bytes_per_s is not None
         return Costs(
-            plan, time, self.cluster.storage_bytes_per_s, saved.detect_s, saved.regroup_s, saved.interference,
-            saved.weight_gradient_share, saved.skew, self.run.first_seed,
+            plan, time, storage_bytes_per_s=self.cluster.storage_bytes_per_s, detect_s=saved.detect_s,
+            regroup_s=saved.regroup_s, interference=saved.interference,
+            weight_gradient_share=saved.weight_gradient_share, skew=saved.skew, skew_seed=self.run.first_seed,
         )  # fmt: skip
 
     @property
@@ -248,13 +250,13 @@ def _scenario(path: Path, fields: dict[str, Any]) -> Scenario:
         failures["trace"] = str(path.parent / str(failures["trace"]))
     iteration_s = fields.get("iteration_s")
     return Scenario(
-        _job(path.stem, _section(fields, "job"), _section(fields, "parallel")),
-        _cluster(fields.get("cluster"), measured),
-        None if iteration_s is None else _number("iteration_s", iteration_s),
-        measured,
-        _made(Checkpointing, "checkpointing", _section(fields, "checkpointing")),
-        _made(Failures, "failures", failures),
-        _made(Run, "run", _section(fields, "run")),
+        job=_job(path.stem, _section(fields, "job"), _section(fields, "parallel")),
+        cluster=_cluster(fields.get("cluster"), measured),
+        iteration_s=None if iteration_s is None else _number("iteration_s", iteration_s),
+        profile=measured,
+        checkpointing=_made(Checkpointing, "checkpointing", _section(fields, "checkpointing")),
+        failures=_made(Failures, "failures", failures),
+        run=_made(Run, "run", _section(fields, "run")),
     )
 
 

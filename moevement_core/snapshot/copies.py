@@ -193,7 +193,7 @@ class CopyEngine(ABC):
                 target=self._work, args=(self._jobs,), name="moevement-capture", daemon=True
             )
             self._thread.start()
-        capture = Capture(at_once, beside, whole, done, failed)
+        capture = Capture(at_once, beside, whole=whole, done=done, failed=failed)
         self._jobs.put((capture, self._begin_capture(capture, ready)))
         return capture
 

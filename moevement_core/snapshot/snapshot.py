@@ -392,8 +392,8 @@ def entries_of(
     """
     return tuple(
         Entry(
-            t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes,
-            digest_of(data[at : at + t.nbytes]), places.get(t.operator, -1),
+            operator=t.operator, saved=t.saved, key=t.key, dtype=str(t.tensor.dtype).removeprefix("torch."), offset=at,
+            nbytes=t.nbytes, digest=digest_of(data[at : at + t.nbytes]), place=places.get(t.operator, -1),
         )
         for t, at in placed
     )  # fmt: skip

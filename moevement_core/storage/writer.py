@@ -168,7 +168,15 @@ class WindowWriter:
         if before is not None and not is_whole:
             older = _still_needed(files, before.files | before.older)
             first = min(first, before.manifest.first)
-        manifest = Manifest(self._job, first, last, reaches, progress, self._settings, self._arithmetic)
+        manifest = Manifest(
+            job=self._job,
+            first=first,
+            last=last,
+            reaches=reaches,
+            progress=progress,
+            settings=self._settings,
+            arithmetic=self._arithmetic,
+        )
         window = self._window = _Window(manifest, files, is_whole, older)
         if leased is None:
             self._fail(window, "the disk blocks an older window" if is_stalled else "a snapshot of it is missing")

@@ -49,7 +49,11 @@ class CheckFreq(Dense):
         if not self._has_profiled:
             self._has_profiled = True
             return (hidden,)
-        return (tuned_interval(now.size, hidden, measured.delay_s, measured.iteration_s, self.cap),)
+        return (
+            tuned_interval(
+                now=now.size, hidden=hidden, overhead_s=measured.delay_s, iteration_s=measured.iteration_s, cap=self.cap
+            ),
+        )
 
     def learned(self) -> bool:
         """Return True if the first iterations have been profiled."""

@@ -257,15 +257,22 @@ class StrategyConfig:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
             interval = self.interval or INTERVAL
             if self.selection is Selection.LOAD:
-                return MoCByLoad(table, interval, self.experts, limit, most_experts)
-            return MoC(table, interval, self.experts, limit, most_experts, self.persisted)
+                return MoCByLoad(table, interval, experts=self.experts, limit=limit, most=most_experts)
+            return MoC(table, interval, experts=self.experts, limit=limit, most=most_experts, persisted=self.persisted)
         if self.name == MoEtion.name:
             return MoEtion(table, self.interval or 1, self.experts, most_experts)
         if self.name in EVERYTHING:
             if self.name == Gemini.name:
                 return Gemini(table, self.interval, self.overhead_cap)
             return DenseToPeers(table, self.dense_interval, self.cap)
-        windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds, self.cap)
+        windows = MoEvement(
+            table,
+            kind=self.window_kind,
+            size=self.window,
+            ordering=self.ordering,
+            thresholds=self.thresholds,
+            cap=self.cap,
+        )
         if self.recovery is Recovery.REPLAY:
             return windows
         return Redo(table, windows, is_chosen=self.recovery is Recovery.REDO)

@@ -109,7 +109,7 @@ class PartialSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of all operators except experts without a turn; None if the slot has no snapshot."""
+        """Return full state of all operators but the experts that this slot omits; None if the slot has no snapshot."""
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
@@ -123,7 +123,13 @@ class PartialSchedule(VersionSchedule):
     @cached_property
     def _on_disk(self) -> list[list[int]]:
         assert self.persisted is not None
-        return persisted(self._turns, self.experts, self.turn, self.size // self.interval, self.persisted)
+        return persisted(
+            order=self._turns,
+            experts=self.experts,
+            first=self.turn,
+            turns_=self.size // self.interval,
+            count=self.persisted,
+        )
 
     def _with(self, experts: Sequence[int]) -> Contents:
         contents = np.where(self.table.is_expert, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
@@ -192,7 +198,9 @@ class MoC(Strategy):
 
     def first(self, start: int, most: int) -> PartialSchedule:
         """Return the schedule whose first run holds the whole state at the beginning of the job."""
-        schedule = PartialSchedule(self.table, self.interval, self.experts, self.most, self.persisted)
+        schedule = PartialSchedule(
+            table=self.table, interval=self.interval, experts=self.experts, most=self.most, persisted=self.persisted
+        )
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def observe(self, counts: Scores) -> None:

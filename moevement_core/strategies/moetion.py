@@ -133,6 +133,6 @@ class MoEtion(Selecting):
 
 
 def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
-    """Return the tokens owed to each expert; zeros for windows on disk that were written without them."""
+    """Return the lost tokens of each expert that extra capacity has not repaid yet; zeros if a window has none."""
     owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
     return owed

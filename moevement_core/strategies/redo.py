@@ -250,12 +250,14 @@ class Redo(Strategy):
         """
         table, order = self.table.with_gradients_for_compute(), order_of(self.table)
         if (size := self.windows.size) is not None:
-            window = impose_window(table, order, size, WindowKind.ROLLING, measured.copies.bytes)
+            window = impose_window(table, order, size=size, kind=WindowKind.ROLLING, budget_bytes=measured.copies.bytes)
             # The cap on overhead does not limit a window that the user chose; copies and links do.
             return NOT_CARRIED if window.over_budget or _mean_bytes(window) > measured.link_bytes else size
         window = choose_window(table, order, measured.copies, WindowKind.ROLLING)
         if _mean_bytes(window) > to_save:
-            window = impose_window(table, order, self._size_for(to_save), WindowKind.ROLLING, measured.copies.bytes)
+            window = impose_window(
+                table, order, size=self._size_for(to_save), kind=WindowKind.ROLLING, budget_bytes=measured.copies.bytes
+            )
         return NOT_CARRIED if window.over_budget or _mean_bytes(window) > to_save else window.size
 
     def _size_for(self, to_save: float) -> int:

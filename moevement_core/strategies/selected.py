@@ -118,7 +118,9 @@ class Memory:
         routed, lost, full_at, held, saved = (
             learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved")
         )
-        return Memory(TokenAccount(routed, lost), learned["number"], full_at, held, saved)
+        return Memory(
+            account=TokenAccount(routed, lost), number=learned["number"], full_at=full_at, held=held, saved=saved
+        )
 
 
 class Selecting(Strategy):
@@ -181,7 +183,7 @@ class Selecting(Strategy):
         for number in range(1 - self.span, 1):
             full_at[rounds[(number + self.span - 1) % len(rounds)] == Saved.FULL] = number
         zeros = np.zeros(operators, dtype=np.int64)
-        return Memory(TokenAccount.empty(operators), 0, full_at, full_at == 0, zeros)
+        return Memory(account=TokenAccount.empty(operators), number=0, full_at=full_at, held=full_at == 0, saved=zeros)
 
     def _contents(self, full: np.ndarray, gradients: np.ndarray | None = None) -> Contents:
         contents = np.where(self.table.is_expert & ~full, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
@@ -234,8 +236,8 @@ class Selecting(Strategy):
         by_gradients = chosen_ & memory.held & ~due if is_chained else np.zeros_like(chosen_)
         contents = self._contents(chosen_, by_gradients)
         self._memory = Memory(
-            memory.account, number, np.where(contents == Saved.FULL, number, memory.full_at),
-            chosen_ | ~self.table.is_expert, np.where(chosen_, memory.account.routed, memory.saved),
+            account=memory.account, number=number, full_at=np.where(contents == Saved.FULL, number, memory.full_at),
+            held=chosen_ | ~self.table.is_expert, saved=np.where(chosen_, memory.account.routed, memory.saved),
         )  # fmt: skip
         wanted = replace(now, span=self.span, rounds=(contents,))
         is_change = len(now.rounds) > 1 or wanted.span != now.span or not np.array_equal(contents, now.rounds[0])
@@ -249,8 +251,9 @@ class Selecting(Strategy):
         versions = kept_at(run.version_at, learned)
         account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
         self._memory = Memory(
-            account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
-            account.routed,  # the live state equals the saved state
+            account, number=then.number, full_at=then.number - (run.last - run.full_at) // self.interval,
+            held=run.version_at == run.last,
+            saved=account.routed,  # the live state equals the saved state
         )  # fmt: skip
         return account.lost_since(then.account, self.table)
 

@@ -110,7 +110,13 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
     """Return the total of each rank, in time linear in the number of ranks."""
     at_peer = kept([need.at_peer for need in needs])
     return [
-        Total(rank, need.own(keeps_own_copies=keeps_own_copies), at_peer[rank], need.log, need.allowed)
+        Total(
+            rank,
+            own=need.own(keeps_own_copies=keeps_own_copies),
+            kept=at_peer[rank],
+            log=need.log,
+            allowed=need.allowed,
+        )
         for rank, need in enumerate(needs)
     ]
 

@@ -164,13 +164,13 @@ def connect(
     connections = connections_of(config.copies)
     ranks: list[_Rank] = all_gather_objects(
         _Rank(
-            binding.place(),
-            config.copies.node_of(rank),
-            binding.operators(),
-            before.peers[rank] if before is not None else None,
-            tuple(before.sources) if before is not None else (),
-            before.groups if before is not None else None,
-            connections.address,
+            place=binding.place(),
+            node=config.copies.node_of(rank),
+            operators=binding.operators(),
+            peers=before.peers[rank] if before is not None else None,
+            sources=tuple(before.sources) if before is not None else (),
+            groups=before.groups if before is not None else None,
+            address=connections.address,
         ),
         _Rank,
     )

@@ -69,11 +69,11 @@ class SessionConfig:
         return SessionConfig(
             strategy,
             copies,
-            budget,
-            from_args(TimeoutsConfig, args),
-            from_args(VerifyConfig, args).verify,
-            disk,
-            from_args(DrillConfig, args),
+            budget=budget,
+            timeouts=from_args(TimeoutsConfig, args),
+            verify=from_args(VerifyConfig, args).verify,
+            disk=disk,
+            drill=from_args(DrillConfig, args),
         )
 
 

@@ -80,7 +80,21 @@ def flag(
         action: action of argparse.
         nargs: number of values, for argparse.
     """
-    return field(metadata={"flag": Flag(name, help, default, type, check, metavar, choices, action, nargs)})
+    return field(
+        metadata={
+            "flag": Flag(
+                name,
+                help,
+                default=default,
+                type=type,
+                check=check,
+                metavar=metavar,
+                choices=choices,
+                action=action,
+                nargs=nargs,
+            )
+        }
+    )
 
 
 def flags_of(config: type) -> list[tuple[Field[Any], Flag]]:

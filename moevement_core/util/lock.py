@@ -68,7 +68,13 @@ class Holder:
         """Return the holder of a new acquisition by this process."""
         pid = os.getpid()
         return Holder(
-            job, uuid.uuid4().hex, socket.gethostname(), machine_id(), pid, start_of(pid) or "", round(time.time(), 3)
+            job,
+            token=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            machine=machine_id(),
+            pid=pid,
+            started=start_of(pid) or "",
+            since=round(time.time(), 3),
         )
 
     @property
@@ -191,7 +197,7 @@ def acquire(
     while True:
         if (descriptor := _create(path, own)) is not None:
             if watched is None or _is_settled(path, own):
-                return FolderLock(folder, descriptor, own, report, beat_s)
+                return FolderLock(folder, descriptor, own=own, report=report, beat_s=beat_s)
             os.close(descriptor)
         if (content := _read(path)) is None:
             continue  # the holder has just released the lock

@@ -58,12 +58,13 @@ def bind_to_device(device: Device, sys: Path = SYS) -> NumaNode | None:
     if not allowed >= _online(sys):
         if allowed & node.processors:
             log.info(
-                f"already bound to {len(allowed)} processors; {len(allowed & node.processors)} of these are on {place}"
+                f"this process is bound to {len(allowed)} processors; "
+                f"{len(allowed & node.processors)} of these are on {place}"
             )
         else:
             log.warning(
-                f"already bound to {len(allowed)} processors; none of these is on {place}, so copies cross sockets; "
-                "bind each task to the node of its GPU, or do not bind tasks"
+                f"this process is bound to {len(allowed)} processors, none of them on {place}; copies cross sockets; "
+                "bind each task to the NUMA node of its GPU, or do not bind tasks"
             )
         return None
     os.sched_setaffinity(0, node.processors)

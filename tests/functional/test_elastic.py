@@ -134,7 +134,8 @@ LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
     """Kill a rank that alone holds its shard of the distributed optimizer.
 
-    The job restores the newest state that gradients at peers reach, with the same bits, in the new layout.
+    The job restores the newest state that follows from gradients on peers. In the new layout it has the bits that the
+    lost state had.
     """
     nproc, left, overrides = LOST[layout]
     overrides = SHARDED | overrides

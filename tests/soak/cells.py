@@ -33,8 +33,9 @@ _OF_RANKS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Flags of each protection if each rank is a node."""
 _OF_NODES: Mapping[str, tuple[str, ...]] = {COPIES: ("--moevement-protection", "copies:1")}
-"""Flags of each protection if a node has two ranks. Two such nodes are too few for a parity group or for two copies;
-ranks drop their own snapshots only with two copies."""
+"""Flags of each protection for jobs on two nodes of two ranks.
+
+Two nodes allow one copy, and neither two copies nor a parity group. With one copy, ranks keep their own snapshots."""
 PROTECTIONS = [(name, 1) for name in _OF_RANKS] + [(name, PER_NODE) for name in _OF_NODES]
 WITH_WINDOWS = (COPIES, PARITY)
 """Protections that keep own snapshots, from which windows on disk are written."""

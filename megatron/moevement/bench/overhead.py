@@ -58,9 +58,11 @@ class Observer(observers.Observer):
             last, progress = committed - 1, session.saving.checkpointer.progress
             self.samples.append(
                 Sample(
-                    last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
-                    progress.stall_s + progress.gradient_stall_s, session.totals.last_begin_s, progress.copied_bytes,
-                    progress.copy_cpu_s, progress.digest_cpu_s, progress.whole_cpu_s, progress.replicated_bytes,
+                    iteration=last, mode=mode_of(last, self._block), first_of_block=last % self._block == 0,
+                    seconds=now_s - self._began_s, stall_s=progress.stall_s + progress.gradient_stall_s,
+                    begin_s=session.totals.last_begin_s, copied_bytes=progress.copied_bytes,
+                    copy_cpu_s=progress.copy_cpu_s, digest_cpu_s=progress.digest_cpu_s,
+                    whole_cpu_s=progress.whole_cpu_s, replicated_bytes=progress.replicated_bytes,
                 )
             )  # fmt: skip
         self._began_s = now_s

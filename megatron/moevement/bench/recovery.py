@@ -56,8 +56,8 @@ class Observer(observers.Observer):
             done = wipe_and_recover(session.saving.parts, session.recoverer, committed, stages)
             self.samples.append(
                 Sample(
-                    "stage" if stages else "all", done.replay_s, done.replay_cpu_s, done.replayed, done.fetch_s,
-                    done.fed_bytes,
+                    kind="stage" if stages else "all", wall_s=done.replay_s, cpu_s=done.replay_cpu_s,
+                    replayed=done.replayed, fetch_s=done.fetch_s, fed_bytes=done.fed_bytes,
                 )
             )  # fmt: skip
             self._next_is_stage = not self._next_is_stage
@@ -66,7 +66,16 @@ class Observer(observers.Observer):
 
     def _note(self, began_s: float, began_cpu_s: float) -> None:
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        self.samples.append(Sample("normal", wall_s, sum(all_gather_objects(cpu_s, float)), 0, 0.0, 0))
+        self.samples.append(
+            Sample(
+                kind="normal",
+                wall_s=wall_s,
+                cpu_s=sum(all_gather_objects(cpu_s, float)),
+                replayed=0,
+                fetch_s=0.0,
+                fed_bytes=0,
+            )
+        )
 
 
 def main() -> None:

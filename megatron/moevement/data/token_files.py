@@ -146,7 +146,11 @@ def build_token_files(
             raise DataError("the inputs hold no text; give at least one file that is not empty")
         builder.finalize(f"{partial}.idx")
         summary = TokenFiles(
-            prefix.name, written_documents, written_tokens, tokenizer.vocab_size, list(tokenizer.train_flags)
+            prefix=prefix.name,
+            documents=written_documents,
+            tokens=written_tokens,
+            vocab_size=tokenizer.vocab_size,
+            train_flags=list(tokenizer.train_flags),
         )
         Path(f"{partial}.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
         # The .idx file comes last, because Megatron considers a prefix with an .idx file complete.

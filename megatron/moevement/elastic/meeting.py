@@ -112,7 +112,13 @@ def _agree(survivor: SurvivorState | None, lineage: str, iteration: int, is_betw
     world = max(brought.stand.world for brought in kept_snapshots if brought.stand is not None)
     run_totals = max(all_gather_objects(survivor.run_totals if survivor is not None else 0.0, float))
     return Meeting(
-        lineage, is_between, world, iteration, run_totals, kept_snapshots, newest_outcome(survivor, iteration)
+        lineage,
+        is_between,
+        world_before=world,
+        newest=iteration,
+        run_totals=run_totals,
+        held=kept_snapshots,
+        newest_outcome=newest_outcome(survivor, iteration),
     )
 
 
@@ -186,9 +192,17 @@ def _standing(process: Process) -> _Standing | None:
 
 def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_follow: bool) -> _Standing:
     if mark is None:
-        return _Standing(lineage, -1, False, False, stand)
+        return _Standing(lineage, committed=-1, has_begun_next=False, may_follow=False, stand=stand)
     common = {name: mark.boundary[name] for name in ("progress", "loss_scalers")}
-    return _Standing(lineage, mark.iteration, mark.resumed is not None, may_follow, stand, mark.outcome, common)
+    return _Standing(
+        lineage,
+        committed=mark.iteration,
+        has_begun_next=mark.resumed is not None,
+        may_follow=may_follow,
+        stand=stand,
+        outcome=mark.outcome,
+        common=common,
+    )
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
@@ -218,18 +232,18 @@ def _survivor_state(process: Process) -> SurvivorState:
     memory = MemorySource(job.session.saving.checkpointer)
     snapshots = [memory.open(holding.source, holding.owner, holding.iteration) for holding in memory.holdings()]
     return SurvivorState(
-        process.lineage,
-        mark,
+        lineage=process.lineage,
+        mark=mark,
         # Pieces move to host memory, because the next model needs the device memory.
-        [Piece(piece.operator, piece.name, piece.begin, piece.tensor.cpu()) for piece in pieces],
-        job.stand,
-        float(get_args().num_floating_point_operations_so_far),
-        {}
+        pieces=[Piece(piece.operator, piece.name, piece.begin, piece.tensor.cpu()) for piece in pieces],
+        stand=job.stand,
+        run_totals=float(get_args().num_floating_point_operations_so_far),
+        experts={}
         if expert_slots is None
         else {layer: table[job.stand.expert] for layer, table in expert_slots.tables.items()},
-        {} if job.loads is None else job.loads.now(),
-        None if mark is None else job.ledger.sums_of(mark.iteration),
-        [
+        loads={} if job.loads is None else job.loads.now(),
+        losses=None if mark is None else job.ledger.sums_of(mark.iteration),
+        kept_snapshots=[
             FormationSnapshots.in_memory(
                 [snapshot for snapshot in snapshots if snapshot is not None], job.formation, job.stand.rank
             ),

@@ -39,12 +39,12 @@ class RankPosition:
         from megatron.core import parallel_state
 
         return RankPosition(
-            dist.get_rank(),
-            dist.get_world_size(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_expert_model_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_rank(),
+            rank=dist.get_rank(),
+            world=dist.get_world_size(),
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            tensor=parallel_state.get_tensor_model_parallel_rank(),
+            expert=parallel_state.get_expert_model_parallel_rank(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
         )
 
     @staticmethod
@@ -60,10 +60,10 @@ class RankPosition:
         return RankPosition(
             rank,
             world,
-            rank // (world // settings["pipeline_model_parallel_size"]),
-            rank % settings["tensor_model_parallel_size"],
-            rank // expert_tensor % settings["expert_model_parallel_size"],
-            rank % expert_tensor,
+            stage=rank // (world // settings["pipeline_model_parallel_size"]),
+            tensor=rank % settings["tensor_model_parallel_size"],
+            expert=rank // expert_tensor % settings["expert_model_parallel_size"],
+            expert_tensor=rank % expert_tensor,
         )
 
     @property

@@ -129,8 +129,9 @@ def _bring(
     assert boundary is not None
     job.binding.put_progress(boundary["progress"])
     resized = Resized(
-        iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
-        meeting.world_before, exchanged, meeting.newest_outcome if rebuilt is None else None,
+        iteration, boundary=None if rebuilt is not None else boundary,
+        is_between=meeting.is_between or iteration < meeting.newest, world_before=meeting.world_before,
+        exchanged=exchanged, newest_outcome=meeting.newest_outcome if rebuilt is None else None,
     )  # fmt: skip
     return resized, None if rebuilt is None else rebuilt.prepared
 

@@ -105,7 +105,7 @@ def prepare_from_snapshots(
     plan, formation, handed_out = _agree(kept_snapshots, until)
     snapshots: dict[int, Snapshot] = {}
     moved, digests = 0, dict[str, int]()
-    recut = _Recut(plan, formation, states, optimizer, stand, is_verified=is_verified)
+    recut = _Recut(plan, formation, states=states, optimizer=optimizer, stand=stand, is_verified=is_verified)
     for iteration in sorted({fetch.iteration for fetch in plan.fetches}):
         own = [snapshot for snapshot in handed_out if snapshot.iteration == iteration]
         snapshots[iteration], exchanged = recut.of_iteration(iteration, own)
@@ -114,7 +114,8 @@ def prepare_from_snapshots(
     boundary = snapshots[max(snapshots)].record()["boundary"]
     plan = replace(plan, ranks=frozenset(range(stand.world)))
     prepared = Prepared(
-        (plan,), plan, snapshots, {}, time.perf_counter() - began, is_comparable=not plan.iterations
+        plans=(plan,), own_plan=plan, snapshots=snapshots, outcomes={}, fetch_s=time.perf_counter() - began,
+        is_comparable=not plan.iterations,
     )  # fmt: skip
     return Rebuilt(prepared, boundary, Exchanged(moved, digests))
 
@@ -232,7 +233,14 @@ class _Recut:
         exchanged = bring_pieces(held, pieces, is_verified=self._is_verified)
         entries = entries_of(placed, buffer, kind.places)
         header = Header(
-            self._stand.rank, iteration, kind.schedule, kind.slot, kind.contents, entries, marked, kind.state
+            rank=self._stand.rank,
+            iteration=iteration,
+            schedule=kind.schedule,
+            slot=kind.slot,
+            contents=kind.contents,
+            entries=entries,
+            record=marked,
+            state=kind.state,
         )
         return Snapshot(header, Buffer(buffer)), exchanged
 
@@ -273,9 +281,9 @@ def _kinds(snapshots: Sequence[Snapshot], stands: Sequence[RankPosition]) -> lis
         (
             stands[header.rank].stage,
             _Kind(
-                header.schedule, header.slot, header.contents, header.state,
-                {entry.operator: entry.saved for entry in header.entries if entry.operator != BOUNDARY},
-                {entry.operator: entry.place for entry in header.entries if entry.place >= 0},
+                schedule=header.schedule, slot=header.slot, contents=header.contents, state=header.state,
+                saved={entry.operator: entry.saved for entry in header.entries if entry.operator != BOUNDARY},
+                places={entry.operator: entry.place for entry in header.entries if entry.place >= 0},
             ),
         )
         for header in (snapshot.header for snapshot in snapshots)

@@ -86,7 +86,11 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
     away = [_slots_owned_by(table, owner, rank, target) for target in range(len(table))]
     here = [_slots_owned_by(table, owner, source, rank) for source in range(len(table))]
     received = _exchange(
-        [flat[slot] for slots_ in away for slot in slots_], flat[0], list(map(len, away)), list(map(len, here)), group
+        tensors=[flat[slot] for slots_ in away for slot in slots_],
+        like=flat[0],
+        sends=list(map(len, away)),
+        receives=list(map(len, here)),
+        group=group,
     )
     sums = {slot: flat[slot].clone() for holder, slot in owner.values() if holder == rank}
     arrived = iter(received)
@@ -98,7 +102,11 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
                 continue
             sums[first] += flat[slot] if source == rank else next(arrived)
     returned = [sums[owner[table[source][slot]][1]] for source, slots_ in enumerate(here) for slot in slots_]
-    back = iter(_exchange(returned, flat[0], list(map(len, here)), list(map(len, away)), group))
+    back = iter(
+        _exchange(
+            tensors=returned, like=flat[0], sends=list(map(len, here)), receives=list(map(len, away)), group=group
+        )
+    )
     for slot in (slot for of_rank in away for slot in of_rank):
         flat[slot] = next(back)
     for slot, expert in enumerate(table[rank]):

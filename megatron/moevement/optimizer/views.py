@@ -267,7 +267,7 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
         part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
-        yield parameter, Part(start, end, part, master, cut)
+        yield parameter, Part(start, end, state=part, master=master, replicated=cut)
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:

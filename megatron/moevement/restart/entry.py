@@ -156,11 +156,13 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
         return False
     binding = job.binding
     binding.groups_now = groups
-    binding.on_build = lambda keys: _build(job, setup, args, keys, first)
+    binding.on_build = lambda keys: _build(job, setup, args=args, parameter_keys=keys, first=first)
     binding.on_resume = lambda until: recorder.resume_record(job, args)
     try:
         session = job.session if job.has_begun else None
-        job.rejoined = rejoin(binding, config, session, job.rejoined, functools.partial(_joined, job))
+        job.rejoined = rejoin(
+            binding, config, session=session, before=job.rejoined, joined=functools.partial(_joined, job)
+        )
     except NothingToResume as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
@@ -221,7 +223,7 @@ def enter_loop(process: Process) -> Wrapper:
             if job.resized is not None:
                 resized = job.resized
                 take_up_resized(process, resized)
-                _back(job, bound, resized.iteration, {}, resized.is_between)
+                _back(job, train=bound, until=resized.iteration, outcome={}, is_between=resized.is_between)
             elif job.rejoined is not None:
                 job.binding.on_back = functools.partial(_back, job, bound)
                 job.rejoined.resume()

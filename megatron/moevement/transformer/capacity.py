@@ -63,7 +63,13 @@ class RouterRoom:
                 device = router.weight.device
                 has_more = torch.zeros(experts, dtype=torch.bool, device=device)
                 observe_extra_tokens = torch.zeros(experts, dtype=torch.float64, device=device)
-                room = _Room(router, share, has_more, observe_extra_tokens, lambda: not self.paused)
+                room = _Room(
+                    router,
+                    share,
+                    has_more=has_more,
+                    observe_extra_tokens=observe_extra_tokens,
+                    counts=lambda: not self.paused,
+                )
                 self._rooms.append(room)
                 replace_on(router, "routing", functools.partial(_routing_in, room=room))
 

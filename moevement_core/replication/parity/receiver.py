@@ -26,7 +26,7 @@ class ParityReceiver(Receiver):
         self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report
     ) -> None:
         self._member = store
-        super().__init__(rank, store, transport, allowance, report)
+        super().__init__(rank, store, transport=transport, allowance=allowance, report=report)
 
     @override
     def _room_bytes(self) -> int:

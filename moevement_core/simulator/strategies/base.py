@@ -272,8 +272,9 @@ class Strategy(ABC):
         replayed = min(committed, self.rollback(committed, into))
         converted = min(replayed, self.converted)
         return Recovery(
-            self.costs.detect_s, self.costs.regroup_s, self.fetch_s, converted * self.convert_iteration_s(nodes),
-            (replayed - converted) * self.replay_iteration_s(nodes), replayed,
+            detect_s=self.costs.detect_s, regroup_s=self.costs.regroup_s, fetch_s=self.fetch_s,
+            convert_s=converted * self.convert_iteration_s(nodes),
+            catch_up_s=(replayed - converted) * self.replay_iteration_s(nodes), replayed=replayed,
         )  # fmt: skip
 
     def _from_storage(self, committed: int) -> Recovery:
@@ -286,7 +287,13 @@ class Strategy(ABC):
         replayed = min(committed, committed - max(0, committed // every - 1) * every)
         seconds = replayed * (self.costs.iteration_s + self.overhead_s)
         return Recovery(
-            self.costs.detect_s, self.costs.regroup_s, self.costs.store_s(), 0.0, seconds, replayed, from_storage=True
+            detect_s=self.costs.detect_s,
+            regroup_s=self.costs.regroup_s,
+            fetch_s=self.costs.store_s(),
+            convert_s=0.0,
+            catch_up_s=seconds,
+            replayed=replayed,
+            from_storage=True,
         )
 
     def expected_recovery_s(self) -> float:

@@ -104,7 +104,13 @@ class DenseSynchronous(Dense):
 
     def __init__(self, costs: Costs, mtbf_s: float, interval: int | None = None) -> None:
         write_s = costs.copy_s(costs.full_bytes) + costs.store_s()
-        super().__init__(costs, interval or young_daly(costs, write_s, mtbf_s), write_s, 0, costs.store_s())
+        super().__init__(
+            costs,
+            interval=interval or young_daly(costs, write_s, mtbf_s),
+            stall_s=write_s,
+            lag=0,
+            fetch_s=costs.store_s(),
+        )
 
 
 def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
@@ -125,7 +131,9 @@ class DenseToPeers(Dense):
 
     def __init__(self, costs: Costs, interval: int) -> None:
         stall_s, lag = sent_dense(costs, interval)
-        super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+        super().__init__(
+            costs, interval, stall_s=stall_s, lag=lag, fetch_s=costs.fetch_s(costs.full_bytes), in_memory=True
+        )
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
         """Return the seconds of a replayed iteration on the slowest segment; a single stage has no bubble."""
@@ -146,7 +154,7 @@ class CheckFreq(Dense):
         delay_s = stall_s + costs.interference * copy_s
         hidden = math.ceil(delay_s / (DENSE_OVERHEAD * costs.iteration_s))
         interval = interval or max(1, hidden, costs.iterations(max(copy_s, write_s)))
-        super().__init__(costs, interval, stall_s, (copy_s + write_s) / costs.iteration_s, write_s)
+        super().__init__(costs, interval, stall_s=stall_s, lag=(copy_s + write_s) / costs.iteration_s, fetch_s=write_s)
 
 
 class Gemini(Dense):
@@ -179,7 +187,9 @@ class Gemini(Dense):
         elif interval is None:
             interval = young_daly(costs, sent_dense(costs, 1)[0], mtbf_s)
         stall_s, lag = sent_dense(costs, interval if is_spread else 1)
-        super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+        super().__init__(
+            costs, interval, stall_s=stall_s, lag=lag, fetch_s=costs.fetch_s(costs.full_bytes), in_memory=True
+        )
         if not is_spread:
             self.name = "gemini-stalling"
         elif not is_oracle:
