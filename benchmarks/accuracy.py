@@ -45,7 +45,7 @@ FREE = "failure-free"
 SEEDS = (1, 2, 3)
 AT_ONCE = 2
 VOCABULARY = 257
-"""Number of tokens: the bytes, and the end of a document."""
+"""Number of different tokens: all bytes, and the end of a document."""
 OTHERS = ("--moevement-window", "auto")
 LOSSY = (*OTHERS, "--moevement-plt-limit", "1")
 STRATEGIES: dict[str, tuple[str, ...]] = {

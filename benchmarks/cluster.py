@@ -41,9 +41,9 @@ def main() -> int:
     parser.add_argument("--lease", type=float, default=10.0, help="seconds of a lease (default: 10)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="PP2xEP2")
     parser.add_argument(
-        "--spare-nodes", type=int, default=1, help="spare nodes; with more, losses follow sooner (default: 1)"
+        "--spare-nodes", type=int, default=1, help="spare nodes; the more, the sooner the next loss (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of the moments of the losses (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random times of losses (default: 1)")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
         print(f"no cluster can start here: {reason}", file=sys.stderr)

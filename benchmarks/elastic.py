@@ -198,7 +198,7 @@ def report(survived: list[list[str]], followed: list[list[str]], spot: list[list
 
     python -m benchmarks.elastic ROUTING.npz TRACE.csv        (writes this file)
 
-{NODES} nodes of {SLOTS} slots and a floor of {FLOOR} replicas, as in Lazarus's section 6. The record comes from a GPT-MoE with 32 experts in
+{NODES} nodes of {SLOTS} slots and at least {FLOOR} replicas, as in Lazarus's section 6. The record comes from a GPT-MoE with 32 experts in
 24 layers. A model with fewer experts has the most loaded experts of each layer, as in the paper. All results are computed;
 nothing was trained.
 

@@ -71,7 +71,7 @@ class Played:
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of seconds since the beginning of the segment, and the newest iteration at that time."""
     is_unequal: bool = False
-    """True if a migration ended with unequal digests."""
+    """True if digests of operators differed before and after a migration."""
 
 
 def main() -> int:
@@ -250,8 +250,8 @@ and joins when its processes have started. There are no spares.
 
 A snapshot has one copy on this page (`--moevement-replicas 1`); the default is two. If two nodes are lost at once or within
 seconds, a shard may be lost together with its copy. *shards* then restarts from the beginning. The trace is played faster than
-recorded, but restarts are as slow as ever: to start six interpreters on two cores takes *restart* longer than the time between
-two changes. So its numbers say nothing about other machines.
+recorded, but restarts do not become faster. To start six interpreters on two cores takes longer than the time between
+two changes. So the numbers of *restart* say nothing about other machines.
 
 Two cores compute for all ranks, however many there are, so fewer ranks are not slower here. The systems differ only in what
 a change costs. After each change, digests of all operators were compared with those before it; they are equal {equal}.

@@ -84,7 +84,7 @@ def report(rows: list[list[str]], iterations: int) -> str:
 The laptop preset trains {iterations} iterations on four data-parallel ranks with four slots for eight experts each, without an
 auxiliary loss. The second column is the time of the expert part of an iteration, relative to even loads, if every rank has
 its own processors. Here four ranks share two cores, so the time of an iteration does not show it. A rebalance interrupts all
-ranks. Its seconds are those from the interruption to the next iteration; most of them go into new models.
+ranks. *s each* is the time from the interruption to the next iteration, most of it to build new models.
 
 {table(header, rows)}
 

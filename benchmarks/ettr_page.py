@@ -24,7 +24,7 @@ It is a little more than --moevement-overhead-cap, because measurements have noi
 HALVED_AT = 40
 """Iteration in which links become half as fast. The size of windows no longer changes by then."""
 HALVED_TIMES = 3
-"""Factor by which such a job is longer than others. Each window is a measurement, and late windows are far apart."""
+"""Factor by which a job with halved links is longer than other jobs, because its last windows are long."""
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ def rows_of(job: Job, rounds: int) -> Iterator[list[str]]:
         for base_bytes in without:
             live_bytes, reported = run(job, guard.live)
             more.append(statistics.fmean(live_bytes) - statistics.fmean(base_bytes))
-            print(f"{job.name}, {guard.name}: {more[-1] / 1e6:.0f} MB more, {reported * 1e3:.0f} MB said", flush=True)
+            print(
+                f"{job.name}, {guard.name}: {more[-1] / 1e6:.0f} MB more, {reported * 1e3:.0f} MB reported", flush=True
+            )
         planned, measured = plan(job, guard), statistics.median(more)
         yield [
             job.name, guard.name, f"{planned / 1e6:.0f}", f"{1e3 * reported:.0f}", f"{measured / 1e6:.0f}",

@@ -129,7 +129,7 @@ def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -
         "`make bench` (`benchmarks/laptop.py`) trains `examples/pretrain_moe/configs/laptop.yaml` on four ranks "
         f"(pipeline 2 x expert/data 2), {iterations} iterations, {repeats} times each way, interleaved.\n"
         "The preset takes a snapshot every iteration and sends it to two peers. Median and range. "
-        "Forked ranks come from one process that has imported Megatron; fresh ones import it each.\n\n"
+        "Forked ranks come from one process that has imported Megatron; each fresh rank imports Megatron itself.\n\n"
         f"| | forked (default) | fresh interpreters |\n|---|---|---|\n{table}\n\n"
         f"{measured_on('torch', 'megatron-core')}, gloo.\n"
     )

@@ -45,9 +45,9 @@ ROLE_CHANGE = 2.0
 BLOCKS = 20
 """Number of parts of the run. A line is fitted to their means, because consecutive samples are not independent."""
 GROWS_PER_HOUR = 0.02
-"""Least increase per hour of a growing figure, as a share of its mean. :data:`ERRORS` gives a second condition."""
+"""Increase per hour, as a share of its mean, above which a figure may count as growing. See also :data:`ERRORS`."""
 ERRORS = 4.0
-"""Least increase per hour of a growing figure, in standard errors of the slope."""
+"""Increase per hour, in standard errors of the slope, above which a figure may count as growing."""
 BOUNDED = ("bytes, logs",)
 """Figures that the launcher bounds. They may grow in a run of a few hours, which does not reach the bounds."""
 UNITS = {"memory": 1e6, "bytes": 1e6}
@@ -183,7 +183,7 @@ def strike(record: RunRecord, draw: random.Random) -> bool:
 
 
 def sample(launcher: int, out: Path) -> Sample:
-    """Return all counts of the job at this moment."""
+    """Return the resources that the processes and folders of the job use at this moment."""
     processes = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(launcher)
@@ -274,7 +274,8 @@ def fit(name: str, points: Sequence[tuple[float, float]]) -> Line:
 def fit_by_age(what: str, samples: Sequence[Sample]) -> Line:
     """Return the slope over time that all processes except the launcher have in common.
 
-    Each process has its own level. A spare that becomes a rank gets a new level. The number of its threads shows when.
+    Each process has its own level. A process gets a new level when it becomes a rank. The function sees this moment by
+    a jump of the number of its threads.
     """
     lives: dict[str, list[tuple[float, float]]] = defaultdict(list)
     threads, changed = dict[str, float](), dict[str, float]()

@@ -1,4 +1,4 @@
-"""Benchmark of the rate at which bytes are added to a block of parity, compared with galois. It writes parity_rates.md.
+"""Benchmark of the rate at which bytes are added to a block of parity, against the package galois. It writes parity_rates.md.
 
 python -m benchmarks.parity_rates        (a minute on two cores)
 """

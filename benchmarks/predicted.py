@@ -57,7 +57,7 @@ class Compared:
 
     @property
     def ettr(self) -> float:
-        """Share of the time that was not lost to failures. Iterations that other work slows count as not lost."""
+        """Share of the time that was not lost to failures. Time by which other work slows iterations is not lost."""
         return 1 - self.lost_s / self.wall_s
 
     @property

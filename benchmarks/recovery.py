@@ -67,7 +67,7 @@ processes stay. So detection, restart and regrouping are not in these numbers.
 
 **With processes killed**: in four jobs with one spare, SIGKILL ends a rank of stage {results["stages"] // 2}, {results["kills"]} times, in turns in forward, backward,
 reduction and gather. The first job recovers by redo. In the second, the stage of the rank replays. In the third, the logs
-have no memory, so all stages roll back. In the fourth, all stages roll back from copies on their peers
+may use no memory, so all stages roll back. In the fourth, all stages roll back from copies on their peers
 (`--moevement-keep-own never`). Numbers are medians in seconds, with the default values of Megatron's `--inprocess-*`
 timeouts. Memory and traffic are those of the last rank.
 

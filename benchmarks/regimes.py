@@ -29,7 +29,7 @@ from moevement_core.precision import TABLE_7 as REGIMES
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS, BLOCKS, BLOCK_ITERATIONS, KILLS = 3, 5, 3, 3
 BUDGET_SHARE = 5
-"""Full state of row 2 over the bytes that an iteration may save. Row 2 is the heaviest: 12 bytes per parameter."""
+"""Full state of row 2, divided by the bytes that an iteration may save. Row 2 is the heaviest: 12 bytes per parameter."""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 MODEL = (
     "--hidden-size", "256", "--moe-ffn-hidden-size", "512", "--ffn-hidden-size", "512", "--use-distributed-optimizer",

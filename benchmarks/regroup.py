@@ -28,7 +28,7 @@ from moevement_cli.bench_run import record_of
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS = (4, 8, 16)
 LAYOUTS = ((4, 2, 2), (16, 2, 2), (512, 16, 8), (1536, 24, 8), (4096, 32, 8), (16384, 64, 8))
-"""Ranks, pipeline stages and expert parallelism. Two layouts also run here; section 5.4 of the paper has the others."""
+"""Ranks, pipeline stages and expert parallelism. Jobs of the first two run here; the paper has the others (section 5.4)."""
 KILLS = 4
 TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
@@ -100,7 +100,7 @@ def report(rows: list[list[str]], groups_made: list[list[str]]) -> str:
 
 A tiny MoE (pipeline 2 x expert 2 x data). One rank is killed {KILLS} times in a backward pass, and restored by redo. Numbers are
 medians in seconds. All ranks share two cores. So the work of each rank (make its groups, look for references to old groups,
-enter the loop) takes longer with every additional rank here, which it would not on separate machines. These rows cannot show how
+enter the loop) takes longer here with every additional rank, but not on separate machines. These rows cannot show how
 the time for connections over a network grows.
 
 {table(header, rows)}

@@ -48,8 +48,8 @@ def report(results: dict[str, Any]) -> str:
     moevement {" ".join(COMMAND)}        (python -m benchmarks.replay writes this file and the plot)
 
 A 57 M parameter MoE in BF16 (4 layers, 8 experts, top 2) on {results["nproc"]} expert-parallel ranks. Iterations are replayed with a
-growing share of frozen operators. Operators become active in the order of a window, the least popular first. So the last
-active ones are the popular experts and the operators that serve every token. Times are ratios to the same round with nothing
+growing share of frozen operators. Operators become active in the order of a window, the least popular first. The
+popular experts and the operators that serve every token become active last. Times are ratios to the same round with nothing
 frozen, as medians and quartiles of {rounds} rounds. Shares take turns within a round.
 
 | operators frozen | {head} |

@@ -39,10 +39,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
-        "Estimate the GPU hours that a job loses in a month: today, with restarts from dense checkpoints in storage, "
-        "and with each strategy of this project, idle spares included. The command also prints the failure rate from "
-        "which fault tolerance pays, and whether you need it. WHAT is a model as for moevement plan, or a scenario. "
-        "docs/worth_it.md has an example. docs/sizing.md explains how to measure the inputs."
+        "Estimate the GPU hours that a job loses in a month. The command compares today's restarts from dense "
+        "checkpoints in storage with each strategy of this project. Idle spares count as lost hours. The command also "
+        "prints the lowest failure rate at which fault tolerance pays, and whether you need it. WHAT is a model as for "
+        "moevement plan, or a scenario. docs/worth_it.md has an example. docs/sizing.md explains how to measure the "
+        "inputs."
     )
     add = parser.add_argument
     add(
@@ -181,20 +182,21 @@ def _assumed(
     rate = "given" if arguments.mtbf is not None else f"{SOURCE}; --mtbf gives yours"
     yield f"A failure every {span(result.mtbf_s)}: {rate}."
     yield (
-        f"The scheduler gives another node {span(restart_s)} after a failure, and a restarted job loads its checkpoint "
-        f"then ({source('restart')}). With 0 spares, each strategy waits for a new node that somebody "
-        f"adds within --spare-timeout (docs/runbook.md, No spare is left). "
+        f"The scheduler gives another node {span(restart_s)} after a failure. A restarted job loads its checkpoint at "
+        f"that time ({source('restart')}). With 0 spares, each strategy waits until an operator adds a new node, at "
+        f"most for --spare-timeout (docs/runbook.md, No spare is left). "
         f"Here a failure is noticed in {saved.detect_s:g} s ({source('detect', saved.detect_s == usual.detect_s)}) and "
         f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; not "
         f"measured on GPUs); a failed node is a spare again after {span(repair_s)} ({source('repair')})."
     )
     storage = job.cluster.storage_bytes_per_s
-    assert storage is not None, "a scenario has it"
+    assert storage is not None, "a scenario has the bandwidth of storage"
     yield (
         f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies to the host delay "
         f"training by {saved.interference:g} of the time that they take "
-        f"({source('interference', saved.interference == usual.interference)}). Copies to peers delay it by "
-        f"{job.contention:g} of their time on an idle link ({source('contention', job.contention == 0)})."
+        f"({source('interference', saved.interference == usual.interference)}). Copies to peers delay "
+        f"training by {job.contention:g} of the time that they would take on an idle link "
+        f"({source('contention', job.contention == 0)})."
     )
     memory = job.cluster.host_memory_bytes
     if memory is not None:

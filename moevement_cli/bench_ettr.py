@@ -47,7 +47,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train the same model with each strategy in turn, and kill ranks by the same schedules in all jobs. ETTR is "
         "the training time without checkpoints and failures, divided by the measured training time. It is computed as "
-        "the share of time that failures leave, divided by 1 + the share of training time that saving costs."
+        "the share of time not lost to failures, divided by 1 + the share of training time that saving costs."
     )
     add = parser.add_argument
     add(
@@ -58,10 +58,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="strategies to measure (default: all)",
     )
     add("--mtbf", type=float, nargs="*", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
-    add("--trace", type=Path, metavar="FILE", help="add a recorded schedule: lines of milliseconds,add|remove,NODE")
+    add("--trace", type=Path, metavar="FILE", help="also kill by this trace; each line is milliseconds,add|remove,NODE")
     add("--speedup", type=float, default=1.0, metavar="X", help="factor by which the trace runs faster (default: 1)")
     add("--iterations", type=int, default=60, metavar="N", help="iterations of each job (default: 60)")
-    add("--repeats", type=int, default=1, metavar="R", help="number of schedules for each mean (default: 1)")
+    add("--repeats", type=int, default=1, metavar="R", help="number of schedules for each mean time (default: 1)")
     add("--seed", type=int, default=1, metavar="N", help="seed of the first schedule (default: 1)")
     add("--nproc", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
     add("--spares", type=int, default=2, metavar="N", help="number of spares (default: 2)")
@@ -126,8 +126,8 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
 def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
     """Return the schedules of the benchmark.
 
-    The first schedule has no kills. Drawn schedules follow, in the order of their mean times. The recorded schedule is
-    the last, shifted so that its first kill comes after one mean interval.
+    The first schedule has no kills. Random schedules follow, in the order of their mean times between kills. The
+    recorded schedule is the last. The function shifts it so that its first kill comes after one mean time.
     """
     schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:
@@ -140,7 +140,7 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         failures = recorded(arguments.trace, arguments.nproc, arguments.speedup)
         if len(failures) < 2:
             raise ConfigError(
-                f"--trace {arguments.trace}: nodes are removed at {len(failures)} moments; needs at least 2 moments"
+                f"--trace {arguments.trace}: nodes are removed at {len(failures)} times; the trace needs at least 2"
             )
         mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"

@@ -55,7 +55,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--recovery", choices=["replay", "redo"], nargs="+", default=["replay", "redo"], metavar="HOW",
-        help="kind of recovery that snapshots serve; one run for each: replay, redo (default: both)",
+        help="kinds of recovery to save for, each in a separate run: replay, redo (default: both)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=overhead)

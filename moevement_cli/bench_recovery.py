@@ -37,9 +37,9 @@ PHASES = ("forward", "backward", "reduce", "backward", "gather")
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench recovery``."""
     parser.description = (
-        "Train an MoE on a pipeline. In one run, the ranks of one stage and the ranks of all stages lose their memory "
-        "in turn. The first table compares a replayed iteration with a normal one. Then kill a rank several times in "
-        "each of four jobs. The first job recovers by redo. In the second job, the stage of the killed rank replays "
+        "Train an MoE on a pipeline. In one run, the ranks of one stage and the ranks of all stages alternately lose "
+        "their memory. The first table compares a replayed iteration with a normal one. Then kill a rank several times "
+        "in each of four jobs. The first job recovers by redo. In the second job, the stage of the killed rank replays "
         "alone. In the third job, all stages replay. In the fourth job, all stages replay from the copies of peers."
     )
     parser.add_argument(

@@ -17,7 +17,7 @@ from moevement_core.util.numbers import AT_LEAST_ONE
 
 ROUTINGS = {
     "even": ["--moe-router-force-load-balancing"],
-    # All tokens of a layer get the same random bias. With a negative value, the bias is drawn once.
+    # All tokens of a layer get the same random bias. With a negative value, the router generates it once.
     "skewed": ["--moe-router-force-biased", "-1.5"],
 }
 Told = dict[str, Any]

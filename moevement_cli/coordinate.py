@@ -1,4 +1,4 @@
-"""Command ``moevement coordinate``, which holds the store of a job over several hosts and assigns its ranks."""
+"""Command ``moevement coordinate``, which serves the store of a job on several hosts and assigns its ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moevement_core.util.variables import check_variables
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement coordinate``."""
     parser.description = (
-        "Hold the store of a job over several hosts, and assign its ranks. Start one coordinator for each job, in the "
-        "job script beside srun, so that it outlives every rank. The tasks run `moevement launch --spares S SCRIPT`, "
-        "with the HOST:PORT of the coordinator in MOEVEMENT_STORE."
+        "Serve the torch store of a job on several hosts, and assign the job's ranks. Start one coordinator for each "
+        "job, in the job script beside srun, so that it outlives every rank. The tasks run `moevement launch --spares "
+        "S SCRIPT`, with the HOST:PORT of the coordinator in MOEVEMENT_STORE."
     )
     parser.add_argument(
         "--ranks", type=int, required=True, metavar="N", help="number of ranks of the job, without spares"
@@ -36,14 +36,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="run COMMAND once for each of these nodes; {host} in COMMAND is replaced by the node",
     )
     parser.add_argument(
-        "--tasks-per-node", type=int, default=1, metavar="K", help="tasks that COMMAND starts (default: 1)"
+        "--tasks-per-node", type=int, default=1, metavar="K", help="number of tasks that COMMAND starts (default: 1)"
     )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
         help="command that starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), "
-        "with MOEVEMENT_STORE set; the coordinator runs it again if the tasks end before the job",
+        "with MOEVEMENT_STORE set; if the tasks end before the job, the coordinator runs COMMAND again",
     )
     parser.set_defaults(run=run, command_line="")
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if words and not arguments.nodes:
-        raise ConfigError("a command without --nodes; name the nodes that it runs for, as in --nodes n1,n2")
+        raise ConfigError("COMMAND is given without --nodes; name the nodes that it runs for, as in --nodes n1,n2")
     tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
         Coordination(

@@ -46,7 +46,7 @@ SENT = (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES)
 """Kinds of data in which a rank flips a bit while it sends the data, before the failure."""
 LOOK_S = 0.02
 LEAD = 5
-"""Iterations from the first flip of :data:`SENT` data to the failure, so that even peers that lag have the data."""
+"""Iterations between the first flip of :data:`SENT` data and the failure. Even slow peers receive the data by then."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _launch(
 ) -> int:
     """Run a job and return its exit code.
 
-    With ``end_at``, the drill kills all ranks once when that iteration is committed.
+    If ``end_at`` is given, the drill kills all ranks one time, when iteration ``end_at`` is committed.
     """
     argv = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", str(arguments.nproc), *options, *words]
     run_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Command ``moevement elastic``, which simulates what changes of nodes cost, with elastic experts and without."""
+"""Command ``moevement elastic``, which simulates the cost of nodes that leave and join, for elastic and other jobs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {
     "experts": (int, 8, "number of experts in each layer"),
     "slots": (int, 6, "number of slots for experts on a node, in each layer"),
     "floor": (int, 2, "least number of replicas of each expert"),
-    "nodes": (int, 10, "number of nodes of the cluster; further nodes of the trace wait"),
+    "nodes": (int, 10, "number of nodes of the cluster; more nodes in the trace wait until a node leaves"),
     "iteration-s": (float, 0.45, "seconds of an iteration on all nodes with equal loads"),
     "expert-share": (float, 0.5, "share of an iteration that is spent in experts"),
-    "expert-bytes": (float, 63e6, "bytes of state of an expert of one layer"),
+    "expert-bytes": (float, 63e6, "bytes of state of one expert in one layer"),
     "bytes-per-s": (float, 12.5e9, "bytes per second of a node's network"),
     "regroup-s": (float, 25.0, "seconds until new process groups are ready"),
     "restart-s": (float, 120.0, "seconds until a restarted job trains"),
     "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; the paper has 50 for restart"),
     "checkpoint-s": (float, 20.0, "seconds by which a checkpoint delays training"),
-    "wait-s": (float, 120.0, "seconds for which new nodes are gathered"),
+    "wait-s": (float, 120.0, "seconds that the job waits for further new nodes before it adds them"),
     "rebalance-every": (int, 200, "iterations between two allocations of experts"),
 }
 
@@ -58,12 +58,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--routing", type=Path, metavar="FILE.npz",
-        help="recorded loads: tokens_per_expert [records, layers, experts] and iteration [records] (default: drawn)",
+        help="recorded loads: tokens_per_expert [records, layers, experts] and iteration [records] (default: --skew)",
     )  # fmt: skip
-    parser.add_argument("--layers", type=int, default=12, metavar="N", help="layers, if loads are drawn (default: 12)")
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="layers, without --routing (default: 12)")
     parser.add_argument(
         "--skew", type=float, default=1.0, metavar="S",
-        help="skew of drawn loads: the expert of rank k has 1 / k^S of the tokens of the first (default: 1)",
+        help="skew without --routing: the k-th most loaded expert has 1 / k^S of the tokens of the first (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--segment", type=float, default=SEGMENT_S, metavar="S", help=f"seconds of a segment (default: {SEGMENT_S:g})"
@@ -90,12 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{arguments.trace}: {error.strerror}; give a trace of nodes") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{arguments.trace}: no text here; needs lines of milliseconds,add|remove,NODE") from None
+        raise ConfigError(f"{arguments.trace}: not a text file; needs lines of milliseconds,add|remove,NODE") from None
     if not trace:
         raise ConfigError(f"{arguments.trace}: the file is empty; needs lines of milliseconds,add|remove,NODE")
     if (count := trace[-1].at_s / arguments.segment) > MOST_SEGMENTS:
         raise ConfigError(
-            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}: make them longer"
+            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}; use longer ones"
         )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
     results: dict[System, list[Trained]] = {}
@@ -184,7 +184,7 @@ def _print(results: dict[System, list[Trained]], nodes: Sequence[float], argumen
 
 
 def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
-    """Return a sentence that compares the system of the most iterations with the others; None if there is only one."""
+    """Return a sentence that compares the system with the most iterations with others. Return None for one system."""
     iterations = {
         system: statistics.mean(training.iterations for training in trained) for system, trained in results.items()
     }
@@ -194,7 +194,7 @@ def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
     against = ", ".join(
         f"{iterations[first] / iterations[other] - 1:+.0%} iterations against {other}"
         if iterations[other]
-        else f"{other} executed none"
+        else f"{other} executed no iterations"
         for other in others
     )
     return f"{first} is ahead: {against}."

@@ -42,9 +42,10 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moetion": lambda costs, mtbf_s, interval: MoEtion(costs),
     "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
 }
-"""Strategy of the simulator by the name of a job's strategy.
+"""Functions that build the simulator's strategy, by the name of a job's strategy.
 
-Each function takes the costs, the mean time between failures in seconds of the profile, and the interval in iterations.
+The arguments are the costs, the mean time between failures in seconds, and the interval in iterations. As in the
+profile, the seconds are those of the machine on which the profile was made.
 """
 
 SPARSE = ("moevement", "moevement-redo", "moevement-auto")
@@ -58,7 +59,7 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
         scenario: scenario of the training, with its profile.
         samples: samples of all jobs over links of the same rate. The first sample may be of the failure-free job.
     """
-    # Seconds of a job per second of the profile. The machine may be slower now than when the profile was made.
+    # Factor by which iterations of the job are longer than in the profile. The machine may have been faster then.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
     cluster = scenario.cluster
     scenario = replace(
@@ -87,7 +88,10 @@ def _others(name: str, samples: Sequence[Sample]) -> list[Sample]:
 def _calibrated(
     scenario: Scenario, others: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
 ) -> Scenario:
-    """Return the scenario with the delays and the contention that other jobs measured, in seconds of the profile."""
+    """Return the scenario with the delays and the contention that other jobs measured.
+
+    The delays are divided by ``scale``, so that they fit the speed of the machine in the profile.
+    """
     saved = scenario.checkpointing
     killed = [sample for sample in others if sample.parts]
     if killed:

@@ -26,7 +26,7 @@ PARTS = {
     "regroup": ("regroup", "set up and fetch", "enter the loop"),
     "run again": ("replay",),
 }
-"""Columns of the table. Each column sums the listed parts of a recovery, with the names of failure events."""
+"""Parts of a recovery that each column of the table sums. The parts have the names that failure events use."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sample:
     overhead_high: float | None = None
     """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
     lost_s: list[float] = field(default_factory=list)
-    """Seconds that each failure took from training. Failures before the next new commit count as one."""
+    """Seconds that each failure took from training. A failure before the next new commit is part of the same loss."""
 
     @property
     def available(self) -> float:
@@ -166,7 +166,10 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
 
 
 def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:
-    """Return the mean seconds from the end of an iteration to the end of the next, without pairs around a failure."""
+    """Return the mean seconds from the end of an iteration to the end of the next.
+
+    The mean leaves out pairs of iterations with a failure or a recovery between them.
+    """
     spans = [(failure["failed_at"], failure["resumed_at"]) for failure in failures]
     steps = [
         line["time"] - before["time"]
@@ -255,7 +258,7 @@ class Ettr:
 
 
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
-    """Return the ETTR of ``samples``: the mean share of time that failures left, divided by 1 + the cost of saving.
+    """Return the ETTR of ``samples``: mean share of time not lost to failures, divided by 1 + the cost of saving.
 
     The interval combines the interval of the mean loss per failure and the interval of the cost, as if both were
     independent. The loss is averaged over failures, because there are few jobs.

@@ -203,7 +203,7 @@ def _newest(recoveries: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, An
 
 
 def _recovery(recovery: Mapping[str, Any], now: float, width: int) -> Iterator[Text]:
-    """Yield the failures behind a recovery, its seconds by part, and a bar of the parts."""
+    """Yield the failures that caused a recovery, the seconds of its parts, and a bar of the parts."""
     failures = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
     ago = duration(max(0.0, now - recovery["resumed_at"]))
     yield from _wrapped(

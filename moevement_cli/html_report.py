@@ -229,7 +229,7 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
         "what saving costs", [run.saving() for run in runs], marks, "% of training", view=view(costs),
         note=f"The band is the {CONFIDENCE:.0%} confidence interval.",
     )  # fmt: skip
-    yield Chart("training that waited for a copy", [run.series("stall_s") for run in runs], marks, "seconds")
+    yield Chart("wait of training for a copy", [run.series("stall_s") for run in runs], marks, "seconds")
 
 
 def _about(run: RunFacts, full_width: float) -> Iterator[Element]:

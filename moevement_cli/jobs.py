@@ -24,7 +24,7 @@ SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0
 SHORTEST_H = 12.0
 FAILURES = 100
-"""Expected failures in the simulated training of a model, which lasts ``SHORTEST_H`` to ``MONTH_H`` hours."""
+"""Expected failures in a simulated training of a model. The training lasts ``SHORTEST_H`` to ``MONTH_H`` hours."""
 
 
 def scenarios_of(

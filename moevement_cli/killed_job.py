@@ -51,7 +51,7 @@ def run_killed(
         run_dir: run directory of the job. The console output of the job goes to a file beside the directory.
         failures: kills in the order of time, in seconds after the first commit. ``nodes`` of a failure are ranks. Kills
             that are due after the end of the job do not happen.
-        seen: callback for each new iteration that the watcher sees. It looks every ``LOOK_S`` seconds.
+        seen: callback for the newest iteration. This process reads the metrics every ``LOOK_S`` seconds.
 
     Raises:
         ConfigError: the job failed before the end of training.

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     argv = [arguments.script, *arguments.arguments]
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
         arguments.spares = 0
-    if arguments.spares is not None:  # Torch reads the variable at import; else it warns at each poll of the store.
+    if arguments.spares is not None:  # Without this variable at its import, torch warns at each poll of the store.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import checkout
     from megatron.moevement import slurm as megatrons
@@ -133,8 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         end_groups()
         return 0
     if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
-        # Take the lock once: this raises if another job still writes to the directory, before this job overwrites the
-        # logs. The ranks take the lock themselves later.
+        # Acquire and release the lock before this job overwrites logs. If another job still writes to the directory,
+        # this raises an error. The ranks acquire the lock themselves later.
         acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
     return launch.launch_on_this_host(
         launch.Launch(

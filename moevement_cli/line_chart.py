@@ -19,7 +19,7 @@ X_TICKS, Y_TICKS = 7, 5
 HEADROOM = 1.04
 FONT_PX = 12.0
 CONSTANT = 1e-3
-"""Largest spread of the values of a constant line, as a share of the greatest magnitude."""
+"""Spread up to which a line counts as constant: (largest - least value) / greatest magnitude."""
 LETTER_PX = 6.5
 """Approximate width of a letter, in pixels."""
 

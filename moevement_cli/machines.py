@@ -42,7 +42,7 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
         help=f"share of --network-bandwidth that copies get (default: {ASSUMED_SHARE:g}, assumed: docs/sizing.md)",
     )
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs per node")
-    parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, which must suffice")
+    parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, as a limit")
     parser.add_argument(
         "--replicas",
         type=int,
@@ -62,7 +62,7 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
         default="aligned" if has_defaults else None,
         help="kind of window (default: aligned)",
     )
-    parser.add_argument("--window", type=int, metavar="W", help="iterations of a window (default: the fewest that fit)")
+    parser.add_argument("--window", type=int, metavar="W", help="iterations of a window (default: the fewest possible)")
     parser.add_argument(
         "--regime",
         metavar="R",
@@ -72,7 +72,7 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
     parser.add_argument(
         "--fp8-scaling",
         choices=[str(scaling) for scaling in Scaling],
-        help="values that share one FP8 scale: a tensor, a block of 128 x 128, or 32 elements (default: as the model)",
+        help="values that share one FP8 scale: a tensor, a block of 128 x 128, or 32 elements (default: the model's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 

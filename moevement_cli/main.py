@@ -69,7 +69,8 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``argv`` and return its exit code.
 
-    Without ``argv``, as in the console script, the function reads the arguments of the process, which ends afterwards.
+    Without ``argv``, the function reads the arguments of the process, and the caller must end the process afterwards.
+    The console script does this.
     """
     try:
         with exit_cleanly(), quiet_on_closed_output(), interruptible(process_ends=argv is None):

@@ -159,7 +159,7 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
-    """Return the regime of the command line. The job's own regime fills in what the command line leaves out."""
+    """Return the number formats of the state. The job's own formats replace those that the command line leaves out."""
     regime = replace(asked, scaling=own.scaling, gradient=own.gradient) if asked is not None else own
     if asked is not None and not asked.is_narrow:
         regime = replace(regime, step_bytes=own.step_bytes)
@@ -204,7 +204,7 @@ def _window_sentence(checkpoints: CheckpointPlan) -> str:
     if inputs.window:
         size += f", as requested; the smallest that fits is {max(stage.own.size for stage in checkpoints.stages)}"
     if checkpoints.size > 1:
-        return f"{size}. Every iteration saves a part of the state; after {checkpoints.size} all of it is saved once."
+        return f"{size}. Every iteration saves a part of the state. {checkpoints.size} iterations save all of it once."
     rarer = _rarer(checkpoints)
     node, dense_node = checkpoints.host_memory_of_node, _of_node(checkpoints, rarer.host_memory)
     sentence = f"{size}. One snapshot holds everything, so sparse checkpoints are no better than dense ones here."
@@ -302,7 +302,7 @@ def _cost_table(checkpoints: CheckpointPlan) -> Table:
 
 
 def _rarer(checkpoints: CheckpointPlan) -> DensePlan:
-    """Return the plan of dense checkpoints at the shortest interval at which a rank never keeps more than two."""
+    """Return the plan of dense checkpoints at the shortest interval at which a rank keeps two of them at most."""
     return checkpoints.dense(LAG_ALLOWANCE + 2)
 
 

@@ -27,7 +27,7 @@ from moevement_core.util.numbers import AT_LEAST_ONE
 
 FEWEST = 8
 SAVING = 48
-"""Default iterations of the training with checkpoints. A confidence interval needs 28."""
+"""Default iterations of the training with checkpoints. A confidence interval needs 28 iterations."""
 FEWEST_SAVING = 16
 SWITCH = "--moevement-sparse-ckpt"
 
@@ -42,14 +42,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
     parser.add_argument(
-        "--iterations", type=int, default=16, metavar="K", help="iterations, half of them timed (default: 16)"
+        "--iterations", type=int, default=16, metavar="K", help="iterations; timers are on in half (default: 16)"
     )
     parser.add_argument(
         "--saving-iterations", type=int, default=SAVING, metavar="K",
         help=f"iterations of the training with checkpoints; 0 leaves that training out (default: {SAVING})",
     )  # fmt: skip
     parser.add_argument(
-        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="sizes to measure (default: SCRIPT's)"
+        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="micro-batch sizes to measure (default: SCRIPT's)"
     )
     parser.add_argument(
         "--output",

@@ -30,7 +30,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement report``."""
     parser.description = (
         "Summarize runs, finished or not. The report says whether the runs are equal, what failures and saving cost, "
-        "and gives loss, speed and final state. It is a table here; options add a plot, a page or a timeline. "
+        "and gives loss, speed and final state. The command prints a table. Options add a plot, a page or a timeline. "
         "A folder of runs stands for the runs in it."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories, or a folder of them")

@@ -65,7 +65,7 @@ class RunFacts:
         return [(line["iteration"], sum(number(line.get(name)) for name in names)) for line in self.lines]
 
     def progress(self) -> list[Point]:
-        """Return the curve of the committed iteration over seconds since the first iteration began.
+        """Return a curve: seconds since the first iteration began, and the newest committed iteration.
 
         The curve is flat while training stands still.
         """

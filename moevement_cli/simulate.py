@@ -32,7 +32,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
-        "Simulate hours of training with failures, drawn or recorded, under several checkpointing strategies. Print "
+        "Simulate hours of training with random or recorded failures, under several checkpointing strategies. Print "
         "the effective training time ratio, by formula and by simulation, and the parts of the lost time. WHAT is a "
         "scenario file, which describes the whole job, or a model as for moevement plan; several are compared. Flags "
         "override the file. docs/scenarios.md explains every field and every assumption."
@@ -58,12 +58,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--together", type=float, metavar="P",
         help="probability that the next node fails together with a failing node (default: 0)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE",
-        help="file of recorded failures, in place of drawn ones; a line is milliseconds,add|remove,NODE")  # fmt: skip
+        help="file of recorded failures, in place of random ones; a line is milliseconds,add|remove,NODE")  # fmt: skip
     add("--speedup", type=float, metavar="X", help="replay the trace X times as fast (default: 1)")
     add("--skew", type=float, metavar="S",
         help="skew of the experts' popularity: 0 is even, 1 sends all tokens to one expert (default: 0)")  # fmt: skip
     add("--workers", type=int, default=1, metavar="N",
-        help="processes that simulate; more than 1 saves time from thousands of trainings on (default: 1)")  # fmt: skip
+        help="number of processes; more than 1 saves time only with thousands of trainings (default: 1)")  # fmt: skip
     add("--best", action="store_true", help="recommend a strategy, window and interval, with reasons")
     add("--plot", type=Path, metavar="FILE", help="draw ETTR, lost time and goodput (.png, .svg, .pdf)")
     parser.set_defaults(run=simulate, flags=[])
@@ -76,7 +76,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add_machines(parser, has_defaults=False)
     add("--storage-bandwidth", type=float, metavar="GB/S", help="bandwidth of durable storage, all nodes together")
     add("--seeds", type=int, metavar="N", help="trainings per strategy and failure rate (default: 20)")
-    add("--first-seed", type=int, metavar="N", help="seed of the first training; the others follow (default: 0)")
+    add("--first-seed", type=int, metavar="N", help="seed of the first training; others count up (default: 0)")
     add("--spares", type=int, metavar="N", help="spare nodes at the start (default: a spare is always there)")
     add("--repair", type=seconds, metavar=METAVAR,
         help="time until a failed node is repaired and becomes a spare (default: never)")  # fmt: skip

@@ -212,7 +212,7 @@ def _gain(advice: Advice) -> str:
     if not other.fits and advice.best.fits:
         return f"It fits into host memory; {against}, ETTR {other.ettr:.3f}, does not."
     if abs(gain) < NEGLIGIBLE or (math.isfinite(confidence) and abs(gain) <= confidence):
-        return f"Over {against} the gain of {gain:.3f} may be chance: choose the strategy that needs less memory."
+        return f"The gain over {against}, {gain:.3f}, may be chance: choose the strategy that needs less memory."
     margin = f" ± {confidence:.3f}" if math.isfinite(confidence) else ""
     return (
         f"It gains {gain:.3f}{margin} over {against}. The largest difference is in {part}: "

@@ -127,9 +127,9 @@ class Device(ABC):
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a mapping of its own.
 
-    A shared mapping avoids the problems of a fork with private pages that are locked for a device. The kernel may copy
-    such pages at the fork. Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may
-    copy a page at the next store. The device then writes to other pages than this process reads. With a shared mapping,
+    Private pages that are locked for a device cause problems at a fork. The kernel may copy all of them at the fork.
+    Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may copy a page when this
+    process next writes to it. The device then writes to other pages than this process reads. With a shared mapping,
     parent and child keep using the same pages.
 
     Raises:

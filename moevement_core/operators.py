@@ -37,7 +37,7 @@ class OperatorKind(StrEnum):
 
 
 class SizedTensor(Protocol):
-    """Tensor that only needs a size; ``torch.Tensor`` is one."""
+    """Interface of a tensor whose size is known; ``torch.Tensor`` has it."""
 
     def numel(self) -> int: ...  # noqa: D102
 
@@ -214,7 +214,7 @@ class OperatorTable:
     def with_gradients_for_compute(self) -> OperatorTable:
         """Return a copy of the table in which the bytes of gradients replace the bytes of compute weights.
 
-        The bytes of a gradient are at most those of the full state, because snapshots save the smaller of the two.
+        The method limits the bytes of a gradient to those of the full state, because snapshots save the smaller one.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)

@@ -1,6 +1,6 @@
 """Precision regimes: formats of weights, master weights and moments, and the resulting bytes of state.
 
-Only planning uses them. A live run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
+Only planning uses them. A training run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Regime:
     second_moment: str
     scaling: Scaling = Scaling.TENSOR
     gradient: str = "fp32"
-    """Format in which redo logs reduced gradients. In Megatron with ``--bf16``, they are FP32."""
+    """Format of the reduced gradients that ranks log for redo. In Megatron with ``--bf16``, they are FP32."""
     step_bytes: int = 0
     """Bytes of a step counter for each tensor; torch's Adam has one, other optimizers have none."""
 
@@ -125,7 +125,7 @@ class Regime:
         Args:
             elements: number of elements that the rank owns.
             quantised: number of owned elements whose compute weights are FP8.
-            tensors: number of tensors of which the rank owns elements.
+            tensors: number of tensors that have elements on the rank.
             scales: bytes of scales of compute weights.
             full_scales: bytes of scales that also count as full state.
         """

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("moevement_core", "megatron/moevement", "moevement_cli", "kernels")
 LIVE = ("engine", "session", "restart", "launching", "replication", "rendezvous", "persistence", "runtime", "optimizer")
-"""Packages of the live half: threads, processes, and state that changes."""
+"""Packages that run in a job and have threads, processes or changing state. The script calls their classes live."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Generator of the table in docs/guarantees.md, from the program itself. Run ``python scripts/guarantees_table.py``."""
+"""Generator of the table in docs/guarantees.md, from the code. Run ``python scripts/guarantees_table.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "guarantees.md"
 
 
 def page() -> str:
-    """Return the page with a new table. It replaces the one table whose first column has no heading."""
+    """Return the page with a new table in place of the old one, whose first column has no heading."""
     lines = OUTPUT.read_text(encoding="utf-8").splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
     last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))

@@ -2,7 +2,7 @@
 
 ``python scripts/half_received_gloo.py`` reports within seconds whether the wait of the receiver ended. The script uses
 torch alone. The receiver stops the sender in the middle of a message, and then shuts the connections down. Because of
-this fault, copies of snapshots travel over sockets (``moevement_core/comms/connections.py``).
+this fault, this project sends copies of snapshots over its own sockets (``moevement_core/comms/connections.py``).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ known that it has the same names; only the pinned one is trained with.
 | --- | --- |
 """
 Differences = dict[str, str]
-"""Descriptions of differences, by the name of the replaced or read attribute."""
+"""Descriptions of differences, by the name of the attribute that this project replaces or reads."""
 
 
 def differences_of(version: str) -> Differences:

@@ -3,9 +3,9 @@
     python -m tests.durations table FILE.xml ...   write the table from reports of pytest --junitxml
     python -m tests.durations check FILE.xml ...   fail if a test of the default set is too slow and gives no reason
 
-A test that may take longer than :data:`LIMIT_S` gives its reason: ``@pytest.mark.slow("reason")``. A busy or slow
-machine causes no failure: the check multiplies the limit by the median ratio of the durations to those of the committed
-table. It runs a test over the limit again, alone, before the test counts as too slow.
+A test that may take longer than :data:`LIMIT_S` gives its reason: ``@pytest.mark.slow("reason")``. The check allows for
+a busy or slow machine: it multiplies the limit by the median ratio of measured durations to those in the committed
+table. A test over the limit is run again, alone, and is too slow only if it exceeds the limit again.
 """
 
 from __future__ import annotations

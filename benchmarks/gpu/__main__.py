@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="list the checks and run none")
     parser.add_argument(
-        "--only", nargs="+", metavar="CHECK", help="names or numbers (E1), or E for one device, M for several"
+        "--only", nargs="+", metavar="CHECK", help="names or numbers, such as E1; E: all of one device, M: all others"
     )
     parser.add_argument("--again", action="store_true", help="also run checks that already have a result")
     parser.add_argument("--limit", type=float, metavar="S", help="seconds per check (default: each check has a limit)")
@@ -96,9 +96,9 @@ def _chosen(words: Sequence[str] | None, parser: argparse.ArgumentParser) -> lis
 
 
 def _locked_folder(out: Path, parser: argparse.ArgumentParser) -> IO[str]:
-    """Return the open lock of the result folder, which the function creates if it is missing.
+    """Lock the result folder, and return the open lock file. Create the folder if it is missing.
 
-    The lock prevents that two calls overwrite each other's results.
+    The lock prevents two calls from overwriting each other's results.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

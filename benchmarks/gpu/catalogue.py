@@ -25,7 +25,7 @@ CHECKS = (
         page="docs/memory.md", body="benchmarks.gpu.host_memory:failed_page_lock", limit_s=20,
     ),
     Check(
-        number="E5", name="numa", claim="From the device's memory node, copies reach the rate of the link, even beside products.",
+        number="E5", name="numa", claim="From the device's NUMA node, copies reach the rate of the link, even beside products.",
         page="docs/memory.md", body="benchmarks.gpu.copies:numa", limit_s=30, has_cpu_form=True,
     ),
     Check(

@@ -67,7 +67,7 @@ class Check:
     """True if the check has a meaningful result with all its ranks on one GPU."""
 
     def form(self, devices: int) -> Form:
-        """Return the form that the check has on a machine with this number of GPUs."""
+        """Return the form in which the check runs on a machine with this number of GPUs."""
         if not devices:
             return Form.CPU
         return Form.SHARED if devices == 1 and self.devices > 1 and self.can_share else Form.GPU
@@ -82,7 +82,7 @@ class Findings:
     claims: list[list[Any]] = field(default_factory=list)
     """Tested statements, each with True if it held."""
     not_run: str = ""
-    """Reason why the body stopped without an answer. Empty if it did not stop in this way."""
+    """Reason that the body gave for not answering. Empty if it gave no such reason."""
     is_complete: bool = False
     """True if the body returned."""
 

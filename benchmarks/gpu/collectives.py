@@ -1,6 +1,7 @@
 """Checks of process groups that ``AbortAll`` aborts, and of collectives that span nodes.
 
-Ranks abort groups with work in the queue, while another rank waits in a collective, and at times seconds apart.
+Ranks abort groups in three situations: with work in the queue, while another rank waits in a collective, and seconds
+after other ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moevement_core.restart.leaving import Leaving
 
 GENERATIONS = 20
 LEFT_BYTES = 256 << 20
-"""Bytes of device memory by which the use may grow from the third generation to the last."""
+"""Bytes by which used device memory may grow from the third generation to the last."""
 ABORT_S = 10.0
 """Seconds that an abort may take with two seconds of work queued."""
 QUEUED_S, BEHIND_WORK = 2.0, 3

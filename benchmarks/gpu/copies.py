@@ -1,7 +1,7 @@
 """Checks of copies of live state to page-locked host memory by the copy engine of snapshots.
 
 The checks measure how these copies delay a small copy that training makes, how they slow kernels, their rate from each
-memory node, and the processor time of the thread that waits for them.
+NUMA node, and the processor time of the thread that waits for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 8 << 20
 ELEMENTS = 64
 """Number of elements of the small copy. A token dispatcher makes such a copy in every layer."""
 WAITS_FOR_COPY = 0.25
-"""Share of a snapshot's copying time. A small copy that takes longer counts as delayed by the snapshot."""
+"""Share of a snapshot's copying time. A small copy that takes more than this share counts as delayed by the snapshot."""
 CORE_SHARE = 0.5
 """Share of a copy's duration. A waiting thread that uses more processor time counts as burning a core."""
 ROUNDS = 5
@@ -99,7 +99,7 @@ def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tenso
 
 
 def numa(report: Report) -> None:
-    """Measure rates of copies and slow-downs of kernels, with a process on each memory node."""
+    """Measure rates of copies and slow-downs of kernels, with a process on each NUMA node."""
     for node, cpus in _nodes().items():
         case = call(numa_case, 45, cpus=cpus)
         for name, (value, unit) in case.items():
@@ -109,7 +109,7 @@ def numa(report: Report) -> None:
 
 
 def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
-    """Return rates of copies, alone and beside work, and the slow-down of the work. The processors are ``cpus``."""
+    """Run on the processors ``cpus``. Return rates of copies, alone and beside work, and the slow-down of the work."""
     os.sched_setaffinity(0, cpus)
     device = current_device()
     nbytes = (2 << 30) if device.kind == "cuda" else (16 << 20)
@@ -218,7 +218,7 @@ def _median(sample: Callable[[], float]) -> float:
 
 
 def _nodes() -> dict[str, list[int]]:
-    """Return the processors of each memory node that this process may use."""
+    """Return the processors that this process may use, by NUMA node."""
     allowed, nodes = os.sched_getaffinity(0), {}
     for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
         if cpus := sorted(allowed & _numbers(path.read_text())):

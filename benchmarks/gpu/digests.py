@@ -17,7 +17,7 @@ HOST_S = 0.05
 
 
 def digests(report: Report) -> None:
-    """Digest the state of a rank that holds 10 GiB, alone and beside products."""
+    """Digest the state of a rank that holds 10 GiB, alone and while the device multiplies matrices."""
     device = current_device()
     is_gpu = device.kind == "cuda"
     nbytes = (10 << 30) if is_gpu else (16 << 20)

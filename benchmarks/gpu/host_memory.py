@@ -23,7 +23,7 @@ LARGEST_SHARE = 0.4
 GAP_S = 1.0
 """Seconds for which page-locking may stop another thread. The lease of a rank is ten times as long."""
 COPY_SHARE = 0.05
-"""Share of the memory of which a forked process may have its own copy."""
+"""Share of the locked memory that may be copied for a forked process."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 
@@ -122,7 +122,7 @@ def fork(report: Report) -> None:
 
 
 def fork_case(nbytes: int, kind: str) -> dict[str, Any]:
-    """Fork, then copy. Return the seconds of the fork, the bytes of the child alone, and whether the copy is right."""
+    """Fork, then copy. Return the seconds of the fork, the bytes that only the child has, and whether the copy is right."""
     device = current_device()
     if kind == "ours":
         memory = device.host_empty(nbytes)

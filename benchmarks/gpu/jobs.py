@@ -61,7 +61,7 @@ def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | No
         JobFailed: no rank failed, so that a comparison of bits would prove nothing.
     """
     record = _train(folder, *words, environment=environment)
-    if not (events(record, "failure") or events(record, "restart")):  # restart: all ranks failed, as in a job of two
+    if not (events(record, "failure") or events(record, "restart")):  # A job restarts if all ranks fail.
         raise JobFailed(f"no rank failed in {folder.name}, in spite of {' '.join(words)}")
     return record
 

@@ -127,7 +127,7 @@ def _sanitized(report: Report) -> None:
 
 
 def mixed(report: Report) -> None:
-    """Freeze experts by random masks, and compare their gradients with those of a layer of active experts."""
+    """Freeze experts by random masks, and compare the other gradients with those of a fully active layer."""
     backends = [Backend.TRITON]
     if torch.cuda.is_available():
         from benchmarks.kernels.__main__ import _backends

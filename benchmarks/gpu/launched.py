@@ -57,7 +57,7 @@ def launch(
     Raises:
         TimeoutError: the job exceeds ``limit_s``.
     """
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # Torch reads it at import; else it warns at each poll of the store.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # Else torch warns at each poll of the store.
     with Process(_launch, {"words": list(words)}, {**quiet, **(environment or {})}) as process:
         code = process.result(limit_s) if process.wait(limit_s) == 0 else process.wait(0)
         return int(code), process.tail(40)

@@ -18,7 +18,7 @@ from megatron.moevement.fp8.formats import E4M3, Form
 
 
 def fp8(report: Report) -> None:
-    """Compare quantisers, and abort between iterations of a layer with delayed scaling."""
+    """Compare quantisers, and check scales of a layer with delayed scaling after an abort."""
     if importlib.util.find_spec("transformer_engine") is None:
         raise NotRun("Transformer Engine is not installed")
     _survivor(report)

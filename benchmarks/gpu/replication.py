@@ -41,7 +41,7 @@ def replication(report: Report) -> None:
             report.figure(f"{name}: all-to-all beside copies over alone", results[0]["slower"])
             if is_gpu:
                 report.claim(f"{name}: collectives are not slowed down", results[0]["slower"] < SLOWER)
-    report.figure("both ranks", "are on this host, so that an interface carries what the host does not keep inside")
+    report.figure("both ranks", "are on this host, so copies within the host may bypass the interface")
 
 
 def replicating_rank(rank: int, world: int, port: int, host: str, streams: int, nbytes: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ def result_of(folder: Path, check: Check) -> Result | None:
 
 
 def is_answered(result: Result | None, form: Form) -> bool:
-    """Return True if the result is an answer: the check did run, and in this form."""
+    """Return True if the check ran in this form and has a result."""
     return result is not None and result.form is form and result.status is not Status.NOT_RUN
 
 

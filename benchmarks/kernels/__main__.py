@@ -175,7 +175,7 @@ def _floor(
     try:
         full()
     except RuntimeError as error:
-        print(f"without torch's grouped GEMM as the floor: {str(error).splitlines()[0]}", flush=True)
+        print(f"torch's grouped GEMM cannot give the lower bound: {str(error).splitlines()[0]}", flush=True)
         return {}
     return {"floor_full": full, "floor_frozen": frozen}
 
@@ -245,12 +245,12 @@ def report(rows: list[Row], peak: float, failed: list[str], bandwidths: dict[str
     python -m benchmarks.kernels        (writes this file)
 {wrong}
 One expert layer of each model of table 2 on one rank, one micro-batch, BF16. Milliseconds, medians of passes that take
-turns, with cold caches. The floor is torch's grouped GEMM on weights that lie together, products alone: no activation, no
-probabilities, and weight gradients that are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
+turns, with cold caches. The floor is the time of the products alone, by torch's grouped GEMM on weights in one block of memory. It
+has no activation and no probabilities, and weight gradients are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
 the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
 
-FP8 products are by the recipe that scales them (delayed, current, by block); their columns are the same backward pass of
-frozen experts, with dy, the weights and dh in FP8; dx is BF16.
+The columns of FP8 products have the backward pass of frozen experts with each FP8 recipe (delayed, current, by block). In these
+passes dy, the weights and dh are FP8, and dx is BF16.
 
 | layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | FP8 products, delayed | current | by block | floor, full | floor, frozen | speed-up | TFLOP/s | share |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|

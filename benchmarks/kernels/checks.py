@@ -1,4 +1,4 @@
-"""Checks of kernels on this GPU, against references, and of mixed frozen and active experts for equal bits."""
+"""Checks of kernels on this GPU: results against references, and equal bits with and without frozen experts."""
 
 from __future__ import annotations
 

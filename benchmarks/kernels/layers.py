@@ -28,9 +28,9 @@ class Layer:
 
     @property
     def product_flop(self) -> int:
-        """Operations of one product of every token with both weights.
+        """Floating-point operations to multiply every token by both weights once.
 
-        A full backward pass has two such products. The backward pass of frozen experts has one.
+        A full backward pass does this twice. The backward pass of frozen experts does it once.
         """
         return 2 * self.tokens * self.hidden * self.inner * (3 if self.kind.is_gated else 2)
 

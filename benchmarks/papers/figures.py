@@ -177,7 +177,7 @@ def figure_11() -> tuple[str, Draw]:
 The paper says that MoEvement stays above 0.91 with a failure every hour at all scales, and so it does here. Batch, sequence and
 iteration time are not published (examples/simulate says what is assumed). The state of each stage is sharded over 256 data-
 parallel ranks, so each rank has little to save, and Gemini's dense checkpoints overlap with training as well. The remaining
-difference is that all stages replay, or only one.""",
+difference is whether all stages replay, or only one.""",
         draw,
     )
 

@@ -41,7 +41,7 @@ class Point:
     """Seconds of a snapshot with an eighth of the experts."""
     full_bytes: float
     partial_bytes: float
-    """Bytes that all ranks write for an eighth of the experts. :attr:`full_bytes` has those for all experts."""
+    """Bytes that all ranks write with an eighth of the experts. :attr:`full_bytes` is the same with all experts."""
 
     @property
     def durations(self) -> tuple[float, float, float]:

@@ -35,7 +35,7 @@ class Model:
     model: Transformer
     layout: Layout
     selected: int
-    """Experts per layer in a snapshot (S). The paper gives S for some models; for others it is a quarter."""
+    """Experts per layer in a snapshot (S). The paper gives S for some models; for others it is a quarter of the experts."""
     wasted_s: float
     """Seconds that a failure wastes under MoEtion, from figure 7."""
 

@@ -124,13 +124,13 @@ TABLE_7_ITERATION_S = tuple(
     round(stall / share, 2)
     for stall, share in zip((2.91, 8.89, 7.25, 2.92, 2.19), (0.97, 3.86, 3.45, 1.54, 1.29), strict=True)
 )
-"""Seconds of an iteration: quotients of MoC's published overheads in seconds and in percent."""
+"""Seconds of an iteration: MoC's published overhead in seconds, divided by its share of an iteration."""
 
 SCALED = {
     "deepseek_32b": {}, "deepseek_67b": {}, "deepseek_145b": {},
     "deepseek_671b": {("moevement", 600): 0.86, ("gemini", 600): 0.55},
 }  # fmt: skip
-"""Values of figure 11 in the paper's text. The text also has: MoEvement stays above 0.91 with a failure every hour."""
+"""Values of figure 11 in the paper's text. It also says that MoEvement stays above 0.91 with a failure every hour."""
 
 SKEWED = {"checkfreq": (0.67, 0.67), "gemini": (0.72, 0.72), "moc": (0.17, 0.13)}
 """ETTR at skew 0 and 0.99 with a failure every ten minutes (figure 16). The paper has no values for MoEvement."""

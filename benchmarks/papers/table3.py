@@ -97,7 +97,7 @@ Published numbers that do not fit together:
 - The formula gives more than the published ETTR nearly everywhere: by up to 5 hundredths for failures every 2 hours, and
   by 7 to 13 for CheckFreq every 10 minutes. The formula has only overhead and recovery, so the published runs lost time to something else.
 - MoEvement recovers from a failure in a few seconds, but 3/2 W iterations take 8 to 25 s. Even one stage alone, without
-  bubble and with fewer weight gradients, does not replay that fast. The seconds do not have detection and regrouping either.
+  bubble and with fewer weight gradients, does not replay that fast. The published seconds do not include detection and regrouping.
 - MoC's ETTR falls to 0.13 because its overhead grows to 470%: it saves all experts in every iteration, in 4.7 iterations. At
   the stated bandwidths a whole dense checkpoint overlaps with one or two iterations (benchmarks/papers/figures.md has what the
   published overheads imply). MoC's own definition of lost tokens does not need so many experts: with an eighth of 64 experts in every

@@ -69,7 +69,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {
 def protected(model: Model) -> Iterator[list[str]]:
     """Yield a row for each kind of window, and for redo.
 
-    Each cell is the host memory of a protection over that of dense checkpoints that survive as many lost nodes.
+    Each cell is the host memory of a protection, divided by that of dense checkpoints that survive as many lost nodes.
     """
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")

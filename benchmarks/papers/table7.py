@@ -62,8 +62,9 @@ def costs_of(regime: Regime, iteration_s: float) -> Costs:
 def implied(costs: Costs, published: Precision) -> list[float]:
     """Return the bandwidths that Gemini's published checkpoints imply, in bytes per second of all ranks together.
 
-    A bandwidth is the full state divided by the seconds of one checkpoint. These seconds are the iteration that the
-    checkpoint overlaps with, and the published delay: the interval times the overhead per iteration.
+    A bandwidth is the full state divided by the seconds of one checkpoint. These seconds are the time of the
+    iteration that the checkpoint overlaps with, plus the published delay. The delay is the interval times the overhead
+    per iteration.
     """
     return [bandwidth_of(costs, interval * late_s + costs.iteration_s) for interval, late_s in published.gemini]
 

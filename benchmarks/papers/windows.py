@@ -41,7 +41,7 @@ class Case:
     stall_share: float
     """Published checkpointing overhead of MoC as a share of an iteration.
 
-    The quotient of both is the iteration time, which is not published.
+    :attr:`stall_s` divided by this share is the iteration time, which is not published.
     """
     published: int
     """Published W_sparse, in iterations."""

@@ -5,8 +5,8 @@ The file shows what to write for another trainer, such as torchtitan or your own
 
     moevement launch --trainer torch --nproc 2 --spares 1 examples/plain_torch/train.py --run-dir runs/plain
 
-Kill the process of a rank: the spare takes over this rank, and ``moevement verify`` shows that the run has the bits of
-a failure-free run.
+Kill the process of a rank: the spare takes over this rank, and ``moevement verify`` shows that the run equals a
+failure-free run bit for bit.
 
 Every rank trains on its own batches. Experts are spread over the ranks (expert parallelism), and tokens travel to the
 experts and back. Everything else is equal on all ranks (data parallelism). The job has no pipeline, so all ranks roll
@@ -58,13 +58,13 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        # Every rank draws the weights of all experts, so the model does not depend on the number of ranks.
+        # Every rank initializes the weights of all experts, so the model does not depend on the number of ranks.
         experts = [nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(EXPERTS)]
         share = EXPERTS // dist.get_world_size()
         self.first = dist.get_rank() * share
         self.experts = nn.ModuleList(experts[self.first : self.first + share])
         self.counts = torch.zeros(EXPERTS, dtype=torch.float64)
-        """Tokens that this rank routed to each expert since :meth:`RouterCounts.take`, float64 ``[EXPERTS]``."""
+        """Number of tokens that this rank routed to each expert since :meth:`RouterCounts.take`, ``[EXPERTS]``."""
         self.is_counting = True
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

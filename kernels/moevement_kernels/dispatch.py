@@ -83,7 +83,7 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
 
 
 def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of each expert that each rank computes, ``[E, N]``; the first replicas get the remainder."""
+    """Return how many tokens of each expert each rank computes, ``[E, N]``. The first replicas get the remainder."""
     ends = replicas.cumsum(1)
     every = ends[:, -1:].clamp_min(1)
     each, more = routed[:, None] // every, routed[:, None] % every

@@ -144,8 +144,8 @@ def _check_targets(
 ) -> None:
     if active != [target is not None for target in into[1]]:
         raise ValueError(
-            f"W1 has targets for the experts with active flags {active}, but W2 has targets for others; give both "
-            "targets of an expert, or none"
+            f"W1 has gradient tensors for the experts with active flags {active}, but W2 has them for others; give "
+            "both gradient tensors of an expert, or none"
         )
     for name, kept in (("x", x), ("a", a)):
         if kept.shape[0] != sum(counts_of_active(counts, active)):

@@ -1,4 +1,4 @@
-"""Tiles of rows, each of which one program of a grouped kernel processes.
+"""Tiles of rows. One program of a grouped kernel processes one tile.
 
 The tokens of an expert are contiguous rows. The rows are cut into tiles of BM rows from the expert's first row on, so a
 tile has rows of only one expert. Results of a tile therefore do not depend on other experts, and a pass with some

@@ -74,7 +74,10 @@ def _scale_at(addresses, expert):
 
 @triton.jit
 def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the row tile and the column tile of this program; near programs share weights and rows in the cache."""
+    """Return the row tile and the column tile of this program.
+
+    Programs with close numbers get close tiles, so they find weights and rows of each other in the cache.
+    """
     program = tl.program_id(0)
     across = tl.cdiv(columns, BN)
     group = program // (GROUP * across)

@@ -273,7 +273,7 @@ def _result_points() -> tuple[Point, ...]:
             machine,
             "validate_result",
             results.refuse_without_second_pass(_process),
-            "without a second pass only one rank raises, and no rank notices that it fails repeatedly",
+            "without a second pass only one rank raises, and Megatron does not count its failures",
         ),
     )
 
@@ -346,7 +346,7 @@ def _optimizer_points() -> tuple[Point, ...]:
             ("megatron.core.optimizer.optimizer:ChainedOptimizer",),
             "load_state_dict",
             chained.across_expert_parallelism,
-            "Megatron cannot load a checkpoint of a run with expert parallelism without it, or the reverse",
+            "Megatron cannot load a checkpoint with expert parallelism into a job without it, or the reverse",
         ),
         *(
             Point(

@@ -67,7 +67,10 @@ class MegatronBinding(Binding):
         self.parameter_keys: list[Any] = []
         """Keys of parameters that ranks exchanged when the optimizer was built."""
         self.groups: list[Groups] = []
-        """Process groups that live objects refer to: one entry, or several generations while references move."""
+        """Process groups that live objects refer to, with one entry for each generation.
+
+        There are several generations if a failure interrupted :meth:`regroup`.
+        """
         self.groups_now: Groups | None = None
         """Process groups of this generation, recorded before model and optimizer are built."""
         self.job_name = ""

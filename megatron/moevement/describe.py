@@ -271,7 +271,7 @@ def _untouched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Megatron's output and warnings, because they concern a run and not a description."""
+    """Suppress Megatron's output and warnings, because they concern training and not a description."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,6 +1,6 @@
 """Registry of all names that this package replaces in Megatron, in torch, or on instances of their classes.
 
-Each replacement has a reason. There are three kinds:
+Each replacement has a reason. There are three kinds of replacements:
 
 - for the life of the process (:func:`replace`, :func:`wrap`); :mod:`megatron.moevement.activate` lists most of them;
 - on one object (:func:`replace_on`); :data:`DECLARED` lists the names;
@@ -146,7 +146,7 @@ def replace(owner: Any, name: str, new: Any, reason: str) -> None:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], reason: str) -> None:
-    """Replace a name by the result of ``wrapper`` for its present value, which must exist; see :func:`replace`."""
+    """Replace the present value of a name, which must exist, by ``wrapper(value)``; see :func:`replace`."""
     if (_path(owner), name) not in _replaced:
         replace(owner, name, wrapper(getattr(owner, name)), reason)
 

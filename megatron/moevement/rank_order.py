@@ -1,4 +1,4 @@
-"""Sums over ranks in rank order, and the largest number of ranks in a sum that NCCL adds in its own order.
+"""Sums over ranks in rank order, and the size of the largest sum that NCCL computes in its own order.
 
 NCCL adds along rings and trees that it builds over nodes and devices. So a replacement on another node changes the last
 bits of every sum of more than two ranks. With ``--moevement-sums-in-rank-order``, every rank gathers the terms of small
@@ -41,7 +41,7 @@ def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_gathered(tensor: torch.Tensor, op: Any, group: Any) -> bool:
-    """Return True if the order of this sum affects its bits, and gathering its terms costs little."""
+    """Return True if the result depends on the order of addition, and gathering the terms costs little."""
     if op not in _SUMS or not tensor.is_floating_point() or torch.distributed.get_rank(group) < 0:
         return False
     ranks = torch.distributed.get_world_size(group)
@@ -55,7 +55,7 @@ def _is_asked_for() -> bool:
 
 
 def arithmetic_of(args: Namespace) -> Arithmetic:
-    """Return the properties of a job that determine whether its sums have the same bits after a failure."""
+    """Return the properties of a job that determine whether a recovery reproduces its sums bit for bit."""
     if platform.is_cpu():
         return Arithmetic(uses_gpus=False)
     return Arithmetic(uses_gpus=True, is_deterministic=bool(args.deterministic_mode), widest_sum=widest_sum(args))

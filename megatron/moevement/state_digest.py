@@ -100,7 +100,7 @@ def _groups(member: Any) -> list[dict[str, Any]]:
 
 
 def _master_weights(member: Any) -> list[list[Any]]:
-    """Return the tensors that the optimizer updates: FP32 copies, their shards, or the weights of an FP32 run."""
+    """Return the tensors that the optimizer updates: FP32 copies of weights, shards of them, or FP32 weights."""
     return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 
@@ -132,7 +132,7 @@ def loss_scaler(member: Any) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the state of every generator from which training draws: Python, NumPy, host, device, and the tracker."""
+    """Return the state of every random generator: those of Python, NumPy, host, device, and Megatron's tracker."""
     from megatron.core import tensor_parallel
 
     kind, keys, position, has_gauss, gauss = np.random.get_state()

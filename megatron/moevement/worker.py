@@ -1,8 +1,8 @@
 """Process that runs a training script of Megatron with fault tolerance: a rank, or a process that a rank spawns.
 
-The script runs in a main module whose origin is this module. A spawned process (a checkpoint writer, a data worker)
-imports its parent's main module again under the name ``__mp_main__``, and so enters this module first. The module
-installs the platform before anything else, and then executes the script's definitions.
+The script runs as the main module, and Python records this module as the origin of the main module. A spawned process
+(a checkpoint writer, a data worker) imports its parent's main module again under the name ``__mp_main__``, and so
+imports this module. This module first installs the platform, and then executes the script's definitions.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ gloo receive that has got a part of its bytes never ends if the connection break
 receiving rank would hang.
 
 Both sides of a connection prove that they belong to this job and generation. Each side sends a MAC over the nonces of
-both sides and over the purpose of the connection. Callers without such a proof are limited in number, bytes and time.
+both sides and over the purpose of the connection. A rank limits the number of callers without this proof, the bytes
+that it reads from them, and the time that they have.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ UNSENT_BYTES = 1 << 20
 """Most unsent bytes in the buffer of a connection. The kernel sends these bytes even while sends pause."""
 UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
-"""Smallest buffer for unsent bytes of a connection with a rate limit. Otherwise the buffer holds the bytes of
-:data:`UNSENT_PACED_S` seconds. The buffer is small, because a message of training may have to wait for these bytes."""
+"""Smallest buffer for unsent bytes of a connection with a rate limit. Above this size, the buffer holds what the
+connection may send in :data:`UNSENT_PACED_S` seconds. The buffer is small, because a message of training may have to
+wait for these bytes."""
 
 LOWER_EFFORT = 1
 """DSCP of traffic that may wait for all other traffic (RFC 8622)."""
@@ -147,7 +149,7 @@ class Connections(Refusable):
     def to(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
         """Return the connection for bytes to ``peer``, and make it if needed.
 
-        Only one thread at a time may call this for a connection.
+        Only one thread at a time may call this for the same arguments.
         """
         if (connection := self._to.get((channel, peer, tag, stream))) is not None:
             return connection
@@ -172,7 +174,7 @@ class Connections(Refusable):
         nonce, mac = _ANSWER.unpack(answer)
         token = _token_of(address)
         if not token.verifies(mac, "called", hello, nonce):
-            raise ConnectionError("another process answers at the address of this rank")
+            raise ConnectionError("another process answers at the address of that rank")
         connection.sendall(token.mac("caller", hello, nonce))
         self._to[channel, peer, tag, stream] = connection
         return connection

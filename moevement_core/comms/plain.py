@@ -48,7 +48,7 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that :func:`flatten` converted; ``tensors`` may be flat bytes.
+    """Return the value that :func:`flatten` converted; each of ``tensors`` may also be given as flat bytes.
 
     Raises:
         SnapshotError: ``plain`` was not made by :func:`flatten`, or does not match ``tensors``.

@@ -1,4 +1,4 @@
-"""Allocation of replicas to experts by their shares of the tokens, with a least number (Lazarus, equation 1)."""
+"""Allocation of replicas to experts: a share by tokens, but at least a minimum number (Lazarus, equation 1)."""
 
 from __future__ import annotations
 

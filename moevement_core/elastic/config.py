@@ -41,7 +41,7 @@ class ElasticConfig:
     )  # fmt: skip
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
-        help="with --moevement-expert-slots: least number of replicas of each expert, if the slots suffice; then "
+        help="with --moevement-expert-slots: each expert has at least F replicas if the slots suffice, so that any "
         f"F - 1 ranks may fail at once (default: {MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(

@@ -1,4 +1,4 @@
-"""Digest of state. A migration does not change it, because it does not depend on which ranks hold the state.
+"""Digest of state that does not depend on which ranks hold the state, so that a migration does not change it.
 
 The digest mixes each element with a number derived from the tensor's name and the element's index. It is the sum of all
 mixed elements, modulo 2^64. So the digests of disjoint ranges add up to the digest of the whole tensor. The digest

@@ -35,10 +35,10 @@ class Migration:
 
 
 def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
-    """Return a migration that gives each node one place of ``wanted`` and needs few transfers.
+    """Return a migration that gives each node the experts of one place in ``wanted``, with few transfers.
 
-    The function assigns places to nodes greedily. If places in the order of node numbers need fewer transfers, it
-    assigns the places in that order. An expert comes from the holder that has sent the fewest experts so far.
+    The function assigns places to nodes greedily. If fewer transfers are needed with the k-th place for the k-th node,
+    it assigns the places so. An expert comes from the holder that has sent the fewest experts so far.
 
     Args:
         held: experts on each node that takes part; empty for a new node.

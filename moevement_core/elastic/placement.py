@@ -7,8 +7,8 @@ the vacant slots.
 
 The theorem says that no placement survives more failures. It holds if the last group gets a node for each replica of
 its scarcest expert. If fewer nodes remain, several replicas of that expert share a node, and another placement may
-survive more failures. The placement may then even lose an expert when fewer nodes fail than the floor. Tests have small
-cases of this, and :func:`place` checks for it.
+survive more failures. In this case an expert may even be lost although fewer nodes fail than the minimum number of its
+replicas. Tests have small cases of this, and :func:`place` checks for it.
 """
 
 from __future__ import annotations

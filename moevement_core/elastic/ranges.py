@@ -1,8 +1,8 @@
 """Plan of the ranges of state that ranks send to each other when the number of ranks of a job changes.
 
 A state tensor is a flat row of elements, and its name does not depend on the layout. Each rank owns ranges of such
-tensors before and after the change. A range is a shard of a distributed optimizer, whose bounds depend on the number of
-ranks, or a whole replica.
+tensors before and after the change. A range is either a whole replica, or a shard of a distributed optimizer. The
+bounds of shards depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Resharding(NamedTuple):
     """Plan that brings state from one distribution over ranks to another.
 
     Attributes:
-        moves: moves in the order of targets; those to one target in the order of its wanted ranges. Each wanted element
-            arrives once.
+        moves: moves in the order of targets. Moves to one target are in the order of the ranges that it wants. Each
+            wanted element arrives once.
         missing: ranges that no rank holds, by the target that needs them.
     """
 

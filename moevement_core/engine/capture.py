@@ -133,7 +133,7 @@ class Capturer:
         return [self._logged.buffer] if self._logged is not None else []
 
     def drop_logged(self) -> None:
-        """Release the logged gradients, because their snapshot will not be taken."""
+        """Release the logged gradients, because their snapshot will not be captured."""
         logged, self._logged = self._logged, None
         if logged is not None:
             self._engine.end_pause()
@@ -167,7 +167,7 @@ class Capturer:
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
         logged = self._logged if self.has_logged(iteration, schedule) else None
-        # The buffer is acquired right before its registration, because an interruption in between leaves it unowned.
+        # The buffer is registered right after it is acquired, because an interruption in between leaves it unowned.
         buffer = logged.buffer if logged is not None else self._buffer(layout)
         if buffer is None:
             return False

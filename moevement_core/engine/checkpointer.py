@@ -36,7 +36,10 @@ from moevement_core.strategies.strategy import Strategy
 
 Report = Callable[[str], None]
 PATIENCE_S = 30.0
-"""Seconds that a snapshot waits for peers to free a buffer, at the start of a job or in a recovery."""
+"""Most seconds that a capture waits for a free buffer, at the start of a job or in a recovery.
+
+Buffers become free when peers acknowledge earlier snapshots.
+"""
 STEP_S = 0.005
 """Seconds between two checks of the free memory during that wait."""
 
@@ -148,9 +151,9 @@ class Checkpointer:
                 call returns or, on a GPU, in the order of the current stream.
             state: iteration whose state is live, if it is not ``iteration``; see :class:`Header`.
             whole: operators whose whole state gets a digest.
-            is_updated: True if an update led to ``state@iteration``; False at the start of a run and after an iteration
-                that was left out. After an update the snapshot is abandoned if it has to hold gradients that are
-                already overwritten.
+            is_updated: True if an update led to ``state@iteration``; False at the start of a job and after an iteration
+                without an update. With True, the snapshot is abandoned if it has to hold gradients that are already
+                overwritten.
             may_wait: True to wait for memory that is freed when peers acknowledge earlier snapshots.
 
         Raises:
@@ -229,7 +232,7 @@ class Checkpointer:
         if self._paused:
             self._make_more_room(self.history.at(iteration))  # for a new run beside the persisted one
             if not self._has_room(iteration):
-                if self.replicator.are_full:  # perhaps not known yet when the window was abandoned
+                if self.replicator.are_full:  # perhaps only since the window was abandoned
                     self._drop_open_window()
                 return False
         self._paused = False
@@ -349,7 +352,7 @@ class Checkpointer:
     def make_room(self, *schedules: Schedule) -> None:
         """Set host memory aside, here and at peers, for ``schedules`` that follow each other.
 
-        If this rank has set the memory aside earlier and given it back, it is allocated when a snapshot needs it.
+        Memory that this rank set aside earlier and gave back is allocated again only when a snapshot needs it.
         """
         at_peer = self.memory.at_peer(schedules)
         if self.memory.here(schedules) > self._allowance.of(OWN):
@@ -400,7 +403,7 @@ class Checkpointer:
             return
         if any(is_other_window(newest, schedule) for schedule in kept):
             return
-        # Each schedule alone, as it was requested; memory for a gap between two schedules is set aside when it occurs.
+        # Schedules are requested one by one. Memory for a gap between two of them is set aside when the gap occurs.
         here = max(self.memory.here([schedule]) for schedule in kept)
         at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
         arena = self.own.arena
@@ -553,7 +556,7 @@ class Checkpointer:
     def agree_at_end(self, iteration: int) -> None:
         """Agree once more on persisted runs, and write the newest one to disk; every rank calls it after :meth:`close`.
 
-        During training, ranks agree on acknowledgements in the next iteration. After the last one, this call does it.
+        During training, ranks agree on acknowledgements in the next iteration. After the last one, they agree here.
         """
         self._learn(iteration)
         self._take_in()

@@ -72,7 +72,7 @@ class VerifyConfig:
     verify: Verify = flag(
         "--moevement-verify", choices=[str(verify) for verify in Verify], default=str(Verify.WINDOW),
         check=lambda name, value: Verify(value),
-        help="iterations in which ranks compute a digest of the whole state, with which a recovery compares the "
-        "replayed state. nothing: no iteration; window: the last iteration of each window; iteration: every iteration "
+        help="iterations in which ranks compute a digest of the whole state. A recovery compares the replayed state "
+        "with it. nothing: no iteration; window: the last iteration of each window; iteration: every iteration "
         "(default: window)",
     )  # fmt: skip

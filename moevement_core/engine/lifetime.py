@@ -1,9 +1,9 @@
 """Lifetime of snapshots: pure decisions about the snapshots that a rank keeps, made from the reports of all ranks.
 
 A snapshot is *persisted* when every peer has acknowledged it. The job falls back to the newest run of snapshots that is
-persisted on every rank. An older run is freed only when there is such a newer run. A snapshot is freed at once if no
-run that may still be persisted can use it. If memory is short, the unfinished window is abandoned, and the persisted
-one is kept.
+persisted on every rank. A rank frees an older run only when such a newer run exists. It frees a snapshot at once if the
+snapshot belongs to no run that may still become persisted. If memory is short, the unfinished window is abandoned, and
+the persisted one is kept.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ IN_FLIGHT = 3
 class SnapshotMemory:
     """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
-    Only the rank sets memory aside for lag. A peer that lags holds fewer snapshots, and a peer that does not lag lets
-    the next snapshot wait.
+    Only the rank itself sets memory aside for lag. Peers need none for it: a peer that lags holds fewer snapshots, and
+    a peer without free memory lets the next snapshot wait.
 
     Args:
         states: live tensors of the operators that the rank holds.

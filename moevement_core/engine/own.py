@@ -139,7 +139,7 @@ class OwnSnapshots:
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a snapshot whose buffer stays unchanged until its release; None if this rank does not have it."""
+        """Return a lease, during which the snapshot's buffer stays unchanged; None if this rank lacks the snapshot."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or (snapshot := self.begin_use(held)) is None:

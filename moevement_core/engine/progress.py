@@ -9,7 +9,7 @@ from moevement_core.snapshot.agreement import NONE
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of one rank's checkpointing: costs of the last iteration, and totals of the run."""
+    """Counters of one rank's checkpointing: costs of the last iteration, and totals of the job."""
 
     copied_bytes: int = 0
     stall_s: float = 0.0

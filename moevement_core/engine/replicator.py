@@ -31,7 +31,7 @@ class Replicator:
         """True if snapshots are sent to peers; a benchmark turns it off for a while to measure what sending costs."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """Stores of copies for other ranks: ranks whose peer is this rank, and some ranks whose peer it was before."""
+        """Stores of copies for other ranks. Some of these ranks have other peers now; see :meth:`free`."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
         """Stores of ranks that have other peers now."""

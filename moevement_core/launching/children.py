@@ -1,6 +1,6 @@
 """Processes that a launcher or a task starts on its host, each watched separately.
 
-Torch's elastic multiprocessing does not serve here, for three reasons:
+Torch's elastic multiprocessing is not used here, for three reasons:
 
 - Its context ends all processes when one fails.
 - It blocks until a process that has finished its function has exited.
@@ -151,7 +151,7 @@ def _log_file(path: Path) -> TextIO:
         path.with_name(f"{path.name}.1").unlink(missing_ok=True)
         return open(path, "a", opener=opener)
     except OSError as error:
-        log.warning(f"{path}: {error.strerror}; the output of this process is not kept")
+        log.warning(f"{path}: {error.strerror}; the output for this file is discarded")
         return open(os.devnull, "w")
 
 
@@ -168,8 +168,8 @@ def ignore_asking() -> None:
     """Ignore the signals that ask a job to end; the launcher handles them for all its processes.
 
     Each rank and spare calls this first. ``timeout``, systemd, ``scancel`` and the init programs of containers send
-    these signals to every process of a job. A rank that died of one could not reach the boundary at which the job
-    saves and ends.
+    these signals to every process of a job. If such a signal ended a rank, the job could not reach the boundary at
+    which it saves and ends.
     """
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -86,7 +86,7 @@ def coordinate(what: Coordination) -> int:
     if what.run_dir is not None:
         _make(what.run_dir)
     record = RunRecord(what.run_dir) if what.run_dir is not None else None
-    # The run directory may belong to another job, which only the ranks notice. So the entry is written when they train.
+    # The run directory may belong to another job. Only ranks notice that, so the entry is written when they train.
     entry = JobFile(record, JobEntry.of_this_process(what.command, what.ranks, None), begins=False)
     with Signals() as signals:
         signals.may_wind_down = True

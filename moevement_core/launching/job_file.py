@@ -39,7 +39,7 @@ class Outcome:
 
 
 class JobFile:
-    """Writer of one job's entry: a context manager around the job, whose body sets :attr:`outcome` at the end.
+    """Writer of one job's entry: a context manager around the job. The ``with`` block sets :attr:`outcome` at its end.
 
     If the job is refused before it trains, the writer restores the entry of the previous job.
 

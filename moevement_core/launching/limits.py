@@ -50,8 +50,8 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
 def allow_open_files(ranks: int, members: int = 0) -> None:
     """Raise the soft limit on open files to what the job needs, in this process and all later children.
 
-    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024. A store
-    reaches that with about 340 ranks, and a rank of a gloo job with about 100 ranks.
+    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024. The
+    store reaches that in a job of about 340 ranks. A rank reaches it in a gloo job of about 100 ranks.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
     needs fewer files.

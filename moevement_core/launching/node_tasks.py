@@ -72,7 +72,7 @@ class _Node:
         self.start()
 
     def start(self) -> None:
-        """Start the command under a new name, ``NODE/NUMBER``, which its tasks report to the coordinator.
+        """Start the command under a new start name, ``NODE/NUMBER``, which its tasks report to the coordinator.
 
         Raises:
             OSError: no process can be started.
@@ -87,10 +87,10 @@ class _Node:
         self.ended_at: float | None = None
 
     def look(self, connected: Collection[str]) -> None:
-        """Note whether a task of the current start has a connection, and when the last connection was lost.
+        """Note whether a task of the current command process is connected, and when the last connection was lost.
 
         Args:
-            connected: names of the starts with at least one task that is connected to the coordinator.
+            connected: start names (``NODE/NUMBER``) with at least one task that is connected to the coordinator.
         """
         if self.start_name in connected:
             self._was_connected, self.gone_at = True, None
@@ -167,8 +167,8 @@ class NodeTasks:
         """Check every command, and restart ended commands after a backoff; the coordinator calls this in its loop.
 
         Args:
-            connected: names of the starts with at least one task that is connected to the coordinator.
-            heard: names of the starts with at least one task that has sent a message within the lease time.
+            connected: start names (``NODE/NUMBER``) with at least one task that is connected to the coordinator.
+            heard: start names with at least one task that has sent a message within the lease time.
             has_begun: True if the job was formed. Before that, tasks that end :data:`TRIES` times set :attr:`failed`.
         """
         for node in self._nodes:
@@ -181,7 +181,7 @@ class NodeTasks:
                     self.failed = f"the tasks of {node.name} ended {TRIES} times with code {code} before the job began"
                     return
                 self._report(f"the tasks of {node.name} ended with exit code {code}; next start in {wait_s:.0f} s")
-            # A command may have been killed while its tasks live on. A node with live tasks gets no second start.
+            # If a command was killed but its tasks live on, the command is not started again.
             live = any(start.startswith(f"{node.name}/") for start in heard)
             if node.ended_at is not None and time.monotonic() > node.start_at and not live:
                 self._start_again(node)

@@ -1,7 +1,7 @@
 """Orphans: processes that outlive the rank that started them. The supervisor, a subreaper, adopts them.
 
-A killed rank leaves, for example, the server of a queue of Megatron's dense checkpoints. The server has the memory of
-its imports and waits forever for its next request. In a job with many failures, orphans would fill the hosts.
+A killed rank leaves, for example, the server of a queue of Megatron's dense checkpoints. The server keeps the
+memory of its imports and waits forever for its next request. In a job with many failures, orphans would fill the hosts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRACE_S = 5.0
 DEVICE_FILES = "/dev/nvidia*"
 """Pattern of device files. A process that has such a file open, such as a fork of a rank, may hold device memory."""
 RELEASE_S = 2.0
-"""Longest wait in seconds of the report of a rank's death for the rank's orphans to release the device."""
+"""Longest time in seconds for which the supervisor delays the report of a death until orphans release the device."""
 
 
 class Orphans:

@@ -30,11 +30,12 @@ class Signals:
     """Handlers of the signals that ask for an end, installed for a ``with`` block of this process.
 
     If the job can end orderly, the first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end: the job saves and ends at
-    a boundary between iterations. Any other signal is raised as :class:`Stopped`. Signals that were ignored when this
+    a boundary between iterations. Any other signal raises :class:`Stopped`. Signals that were ignored when this
     process started (SIGHUP under nohup) stay ignored.
 
-    Python drops an exception that is raised in a finalizer or in a callback of the garbage collector. During an import,
-    the handler raises nothing. So the caller also calls :meth:`check`, after imports and in its loops.
+    The exception may not reach the caller. Python drops exceptions that are raised in finalizers and in callbacks of
+    the garbage collector, and the handler raises nothing during an import. So the caller also calls :meth:`check`
+    after imports and in its loops.
     """
 
     def __init__(self) -> None:

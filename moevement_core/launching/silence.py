@@ -74,7 +74,7 @@ class HangDetector:
     def _look_at_record(self, now: float) -> None:
         if (size := self._size_now()) != self._size:
             self._size = size
-            if self._changed_at is not None and not self._is_told:  # A reported hang is not the length of an iteration.
+            if self._changed_at is not None and not self._is_told:  # Do not count a hang as an iteration.
                 self._longest_s = max(self._longest_s, now - self._changed_at)
             self._changed_at, self._is_told, self._used = now, False, self._used_now()
             return

@@ -50,7 +50,7 @@ LATE = 1 << 32
 
 @dataclass(frozen=True)
 class Task:
-    """Identity of this task: its number among the tasks of the first start, or among the tasks that joined later."""
+    """Identity of this task: its number among the tasks that were started with the job, or that joined later."""
 
     number: int
     tasks: int
@@ -58,7 +58,7 @@ class Task:
     processes: int = 1
     """Number of processes that each task runs."""
     late: int | None = None
-    """Number among the tasks that joined later; their processes are spares. None for a task of the first start."""
+    """Number among the tasks that joined later; their processes are spares. None for a task started with the job."""
 
     @property
     def name(self) -> str:

@@ -140,7 +140,7 @@ class Supervisor:
         Args:
             member: the member.
             settles: True if the process idles at first.
-            replaces: the ended member that the process replaces; None for a first start. A replacement reports all of
+            replaces: the ended member that the process replaces; None if it replaces none. A replacement reports all of
                 its errors. Otherwise only rank 0 reports an error that all ranks find.
         """
         page = StatusPage()
@@ -240,7 +240,7 @@ class Supervisor:
                 self.children[member].send(signal.SIGCONT)
 
     def wind_down(self) -> None:
-        """Ask every process, now and in later starts, to end the job at the next boundary that all ranks agree on."""
+        """Ask all present and later processes to end the job at the next boundary that all ranks agree on."""
         self._is_winding_down = True
         for member in self._running:
             self._pages[member].ask_to_wind_down()

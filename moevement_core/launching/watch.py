@@ -235,9 +235,9 @@ class ReplaceFailedRanks(Watch):
             )
 
     def _may_settle(self) -> bool:
-        """Return True if enough spares wait for the missing ranks. Then a new process idles at first.
+        """Return True if there are enough spares for the missing ranks, so that a new process is not needed at once.
 
-        The start of a new process would slow down the recovery.
+        The new process then idles at first, because its start would slow down the recovery.
         """
         if self._coordinator.waits_for_respawn:
             return False

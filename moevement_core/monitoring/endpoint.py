@@ -2,8 +2,9 @@
 
 A separate process answers, for two reasons:
 
-- The launcher forks ranks. A thread that answered here might hold a lock that a fork would never see released.
-- A request for figures must not delay a lease.
+- The launcher forks ranks. If a thread of the launcher answered, it might hold a lock at a fork. In the forked rank,
+  nothing would ever release that lock.
+- A request for figures must not delay the renewal of a lease.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moevement_core.util.environment import PARENT_ENV
 AGAIN_S = 5.0
 """Least seconds between two starts of the answering process, if it ends or cannot be started."""
 SERVED = "metrics/served"
-"""Key in the job's store of a :class:`Served`. Tasks know the flags and write it for the coordinator."""
+"""Key in the job's store. Tasks, which know the script's flags, write a :class:`Served` there for the coordinator."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class WatchedRun:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of the run trains any more, whatever ended it."""
+        """True if no process of the run trains any more, for any reason."""
         if self.job is not None:
             return self.job.ended_at is not None or self.job.is_abandoned
         return self.record.summary_path.exists()

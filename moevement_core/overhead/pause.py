@@ -8,15 +8,15 @@ from collections.abc import Callable
 SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
 """Least and most seconds between two checks of a pausing thread."""
 STEP_SHARE = 0.02
-"""Share of the expected length of a pause that a thread waits between two checks. More frequent checks by many threads
+"""Time between two checks of a pausing thread, as a share of the expected pause. More frequent checks by many threads
 would slow down the quiet iteration."""
 
 
 class Pause:
     """Pause that the training thread begins and ends, and during which background threads wait.
 
-    Threads poll a plain attribute. A lock would be a risk: the exception of a restart could leave it taken forever
-    (:mod:`moevement_core.util.gate`).
+    Threads poll a plain attribute. A lock would be a risk: the exception of a restart could leave it locked forever
+    (:mod:`moevement_core.util.gate` explains this).
     """
 
     def __init__(self) -> None:

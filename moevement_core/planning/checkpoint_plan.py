@@ -50,7 +50,7 @@ _MASTER_BYTES = 4
 INTERRUPTED = 0.5
 """Mean part of the interrupted iteration that a failure destroys; it does not count as replayed."""
 DENSE_OVERHEAD = 0.03
-"""Largest share of training time that CheckFreq lets dense checkpoints cost, as MoEvement sets it (section 5.2)."""
+"""Largest share of training time that dense checkpoints of CheckFreq may cost, as in MoEvement's section 5.2."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class StagePlan:
     is_redone: bool
     """True if slots hold gradients in place of compute weights, for a recovery by redo."""
     ranks: OperatorTable
-    """Operator table with a row for each rank, or for each expert-parallel rank if the parts of ranks are unknown."""
+    """Operator table with a row for each rank; if the parts of ranks are unknown, for each expert-parallel rank."""
 
     @property
     def weighed(self) -> OperatorTable:

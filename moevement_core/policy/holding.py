@@ -1,8 +1,8 @@
-"""Most bytes of the snapshots that a rank holds. All functions are pure.
+"""Peak of the bytes that a rank's snapshots take. All functions are pure.
 
-A rank holds a fixed number of consecutive snapshots, and windows repeat, so the bytes repeat too. The oldest held
-snapshots are a persisted run. When a newer full state supersedes a part of that run, the rank frees the part at once
-and the rest of the snapshot later.
+A rank holds a fixed number of consecutive snapshots. Windows repeat, so the bytes of these snapshots repeat too. The
+oldest held snapshots are a persisted recoverable run. When a newer full state supersedes a part of a snapshot in that
+run, the rank frees this part at once. It frees the rest of the snapshot later.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return the number of slots from each slot until an operator's full state is saved next, int64 ``[operators]``.
+    """Return, for each slot, after how many slots each operator's full state is saved again, int64 ``[operators]``.
 
     The number is at most the length of a window. One pass over the slots replaces many calls of
     :meth:`Schedule.superseded`.
@@ -79,7 +79,7 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
-    """Return the parts of ``held`` that no recovery needs, if every restore point ends with ``SS_last`` or later.
+    """Return the gradients in ``held`` that no recovery needs, if every restore point ends with ``SS_last`` or later.
 
     Returns:
         Mask of the operators whose gradients are unneeded, because a newer snapshot has their full state, bool

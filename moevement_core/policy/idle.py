@@ -12,7 +12,7 @@ SLOTS = 100
 BUSY_SHARE = 0.1
 """Share of the highest rate of all samples. A sample above this share counts as communication of training."""
 OFTEN = 0.25
-"""Share of the observed iterations. A part of an iteration counts as busy if it is busy in more than this share."""
+"""Share of the observed iterations. A part in which training communicates in more of them counts as busy."""
 FILLED = 0.8
 """Share of an idle span that copies may fill. The rest is a reserve, because iterations differ in length."""
 

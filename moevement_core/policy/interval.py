@@ -1,4 +1,4 @@
-"""Intervals between dense checkpoints, so that training hides a checkpoint or that its cost stays below a cap."""
+"""Interval between dense checkpoints: training hides each checkpoint, or the cost of checkpoints stays below a cap."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Choice of experts for a checkpoint that leaves some out (MoC-System, section 3.2), and the tokens that this costs.
+"""Choice of experts for checkpoints that leave some out (MoC-System, section 3.2), and count of the lost tokens.
 
-Experts take turns. The order takes one expert from every expert-parallel rank before it takes a second one from any
-rank. Each layer begins the order at a different expert. So ranks save about equal bytes in every checkpoint.
+Checkpoints save the experts of a layer in a fixed order that repeats. The order has one expert of every expert-parallel
+rank before a second expert of any rank. It begins at a different expert in each layer. So ranks save about equal bytes
+in every checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def most_experts(table: OperatorTable) -> int:
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
-    """Return the experts in checkpoint number ``turn``: the next K of each layer after the previous checkpoint."""
+    """Return the experts in checkpoint number ``turn``: in each layer, the K after those of the previous one."""
     return [
         experts_of_layer[(turn * experts + place) % len(experts_of_layer)]
         for experts_of_layer in order.values()
@@ -113,7 +114,7 @@ class TokenAccount:
     """Account of the tokens that each expert has processed, and of the tokens whose updates were lost."""
 
     routed: Tokens
-    """Tokens that each expert has processed, including lost ones; each routed copy of a token counts as one."""
+    """Tokens that each expert has processed, including lost ones. A token that goes to two experts counts for each."""
     lost: Tokens
     """Part of :attr:`routed` whose updates recoveries have lost."""
 
@@ -142,7 +143,7 @@ class TokenAccount:
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
-        """Return the tokens lost since the account ``before``, and the share that all losses have of all tokens."""
+        """Return the tokens lost since the account ``before``, and the share of all tokens that is lost in total."""
         lost = self.lost - before.lost
         by_expert = {name: int(count) for name, count in zip(table.names, lost.tolist(), strict=True) if count}
         shares = {}

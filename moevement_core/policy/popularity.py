@@ -26,9 +26,9 @@ class Ordering(StrEnum):
     """Rule for the order of operators. All rules but the last one order experts by a score."""
 
     HARD_COUNT = "hard"
-    """Number of tokens routed to the expert in the whole run (section 3.5)."""
+    """Number of tokens routed to the expert since training began (section 3.5)."""
     SOFT_COUNT = "soft"
-    """Sum of the expert's gate probabilities in the whole run (appendix B)."""
+    """Sum of the expert's gate probabilities since training began (appendix B)."""
     TIME_DECAYED = "decayed"
     """Exponential moving average of the expert's tokens per iteration (appendix B)."""
     CAPACITY = "capacity"
@@ -47,13 +47,13 @@ class OrderingConfig:
 
     def __post_init__(self) -> None:
         if self.ordering not in tuple(Ordering):
-            raise ConfigError(f"ordering {self.ordering!r}; needs one of {', '.join(Ordering)}")
+            raise ConfigError(f"unknown ordering {self.ordering!r}; needs one of {', '.join(Ordering)}")
         if not 0.0 <= self.alpha < 1.0:
             raise ConfigError(f"alpha is {self.alpha}; needs at least 0 and less than 1, such as 0.9")
 
 
 class Popularity:
-    """Popularity of the experts of one table, accumulated over the run.
+    """Popularity of the experts of one table, accumulated since training began.
 
     All ranks that hold operators of the table must observe the same counts, so that they derive the same order. The
     counts are sums over replicas. A recovery restores :attr:`scores`, which is the whole state of this object.
@@ -109,7 +109,7 @@ class Popularity:
 
 
 def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = Ordering.HARD_COUNT) -> Order:
-    """Return the order of ``OrderOperators()``, from the paper's Algorithm 1.
+    """Return the order in which a window saves the operators (``OrderOperators()`` of the paper's Algorithm 1).
 
     On each rank, experts come by ascending score, and after them the operators that process every token. Operators of
     different ranks are interleaved, so that all ranks reach about the same share of their bytes at every position.
@@ -117,7 +117,7 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
     Args:
         table: operators.
         scores: popularity, float64 ``[operators]``; scores of operators that are no experts are ignored.
-        ordering: rule of the order. The scores already contain the effect of each rule but ``back-to-front``.
+        ordering: rule of the order. Only ``back-to-front`` makes a difference here; the scores follow from the others.
 
     Returns:
         Positions in the table, in the order of saving. Equal input gives equal results on every machine.
@@ -136,10 +136,10 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
 def _evened(order: Order, table: OperatorTable) -> Order:
     """Return an order in which all ranks reach about the same share of their bytes at every position.
 
-    The experts of one rank may all be less popular than those of another rank. Before the first counts, all scores are
-    equal, and the experts of the first rank come first. If ``order`` stayed as it is, some slots would then be full on
-    one rank and empty on others. The fullest slot determines how long the copy of an iteration takes. The order within
-    each rank stays unchanged.
+    The experts of one rank may all be less popular than those of another rank. Before the first iteration all scores
+    are equal, and the experts of the first rank come first. In both cases, ``order`` alone would leave some slots full
+    on one rank and empty on others. The fullest slot determines how long the copy of an iteration takes. The order
+    within each rank stays unchanged.
     """
     held = table.full[:, order]
     reached = np.cumsum(held, axis=1) / np.maximum(held.sum(axis=1, keepdims=True), 1)
@@ -158,14 +158,14 @@ def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "co
         index = table.index_of.get(name)
         if index is None:
             raise PopularityError(
-                f"{what} of {name!r}, but no operator has that name; known are {first_names(table.names)}"
+                f"got a {what} of {name!r}, but no operator has that name; known are {first_names(table.names)}"
             )
         if not table.is_expert[index]:
-            raise PopularityError(f"{what} of {name}, whose kind is {table.kinds[index]}; only experts are counted")
+            raise PopularityError(f"got a {what} of {name}, which is no expert but of kind {table.kinds[index]}")
         array[index] = value
     if len(counts) < np.count_nonzero(table.is_expert):
         missing = next(table.names[i] for i in np.flatnonzero(table.is_expert) if table.names[i] not in counts)
-        raise PopularityError(f"no {what} of expert {missing}; give one for every expert, 0 if no token reached it")
+        raise PopularityError(f"got no {what} of expert {missing}; give one for every expert, 0 if no token reached it")
     return checked(table, array, what)
 
 

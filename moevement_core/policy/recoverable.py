@@ -49,7 +49,7 @@ class RecoverableRun:
         return np.full_like(self.full_at, self.last)
 
     def is_at(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the operators that have their full state of ``iteration`` once it has been replayed.
+        """Return a mask of the operators that have their full state after the replay of ``iteration``.
 
         The mask is bool ``[operators]``.
         """
@@ -95,7 +95,7 @@ class NewestStateRun(RecoverableRun):
 
 
 def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Yield every recoverable run, the one that begins last first.
+    """Yield every recoverable run, in descending order of the first snapshot.
 
     For each first snapshot, the function yields the shortest run that begins there.
 

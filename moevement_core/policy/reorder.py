@@ -64,7 +64,7 @@ class ReorderTrigger:
         return float(np.mean(change > self.thresholds.share_change * before * now_total))
 
     def should_reorder(self, scores: Scores) -> bool:
-        """Return True if enough experts have changed; a caller that then makes a new order calls :meth:`ordered`."""
+        """Return True if enough experts have changed. The caller then makes a new order and calls :meth:`ordered`."""
         return self.changed_fraction(scores) > self.thresholds.fraction
 
 

@@ -1,9 +1,9 @@
-"""Content of every snapshot of a run (``GenerateSchedule()`` of MoEvement's Algorithm 1).
+"""Content of every snapshot of a training run (``GenerateSchedule()`` of MoEvement's Algorithm 1).
 
 ``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` gives the content of the snapshot of each iteration, or
 None for an iteration without a snapshot. Strategies make schedules (:mod:`moevement_core.strategies`). A
-:class:`ScheduleHistory` holds the schedules of a run. A new schedule begins where a window of the old one would begin,
-so windows stay whole. Given the history, the iteration of a snapshot determines its content.
+:class:`ScheduleHistory` holds the schedules of a training run. A new schedule begins where a window of the old one
+would begin, so windows stay whole. The history and the iteration of a snapshot determine its content.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Contents = npt.NDArray[np.int8]
 LAG_ALLOWANCE = 2
 """Iterations by which copies at peers may lag before a window is abandoned. Ranks allocate memory for this lag."""
 LATE_AT_PEERS = 1
-"""Iterations by which peers free snapshots late. Peers allocate memory for these iterations. The reason is a quiet
-iteration: it delays the agreement of ranks on the snapshots that may be freed."""
+"""Iterations for which peers keep a snapshot too long. Peers allocate memory for these iterations. A quiet iteration
+causes this delay: in it, ranks agree later on the snapshots that may be freed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Number of iterations whose snapshots a job captures at once when it starts."""
+        """Number of iterations for which a job captures snapshots when it begins, all from the same state."""
         return self.size
 
     @property
@@ -113,11 +113,11 @@ class Schedule(ABC):
 
     @abstractmethod
     def last_of_run(self, first: int) -> int:
-        """Return the last iteration of the run that begins with ``SS_first``, if no other schedule begins meanwhile."""
+        """Return the last iteration of the recoverable run from ``SS_first`` on, if no schedule begins in between."""
 
     @abstractmethod
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if a run may begin with ``SS_iteration`` when earlier snapshots are missing."""
+        """Return True if a recoverable run may begin with ``SS_iteration`` when earlier snapshots are missing."""
 
     @abstractmethod
     def slots_kept(self, lag: int, *, to_disk: bool) -> int:
@@ -125,7 +125,7 @@ class Schedule(ABC):
 
         Args:
             lag: iterations by which replication may trail.
-            to_disk: True if a rank also keeps a run that is being written to disk while newer ones are captured.
+            to_disk: True if a rank also keeps a recoverable run that is being written to disk.
         """
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
@@ -147,10 +147,10 @@ class Schedule(ABC):
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the iteration after which a recovery executes iterations again.
+        """Return the last iteration that a recovery restores without executing it again.
 
         Args:
-            run: first and last snapshot of the run that the recovery loads.
+            run: first and last snapshot of the recoverable run that the recovery loads.
         """
         return run[0]
 
@@ -177,13 +177,13 @@ class Schedule(ABC):
 
     @abstractmethod
     def starting_at(self, start: int) -> Schedule:
-        """Return the same schedule with another start."""
+        """Return the same schedule, but with ``start`` as its first iteration."""
 
     def digested_once_a_window(self, iteration: int) -> Sequence[str]:
-        """Return the operators for which ``SS_iteration`` has a digest of the whole state, once in each window.
+        """Return the operators whose whole state gets a digest in ``SS_iteration``, if each gets one in every window.
 
-        Callers use the method if flags ask for one digest of each operator in a window. By default, the last snapshot
-        of a window has the digests of all operators, because a replay of the window has restored all operators by then.
+        By default, the last snapshot of a window has the digests of all operators, because a replay of the window has
+        restored all operators by then.
         """
         return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
 
@@ -195,7 +195,7 @@ class Schedule(ABC):
         """
         if iteration < self.start:
             raise ScheduleError(
-                f"iteration {iteration} is before iteration {self.start}, where this schedule begins; ask an older one"
+                f"iteration {iteration} is before iteration {self.start}, where this schedule begins; use an older one"
             )
         return (iteration - self.start) % self.size
 
@@ -208,7 +208,7 @@ class Schedule(ABC):
         return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration from ``iteration`` on whose snapshot begins a window."""
+        """Return the first iteration, ``iteration`` or later, whose snapshot begins a window."""
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
     def contents(self, iteration: int) -> Contents | None:
@@ -229,7 +229,7 @@ def is_other_window(new: Schedule, old: Schedule) -> bool:
 
 
 class ScheduleHistory:
-    """History of the schedules of a run, each in force until the next begins.
+    """History of the schedules of a training run. Each schedule is in force until the next one begins.
 
     All ranks of a job change schedules at the same window boundary. The ranks agree only on the new order and window.
     Each rank then computes the iteration of the change by itself.
@@ -273,7 +273,7 @@ class ScheduleHistory:
         return self.at(iteration).contents(iteration)
 
     def change(self, now: int, to: Schedule) -> Schedule:
-        """Let the schedule ``to`` begin with the first window after ``SS_now``, and return it with that start.
+        """Let the schedule ``to`` begin at the first window boundary after ``SS_now``, and return that new schedule.
 
         The new schedule replaces any schedule that was decided on earlier and has not begun.
         """

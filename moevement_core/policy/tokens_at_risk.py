@@ -15,8 +15,9 @@ Chosen = npt.NDArray[np.bool_]
 def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[int, int]:
     """Return S[i], the number of saved experts of each layer, in proportion to the tokens at risk in the layer.
 
-    The paper leaves two questions open. If rounding down leaves part of ``total`` over, the layers that lost most by
-    rounding get one more each. If the share of a layer exceeds its number of experts, other layers get the excess.
+    The paper leaves two questions open. Rounding down may leave part of ``total`` over. The layers that lost most by
+    rounding then get one expert more each. If the share of a layer exceeds its number of experts, other layers get the
+    excess.
 
     Args:
         risk: R[i], tokens that the experts of a layer received since each expert was saved.

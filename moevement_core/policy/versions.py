@@ -93,9 +93,9 @@ NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the iterations at which a future run may begin.
+    """Yield the iterations of snapshots with which a later run may begin.
 
-    These are the snapshots that leave operators out and are newer than the beginning of the newest run.
+    These snapshots leave operators out, and are newer than the first snapshot of the newest run.
     """
     newest = next(version_runs(snapshots), None)
     for iteration, saved in snapshots.items():

@@ -14,7 +14,7 @@ The paper leaves these cases open. This file decides them as follows:
 * If the compute weights of frozen operators alone exceed the budget, each slot holds one operator until the weights
   fit. Each of these slots is reported.
 * A window has at most as many slots as there are operators. Only an imposed window may be longer, and then its last
-  slots are empty. Its size is the maximum over the ranks of the job, or a flag sets it.
+  slots are empty. The size of an imposed window is the maximum over the ranks of the job, or a flag sets it.
 * Zero bandwidth, a zero iteration time or no operator is an error. A single operator has a window of one iteration.
 """
 
@@ -207,8 +207,8 @@ class Window:
 def choose_window(table: OperatorTable, order: Order, budget: Budget, kind: WindowKind = WindowKind.ALIGNED) -> Window:
     """Return the smallest window whose slots stay within the budget; the slots have about equal bytes.
 
-    The window is for one rank, or for all ranks of a stage. A slot must fit on each rank of the table. A job uses the
-    largest window of its stages; the other stages get the same size from :func:`impose_window`.
+    The table has the bytes of one rank, or of all ranks of a stage. A slot must fit on each of these ranks. A job uses
+    the largest window of its stages. The other stages get this size from :func:`impose_window`.
 
     Greedy cuts give the fewest slots, for this reason: of two slots with the same end, the one that begins later in the
     order has fewer bytes. So it is never a disadvantage if a slot ends as late as possible.
@@ -246,7 +246,7 @@ def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: 
     """Return the shortest period of windows for which saving stays within ``bytes_to_save`` per iteration.
 
     The period is the number of iterations from the beginning of a window to the beginning of the next one. Algorithm 1
-    gives the number of snapshots in a window, so that copies from the device stall no iteration. The period may be
+    chooses the number of snapshots in a window so that copies from the device stall no iteration. The period may be
     longer, because links and processors can use all iterations until the next window begins.
 
     Args:
@@ -276,7 +276,7 @@ class _Cutter:
         if not _is_permutation(order, len(table)):
             raise WindowError(f"order has {len(order)} entries; it must be a permutation of the {len(table)} operators")
         if kind not in tuple(WindowKind):
-            raise WindowError(f"window kind {kind!r}; needs one of {', '.join(WindowKind)}")
+            raise WindowError(f"unknown window kind {kind!r}; needs one of {', '.join(WindowKind)}")
         self._kind = kind
         self._n = len(table)
         self._full = _running_sum(table.full[:, order])

@@ -1,8 +1,8 @@
 """Source of state for failed ranks: a live replica holds the same state, so no iteration and no update is repeated.
 
 Without sharding, every data-parallel replica holds the whole state and saves a part of it. When a recovery opens a
-snapshot of a failed rank, a live replica makes this snapshot from live tensors. It holds the part that the failed rank
-saved. The recovery uses it like any other dense snapshot.
+snapshot of a failed rank, a live replica makes this snapshot from live tensors. The snapshot holds the part that the
+failed rank saved. The recovery uses it like any other dense snapshot.
 """
 
 from __future__ import annotations

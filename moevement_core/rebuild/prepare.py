@@ -45,10 +45,10 @@ class Prepared:
     False if another number of ranks re-executes iterations, because sums then have another order.
     """
     other_arithmetic: str = ""
-    """Reason why the last bits may differ from the lost ones, in words; empty if they may not.
+    """Reason, in words, why the recovered state may differ in last bits from the lost state; empty without a reason.
 
     With a reason, a difference is reported and is no error. Snapshots of replayed iterations are then captured again,
-    because a window must not mix two histories.
+    because a window must not mix snapshots of both states.
     """
     keeps_first: bool = True
     """True if this rank keeps the snapshots that the replay began from, because the next recovery may begin from them.
@@ -130,7 +130,7 @@ def prepare(
                 placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
-            log.warning(f"{len(failed)} snapshots could not be fetched from where they were reported; planning again")
+            log.warning(f"{len(failed)} snapshots could not be fetched from the reported places; ranks plan again")
         asked_again += 1
         unavailable |= _gone(failed, asked_again)
 
@@ -220,7 +220,7 @@ def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any
 
 
 def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
-    """Return the outcomes that ranks of this rank's model replica have recorded; all clipped by the same norm."""
+    """Return the outcomes recorded in this rank's model replica, whose ranks all clip by the same norm."""
     known: dict[int, Any] = {}
     for report in reports:
         if report.replica == own.replica:

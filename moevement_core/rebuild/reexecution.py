@@ -33,7 +33,7 @@ class Reexecution(Observer):
         prepared: prepared recovery.
         plan: plan of this rank.
         recapture: function that captures the snapshot of a re-executed iteration again; None if earlier snapshots stay
-            valid. Every rank calls it for each re-executed iteration but the last.
+            valid. Every rank calls the function for each re-executed iteration but the last.
     """
 
     def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
@@ -118,13 +118,13 @@ class Reexecution(Observer):
         if iteration in self._prepared.snapshots and not self._prepared.other_arithmetic:
             checkpointer.adopt(self._prepared.snapshots[iteration])
         elif record.get("step") and checkpointer.takes(iteration):
-            if iteration > plan.dense_at and self._gradients_stay:  # earlier, frozen operators had no gradients
+            if iteration > plan.dense_at and self._gradients_stay:  # until then, frozen operators have no gradients
                 checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
 
     def _lose(self, recapture: Recapture, iteration: int, record: Mapping[str, Any]) -> None:
-        """Replace the saved snapshot of an iteration, which belongs to another history because updates were lost."""
+        """Replace the saved snapshot of an iteration: it holds a state with updates that the recovery has lost."""
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:

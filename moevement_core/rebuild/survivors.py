@@ -1,8 +1,9 @@
-"""Comparison of the state that survivors kept with digests, before training continues.
+"""Check of the state that survivors kept, before training continues.
 
-A replay proves the state that it recomputes, but survivors recompute nothing. Their state is compared with two other
-sources. One is each survivor's newest snapshot, if it belongs to the resume iteration; it may hold digests of some
-operators or of all. The other source is data-parallel replicas. No gradients of the interrupted iteration may be left.
+A replay proves the state that it recomputes, but survivors recompute nothing. Two comparisons check their state. Each
+survivor compares its state with the digests in its snapshot of the resume iteration, if it has one. That snapshot may
+hold digests of some operators or of all. Data-parallel replicas compare their weights with each other. The check also
+refuses gradients that the interrupted iteration left behind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SurvivorChecks:
     ranks: int
     """Number of ranks that kept their state."""
     in_part: int
-    """Number of survivors compared in part: with a snapshot of some full state and of compute weights."""
+    """Number of survivors compared in part, with a snapshot of some operators' full state and of compute weights."""
     whole: int
     """Number of survivors compared with digests of the whole state."""
 

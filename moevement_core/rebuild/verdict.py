@@ -52,7 +52,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
     if differences and is_explained and not unequal:
         if dist.get_rank() == 0:
             log.warning(
-                f"{other_arithmetic}: the replayed state does not have the lost bits ({_some(differences)}; "
+                f"{other_arithmetic}: the replayed state differs from the lost one ({_some(differences)}; "
                 f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
                 "Training continues from this state, as from a checkpoint that another machine has loaded"
             )

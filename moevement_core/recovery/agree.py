@@ -26,7 +26,7 @@ class RankStatus:
     has_begun_next: bool = False
     """True if the rank had begun the next iteration, so that it had done any evaluation and save due before it."""
     goal: RankStatus | None = None
-    """Goal of a recovery of this rank that a further failure interrupted; None without one.
+    """Goal of this rank's recovery that a further failure interrupted; None without one.
 
     It is the status of a rank that had committed the iteration which the recovery was to reach.
     """

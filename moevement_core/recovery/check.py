@@ -5,9 +5,9 @@ compares its state with these digests at each iteration that it has digests for.
 iteration at which its whole state was compared and was equal. The state of a rank is known up to the oldest of these
 iterations over all its operators, and counts as verified only up to there.
 
-An operator is only *restored* if it was compared with the snapshot that it was loaded from, before any update. Its
-bytes were not recomputed. An operator is *recomputed* if it was compared after at least one update. If no operator was
-recomputed, nothing counts as verified.
+An operator is *recomputed* if it was compared after at least one update. An operator is *restored* if it was compared
+only before its first update, with the snapshot that it was loaded from. If no operator was recomputed, nothing counts
+as verified.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20
-"""Most differences that are described in words."""
+"""Largest number of differences that are described in words."""
 _PIECE = 1 << 24
-"""Most elements that are compared at a time, because the device may have little free memory."""
+"""Largest number of elements that are compared at a time, because the device may have little free memory."""
 
 
 def relative_difference(recomputed: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -34,8 +34,8 @@ def fetch(
         open_sum: returns blocks of parity that this rank holds.
 
     Returns:
-        This rank's checked snapshots, by iteration of the plan. The fetch stands in place of a snapshot that its holder
-        could not provide.
+        This rank's checked snapshots, by iteration of the plan. If a holder could not provide a snapshot, the value is
+        the fetch itself.
     """
     fetched: dict[int, Snapshot | Fetch] = {}
     for request in plan.fetches:

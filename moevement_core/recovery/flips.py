@@ -75,7 +75,7 @@ class _Flipper:
         self._store = connect(address) if address is not None and self._left else None
 
     def due(self, kinds: Sequence[FlipKind], rank: int, iteration: int) -> Iterator[tuple[int, Flip]]:
-        """Yield the flips that may happen here, with their numbers."""
+        """Yield the unclaimed flips of these kinds that are due on ``rank`` at ``iteration``, with their numbers."""
         for number, flip in list(self._left):
             if flip.kind in kinds and flip.rank in (None, rank) and flip.iteration <= iteration:
                 yield number, flip
@@ -211,7 +211,7 @@ class _Announced:
     """Header of the payload, once it has been sent."""
 
     def covered(self, payload: torch.Tensor, draw: random.Random) -> tuple[str, int]:
-        """Draw a byte in the first piece of the payload; return the name of the byte's tensor and the byte's offset.
+        """Choose a random byte in the first piece of the payload. Return the name of its tensor, and its offset.
 
         A digest covers the byte, so the byte is never padding between tensors.
         """

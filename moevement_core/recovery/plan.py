@@ -32,7 +32,7 @@ class Report:
     stage: int
     holdings: tuple[Holding, ...]
     logged: tuple[int, ...] = ()
-    """Iterations of which the rank has logged everything that it sent over its stage's boundaries."""
+    """Iterations for which the rank's boundary log is complete."""
     outcomes: Mapping[int, Any] = field(default_factory=dict)
     """Records of recent iterations, by iteration."""
     replica: int = 0
@@ -40,7 +40,7 @@ class Report:
     summed: tuple[Summed, ...] = ()
     """Blocks of parity that the rank holds."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
-    """Failed ranks of which this rank is a live replica, each with the number of operators of its stage."""
+    """Failed ranks whose state is live on this rank, each with the number of operators of its stage."""
     arithmetic: str = ""
     """Text on all properties of this process that affect bits of results (:mod:`moevement_core.util.arithmetic`)."""
     is_repeatable: bool = True
@@ -57,7 +57,7 @@ class RecoveryPlan:
     """Plan of one recovery: snapshots to fetch, and iterations to redo or to execute again."""
 
     first: int
-    """Iteration a: the replay begins from ``state@first``."""
+    """Iteration of the first snapshot that the recovery loads."""
     dense_at: int
     """First iteration at which every operator of every stage is active."""
     until: int
@@ -65,7 +65,7 @@ class RecoveryPlan:
     begins: int
     """Iteration whose state the first snapshots hold; the iterations after it are repeated."""
     runs: Mapping[int, RecoverableRun]
-    """Run of snapshots of each stage."""
+    """Recoverable run of each stage."""
     fetches: tuple[Fetch, ...]
     """Fetches of all snapshots that ranks use, in the order of iterations."""
     ranks: frozenset[int] = frozenset()
@@ -83,7 +83,7 @@ class RecoveryPlan:
 
     @property
     def redone(self) -> range:
-        """Iterations of which only the update is repeated."""
+        """Iterations whose updates are repeated from gradients, while the iterations are not executed again."""
         return range(self.begins + 1, self.iterations.start)
 
     def sources(self) -> dict[Source, int]:
@@ -119,7 +119,7 @@ def plan_from_replicas(reports: Sequence[Report], until: int, ranks: Collection[
         ranks: ranks that lost their state.
 
     Returns:
-        None if a rank has no live replica, or ``ranks`` is empty.
+        Plan; None if a rank has no live replica, or ``ranks`` is empty.
     """
     stages = {report.rank: report.stage for report in reports}
     fetches, runs = list[Fetch](), dict[int, RecoverableRun]()
@@ -152,7 +152,7 @@ def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> 
         ranks: ranks that lost their state.
 
     Returns:
-        None if the available copies of gradients do not reach ``until``.
+        Plan; None if the available copies of gradients do not reach ``until``.
     """
     try:
         held, usable, restored = _found(
@@ -237,7 +237,7 @@ def _by_redo(
 ) -> RecoveryPlan | None:
     """Return the plan that repeats updates up to the newest iteration that gradients of every stage reach.
 
-    A run that is only a dense snapshot, and needs no update, is used only with ``with_dense``.
+    A recoverable run of a single dense snapshot needs no update. It is used only with ``with_dense``.
     """
     runs = {
         stage: {run.last: run for run in redo_runs(snapshots, until, with_dense=with_dense)}
@@ -335,7 +335,7 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
     usable = {}
     for iteration in sorted(common):
         schedules = {holding.schedule for rank in ranks for _, _, holding in held[rank][iteration]}
-        if len(schedules) == 1:  # Otherwise some snapshots are left from another run of the job.
+        if len(schedules) == 1:  # Otherwise, some snapshots are left over from other schedules.
             usable[iteration] = _held_by_all([held[rank][iteration] for rank in ranks])
     return usable
 

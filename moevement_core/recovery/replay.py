@@ -1,9 +1,9 @@
 """Replay from snapshots to a dense state: the state machine of MoEvement's figure 8 (section 3.3), and redo.
 
-Before iteration a+1, the replay loads the first slot: full state of some operators, and compute weights of the other
-operators. Iteration a+1 runs with the other operators frozen. Then the replay loads the next slot, and so on. After the
-last slot, every operator is active and the state is dense. From there, iterations run as usual, up to the last
-committed iteration.
+The first snapshot is ``SS_a``. It holds full state of some operators, and compute weights of the other operators. The
+replay loads it, and executes iteration a+1 with the other operators frozen. Then the replay loads the next snapshot,
+and so on. After the last snapshot of the recoverable run, every operator is active and the state is dense. From there,
+the replay executes iterations as usual, up to the last committed iteration.
 
 If snapshots hold gradients, no iteration is executed before the state is dense. Instead, the replay repeats the updates
 of the operators whose full state is loaded.
@@ -37,8 +37,8 @@ class Trainer(ABC):
         Args:
             snapshot: snapshot of this rank.
             loads: kind of state to load, by operator.
-            is_shared: True if the replicas of a state exchange the parts that each replica has saved; then all these
-                replicas call this method. False to wait for no rank; :meth:`gather_replicas` exchanges the parts later.
+            is_shared: True if data-parallel replicas exchange the parts of the state that each has saved. All of them
+                then make this call. False to wait for no rank; :meth:`gather_replicas` exchanges the parts later.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
@@ -75,9 +75,9 @@ class Trainer(ABC):
 
         Args:
             iteration: iteration to execute.
-            outcome: record of the first execution. It says if the update was skipped, and by which norm gradients were
-                clipped. Without a record, the trainer computes both. It can, because then every operator is active, or
-                the iteration was left out.
+            outcome: record of the first execution. It has the norm that clipped the gradients, and whether the update
+                was skipped. None without a record: the trainer then computes both. Every operator is active in this
+                case, or the iteration was left out.
 
         Returns:
             Losses by name; empty if this rank has none.

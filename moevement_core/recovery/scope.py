@@ -1,8 +1,7 @@
 """Scope of a recovery: the stages that roll back when some stages lost their state (MoEvement section 3.4, appendix A).
 
 Neighbouring stages that both lost their state have no logs to feed each other. They replay together as a *segment*, and
-send each other live tensors. Segments that do not touch replay at the same time, and healthy neighbours feed each of
-them.
+send each other live tensors. Several segments replay at the same time, and healthy neighbours feed each of them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class SnapshotSource(ABC):
 
     @abstractmethod
     def holdings(self) -> Sequence[Holding]:
-        """Return all snapshots of this source, checked or not."""
+        """Return descriptions of all snapshots of this source, whose bytes may be unchecked."""
 
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:

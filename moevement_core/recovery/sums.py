@@ -1,4 +1,4 @@
-"""Pure planning of lost snapshots that can be computed from parity and the other snapshots of their group."""
+"""Plans to compute lost snapshots from parity and the other snapshots of their group, without communication."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Summed:
 def places_in_sums(
     reported: Mapping[int, Sequence[Summed]], places: Mapping[int, Mapping[int, Sequence[Place]]]
 ) -> Iterator[Place]:
-    """Yield the snapshots that no rank holds and that can be computed from parity.
+    """Yield places for the snapshots that no rank holds and that can be computed from parity.
 
     Args:
         reported: blocks of parity that each rank holds.

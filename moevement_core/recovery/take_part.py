@@ -80,7 +80,7 @@ def take_part(
             if term.rank == rank
         ]
         is_here = all(part is not None for part in parts)
-        if after == owner:  # The block must have the owner's header, but may have been begun anew without it.
+        if after == owner:  # A block that was begun anew after the report may lack the owner's header.
             is_here &= bool(leases) and owner in leases[-1][1].members
         comes = before is None or _receive(transport, before).kind is Kind.GO
         if not (is_here and comes):
@@ -111,7 +111,7 @@ def take_part(
 
 
 def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, transport: Transport) -> None:
-    """Add this rank's ``parts`` to the pieces from ``before``, or to zeros if that is None, and send them on."""
+    """Add this rank's ``parts`` to the pieces from ``before``, or to zeros if that rank is None, and send the sums."""
     total = torch.empty(min(PIECE, nbytes), dtype=torch.uint8)
     for start in range(0, nbytes, PIECE):
         piece = total[: min(PIECE, nbytes - start)]
@@ -127,7 +127,7 @@ def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, t
 
 
 _Added = tuple[int, Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]]
-"""Coefficient, and function that yields the bytes between two offsets of the sum; each piece has its offset."""
+"""Coefficient, and function that yields the bytes between two offsets, in pieces with their offsets."""
 
 
 def _open(

@@ -90,7 +90,7 @@ class Attempts:
         Only one process is replaced at a time, because the snapshots in the memory of a replaced process are lost.
 
         Args:
-            ranks: ranks that computed such results.
+            ranks: ranks that computed results that are not finite.
 
         Returns:
             The lowest of these ranks that was not replaced since the last progress. None if all were replaced; then the

@@ -13,11 +13,11 @@ SHARE = 20
 
 
 class Backoff:
-    """Schedule of the reads of a value. A read is due when the value's bell has rung or when the backoff is over.
+    """Schedule of the reads of a value. A read is due when the writer signals a new value, or when the backoff is over.
 
-    The caller enters the object as a context manager around each read. The process that writes the value rings the bell
-    (:meth:`SignedStore.ring`). The bell alone does not suffice, because an unauthenticated peer may ring it or keep it
-    from ringing.
+    The caller enters the object as a context manager around each read. To signal a new value, the writer changes a
+    second key, the value's bell (:meth:`SignedStore.ring`). The bell alone does not suffice, because an unauthenticated
+    peer may change it, or may undo a change before the reader sees it.
 
     Args:
         clock: returns monotonic seconds.
@@ -30,7 +30,7 @@ class Backoff:
         """Return True if a read is due now.
 
         Args:
-            rung: True if the bell has rung since the last call.
+            rung: True if the bell has changed since the last call.
         """
         return rung or self._clock() >= self._next_at
 

@@ -10,7 +10,7 @@ from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.util.flags import flag, positive
 
 SHORTEST_LEASE_S = 1.0
-"""Seconds of the shortest lease time that is accepted."""
+"""Shortest lease time that the flag accepts, in seconds."""
 LEASES_TO_HANG = 6
 """Number of lease times after which a rank counts as hung if its main thread makes no progress."""
 

@@ -1,6 +1,7 @@
-"""Coordinator of a job: forms the job at the start and after every failure. It runs in the process that has the store.
+"""Coordinator of a job: assigns ranks to processes ("forms the job") at the start and after every failure.
 
-The coordinator decides alone, so no agreement is needed while processes fail. Every member, rank or spare, has a lease
+The coordinator runs in the process that holds the job's store. It decides alone, so no agreement is needed while
+processes fail. Every member, rank or spare, has a lease
 that its supervisor renews. A member whose lease runs out counts as dead, even if no supervisor saw its process end.
 
 Survivors keep their ranks, and a spare takes over each failed rank. An elastic job goes on with fewer ranks if no spare
@@ -55,7 +56,7 @@ The writer may be gone when a value is lost, so the coordinator keeps these valu
 
 
 MOST_REPORTED = 5
-"""Most groups of ranks on several nodes that the coordinator names for one roster; it only counts further groups."""
+"""Most groups of ranks spanning nodes that the coordinator names for one roster; it only counts further groups."""
 
 
 class State(Enum):
@@ -109,7 +110,7 @@ class Coordinator:
         self.given_up: set[int] = set()
         """Members that count as dead although no supervisor saw them end; their supervisors kill them."""
         self.waits_for_respawn = False
-        """True while enough spares wait, but the job waits for a process that is being started on a certain node."""
+        """True while the job waits for a process that starts on a certain node, although there are enough spares."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
         self._entered = Entered(store, clock)
@@ -221,8 +222,8 @@ class Coordinator:
     def wind_down(self) -> None:
         """Note that the job was asked to end at the next boundary.
 
-        If all ranks fail before that boundary, the coordinator stops the job. A restart would execute one iteration
-        and then end.
+        If all ranks fail before that boundary, the coordinator stops the job instead of forming it again. The new ranks
+        would execute one iteration and then end.
         """
         self._is_winding_down = True
 
@@ -448,7 +449,7 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Return True if waiting members can enlarge the job, and no member has joined for the join wait.
+        """Return True if waiting members can enlarge the job, and no member has joined for ``join_wait_s`` seconds.
 
         Before it returns True, the method interrupts all ranks.
         """
@@ -464,7 +465,7 @@ class Coordinator:
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
-        """Propose the largest job for which survivors and waiting members suffice; if none, wait for spares."""
+        """Propose the largest job for which survivors and waiting members suffice; wait for spares if none exists."""
         waiting = self.waiting()
         replicas = grid.replicas(min(len(survivors) + len(waiting), self._ranks))
         if not replicas:
@@ -491,7 +492,7 @@ class Coordinator:
         if not self.members or self._clock() - self.membership.joined_at < self._spare_timeout_s:
             return True
         missing = ", ".join(map(str, absent[:5])) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        since = f"members {missing} did not join within {self._spare_timeout_s:g} s of the newest member"
+        since = f"members {missing} did not join within {self._spare_timeout_s:g} s after the newest member"
         if len(self.members) < self._ranks:
             self.stop(f"{since}; the number of members is {len(self.members)}, but the job has {self._ranks} ranks")
             return True

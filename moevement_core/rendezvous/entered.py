@@ -50,8 +50,8 @@ class Entered:
         """Return the values that members have written under a key of the store.
 
         Args:
-            key: key with ``{}`` in place of the generation, such as :data:`LEFT`. It is also the name of the bell that
-                a member rings after it has written.
+            key: key with ``{}`` in place of the generation, such as :data:`LEFT`. The values are under this key with
+                ``/MEMBER`` appended. The key itself is a bell: a member changes it after it has written its value.
             generation: the generation.
             members: members that may have written.
 

@@ -79,7 +79,7 @@ class JobCode:
 
 
 def script_text(script: str) -> bytes:
-    """Return the text of a script as the launcher read it, or from its path if the launcher read another script."""
+    """Return the text of a script: the launcher's copy if the launcher read it, else the content of the file."""
     path, _, kept = os.environ.get(SCRIPT_TEXT_ENV, "").partition(":")
     with open(path if path and kept == os.path.abspath(script) else script, "rb") as file:
         return file.read()
@@ -147,7 +147,7 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _modules_beside(script: Path) -> dict[str, str]:
-    # Every process checks thousands of modules when it joins, so the beginning of their paths excludes most of them.
+    # Every process checks thousands of modules when it joins. The comparison of path prefixes quickly excludes most.
     folders = tuple({f"{script.parent.absolute()}{os.sep}", f"{script.parent.resolve()}{os.sep}"})
     digests = {}
     for name, module in list(sys.modules.items()):

@@ -15,12 +15,12 @@ from moevement_core.rendezvous.status_page import boot_time_s
 BEATS = 10
 """Number of renewals in a lease time."""
 CONNECT_S = 1.0
-"""Seconds that a connection may take to be made."""
+"""Longest time to establish a connection, in seconds."""
 MOST_BEATS_BETWEEN_CALLS = 4
 """Longest backoff between two attempts to connect, in beats.
 
-Without a backoff, supervisors that all lost their connections at once could keep the server from greeting any of them.
-The longest backoff is well below a lease time.
+If all supervisors reconnected at once without a backoff, the server could fail to authenticate any of them in time. The
+longest backoff is well below a lease time.
 """
 
 
@@ -32,8 +32,8 @@ class LeaseClient:
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
-        started_by: name of the start that this supervisor belongs to
-            (:data:`~moevement_core.util.environment.START_ENV`). The server lists these names in
+        started_by: value of :data:`~moevement_core.util.environment.START_ENV`: the execution of a node's command that
+            has started this supervisor. The server lists these values in
             :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
     """
 
@@ -121,8 +121,8 @@ class LeaseClient:
     def _pause_s(self, interval_s: float) -> float:
         """Return the seconds from the last attempt to connect to the next attempt.
 
-        The longest pause doubles with each attempt, up to :data:`MOST_BEATS_BETWEEN_CALLS`. The pause is drawn at
-        random from the upper half, so that supervisors do not all connect at the same time.
+        The longest pause doubles with each attempt, up to :data:`MOST_BEATS_BETWEEN_CALLS`. The method returns a random
+        time from half of the longest pause to the longest pause, so that supervisors do not all connect at once.
         """
         if self._calls <= 1:
             return interval_s

@@ -107,10 +107,10 @@ class LeaseServer:
                 return
 
     def _bound_unknown(self) -> None:
-        """Drop callers that are too slow to greet, and accept no further ones while :data:`MOST_UNKNOWN` are greeting.
+        """Close connections whose proof is late; accept no more while :data:`MOST_UNKNOWN` proofs are pending.
 
-        After an interruption of the network, all supervisors connect at once. The server never drops a caller in favour
-        of another. So every supervisor is heard at the latest after the time of all greetings together.
+        After an interruption of the network, all supervisors connect at once. The server never closes one connection to
+        accept another. So each supervisor waits at most for the proofs of all callers before it.
         """
         now = time.monotonic()
         allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
@@ -149,7 +149,7 @@ class LeaseServer:
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
             supervisor.started_by = str(message.get("started_by", ""))
-        if "lease_s" in message:  # The lease time is a flag of the script, and only the tasks know these flags.
+        if "lease_s" in message:  # A flag of the script sets the lease time, and only supervisors see the flag.
             self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
@@ -185,13 +185,13 @@ class LeaseServer:
 
     @property
     def heard(self) -> set[str]:
-        """Names of the starts (``started_by``) whose supervisors have sent a message within the lease time."""
+        """Values of ``started_by`` of the supervisors that have sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """Names of the starts (``started_by``) whose supervisors are connected now."""
+        """Values of ``started_by`` of the supervisors that are connected now."""
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:

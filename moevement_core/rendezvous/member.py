@@ -30,7 +30,7 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
-"""Longest single wait in the store. Between two waits, the member checks if the job has stopped or given it up."""
+"""Longest single wait in the store. Between waits, the member checks if the job has ended or excluded it."""
 
 
 class Member:
@@ -104,7 +104,7 @@ class Member:
             raise JobStopped(f"the job goes on without this process, which {why.decode()}")
 
     def leave(self, reason: str, committed: int, *, had_recovered: bool = False, suspects: Sequence[int] = ()) -> None:
-        """Report that this rank has left its generation; the coordinator forms the job when all survivors have left.
+        """Report that this rank has left its generation; the coordinator forms the next when all survivors have left.
 
         Args:
             reason: error of this rank; empty if the failure was elsewhere.
@@ -137,9 +137,9 @@ class Member:
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:
-        """Write a value of this member for the coordinator, and ring the bell of the key.
+        """Write a value of this member, and signal the coordinator to read the values of the key at once.
 
-        The bell makes the coordinator read the values at once. Otherwise it waits for a backoff of 1 s or more.
+        The signal is a change of the key's bell. Without it, the coordinator reads after a backoff of 1 s or more.
         """
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)

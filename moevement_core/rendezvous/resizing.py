@@ -42,7 +42,7 @@ class Grid:
         return max((size for size in self.sizes if size * self.unit * self.stages <= processes), default=0)
 
     def world(self, replicas: int) -> int:
-        """Return the number of ranks of a job with a number of replicas."""
+        """Return the number of ranks of a job with ``replicas`` data-parallel replicas."""
         return replicas * self.unit * self.stages
 
     def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], replicas: int) -> dict[int, int]:

@@ -29,7 +29,7 @@ _MAC_CHARACTERS = 64
 _ANNOUNCED = "moevement/token"
 """Key of the announcement of the job's token; it has no prefix, so that a process with another token finds it."""
 CLAIMED = "claimed"
-"""Bell that rings when a process has claimed a key; the process that holds the store then adopts the value."""
+"""Bell that changes when a process has claimed a key; the process that holds the store then adopts the value."""
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
 MOST_ADOPTED = 100
@@ -37,7 +37,7 @@ MOST_ADOPTED = 100
 _LOOK_S = 0.05
 """Seconds between two reads of a key whose value has no valid MAC."""
 POLL = timedelta(seconds=1)
-"""Time of one wait in :meth:`SignedStore.get`, after which this process restores its own values."""
+"""Time of one wait in :meth:`SignedStore.get`; between two waits, this process restores its own values."""
 
 
 class SignedStore:
@@ -55,7 +55,7 @@ class SignedStore:
         self._written: dict[str, str] = {}
         """Signed values that this process keeps in the store, by key."""
         self._bells: dict[str, bytes] = {}
-        """Value of each bell at the last call of :meth:`has_rung`."""
+        """Value of each bell at the last call of :meth:`has_rung`, by key."""
         self._refused: dict[str, bytes] = {}
         """Beginning of the last ignored value of each key, so that each value is counted once."""
         self._kept_at = -float("inf")
@@ -114,7 +114,7 @@ class SignedStore:
         return value
 
     def claim(self, key: str, value: str) -> str:
-        """Write a value if no process of this job has written the key before; return the key's value after that."""
+        """Return the value of a key; first write ``value`` if no process of this job has written the key before."""
         signed = self._sign(key, value)
         expected: Any = ""
         while True:
@@ -129,14 +129,14 @@ class SignedStore:
             expected = raw
 
     def ring(self, bell: str) -> None:
-        """Ring a bell, so that processes that listen to it read the values of its key at once.
+        """Change the value of the key ``bell``, so that processes that watch this key read the new values at once.
 
-        A bell is only a hint, because unauthenticated peers can ring it or keep it from ringing.
+        A bell is only a hint, because unauthenticated peers can change it, or undo a change.
         """
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
-        """Return True if a bell has rung since the last call."""
+        """Return True if the value of the key ``bell`` has changed since the last call."""
         raw = self._raw(bell)
         is_new = raw != self._bells.get(bell, _ABSENT.encode())
         self._bells[bell] = raw[:64]
@@ -171,7 +171,7 @@ class SignedStore:
         self._kept_at = time.monotonic()
 
     def adopt(self, *prefixes: str) -> None:
-        """Keep the values of other processes of the job under keys with ``prefixes``, as if this process wrote them."""
+        """Keep in the store what other processes wrote under ``prefixes``, as if this process had written it."""
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
         # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):

@@ -23,8 +23,8 @@ def take_over(
 ) -> dict[int, int]:
     """Return the member that takes over each missing rank.
 
-    A block is a run of consecutive ranks that communicate most with each other, so they should share a node. The
-    function assigns ranks in this order:
+    The ranks of a block communicate in every layer, so they should share a node. The function assigns ranks in this
+    order:
 
     1. Missing ranks of a block go to the node of the block's other ranks. A block that is missing as a whole goes to
        the node where it was.
@@ -64,7 +64,7 @@ class _Free:
         self.taken: dict[int, int] = {}
         """Member by the rank that it takes over."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Pairs of position in the order and member, by node; each list ends with the process that comes first."""
+        """Pairs (position in ``waiting``, member), by node; each list ends with the process of the lowest position."""
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 

@@ -38,7 +38,7 @@ class Allowance:
             return self._taken.get(purpose, 0.0)
 
     def take(self, source: Who, nbytes: int) -> bool:
-        """Record that ``source`` uses ``nbytes``, and return True, if the allowance has that many bytes left for it.
+        """Record that ``source`` uses ``nbytes`` if the allowance has room for them; return True if it has.
 
         Otherwise the recorded bytes of ``source`` stay the same.
         """

@@ -51,7 +51,7 @@ class Pace:
         threading.Thread(target=self._look, name="moevement-pace", daemon=True).start()
 
     def begin(self, *, was_quiet: bool) -> None:
-        """Start the clock of an iteration.
+        """Record that an iteration begins now.
 
         Args:
             was_quiet: True if nothing was saved during the whole previous iteration.

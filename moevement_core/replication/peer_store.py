@@ -70,7 +70,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that are not needed by any restore point that ends at ``SS_last`` or later."""
+        """Free the parts of snapshots that no recoverable run needs if it ends with ``SS_last`` or a later snapshot."""
 
     @abstractmethod
     def drop(self, first: int, count: int) -> None:

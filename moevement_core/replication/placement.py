@@ -43,7 +43,7 @@ class Copies:
 
     replicas: int
     same_node: bool
-    """True if copies may be on the rank's own node, where they survive a process but not the node."""
+    """True if copies may be on the rank's own node, where they survive the loss of a process, but not of the node."""
     warning: str | None = None
     """Warning for users if there are fewer copies than wanted, or none on other nodes; None otherwise."""
 
@@ -94,7 +94,7 @@ def place(
         replicas: r, number of copies of each snapshot.
         kind: rule that chooses the peers.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
-        same_node: True if copies may be on the rank's own node, where they survive a process but not the node.
+        same_node: True if copies may be on the rank's own node, where they survive the loss of a process only.
         before: present peers of every rank. Peers that still fit stay, so that their copies need not be sent again.
 
     Raises:
@@ -226,7 +226,7 @@ def _near_redundancy(
 class _Choice:
     """Choice of the best next peer of a rank, in time that usually does not grow with the number of ranks.
 
-    The conditions below are compared in order. The first one that only one of two peers meets decides for that peer:
+    Two peers are compared by the conditions below, in order. The first condition that only one of them meets decides:
 
     - The peer keeps fewer than ``replicas`` copies.
     - The peer's node has no copy of this rank.

@@ -70,7 +70,7 @@ class Receiver(ABC):
         try:
             message = Message.decode(data)
         except SnapshotError:  # the connection ends, because the position of the next message is unknown
-            what, instead = f"a message of rank {self.store.source}", "receives nothing more until ranks reconnect"
+            what, instead = f"a message of rank {self.store.source}", "the rank is ignored until ranks reconnect"
             damage.report("the checksum of a message", what, instead)
             raise
         if message.rank != self.store.source:
@@ -148,7 +148,7 @@ class Receiver(ABC):
     def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a received copy") -> None:
         what = part if isinstance(part, str) else part.name
         text = f"snapshot {iteration} of rank {self.store.source} arrived damaged ({what})"
-        damage.report(by, text, "requested it again")  # reported at once, before any error that the damage causes
+        damage.report(by, text, "this rank requests it again")  # at once, before any error that the damage causes
 
     def _checked(self, header: Header, message: Message) -> Header:
         store = self.store

@@ -83,7 +83,7 @@ class ReplicaStore(PeerStore):
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that are not needed by any restore point that ends at ``SS_last`` or later."""
+        """Free the parts of snapshots that no recoverable run needs if it ends with ``SS_last`` or a later snapshot."""
         with self._lock:
             held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
             for iteration, unneeded in superseded(held, last).items():

@@ -41,8 +41,8 @@ wait until that thread releases the lock, so chunks must not be too small.
 STEP_S = 0.1
 """Longest single wait for a thread or an answer, in seconds.
 
-A longer wait is made of several such waits, because a main thread that executes no bytecode for long is taken for a
-hanging thread.
+A longer wait consists of several such waits, because a rank counts as hung if its main thread executes no bytecode for
+long.
 """
 
 

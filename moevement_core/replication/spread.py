@@ -1,8 +1,9 @@
 """Rate at which copies are sent: a share of the link's rate, so that messages of training do not wait behind copies.
 
 A bulk stream at full speed fills the queues of a slow link, and every small message of training waits in these queues.
-On a link of 100 Mbit/s, training stood still while copies were sent. Well below the link's rate the queues stay empty,
-and the same copies delay training about half as much. A sender learns the rate of the link from its sends:
+On a link of 100 Mbit/s, training stood still while copies were sent at full speed. At a rate well below the link's, the
+queues stay empty, and the same copies delay training about half as much as at full speed. A sender learns the rate of
+the link from its sends:
 
 - One of every :data:`TRIED_EVERY` sends runs at full speed.
 - A send that takes longer than its rate implies was limited by the link.
@@ -17,7 +18,7 @@ TIME_SHARE = 0.8
 LINK_SHARE = 0.4
 """Share of the link's rate at which a send runs, unless the send must be faster to end in time."""
 LATE = 1.3
-"""Ratio of measured to expected seconds of a send above which the link, or the peer, is slower than the send's rate."""
+"""Ratio of measured to expected seconds of a send. Above this ratio, the link or the peer has limited the send."""
 TRIED_EVERY = 32
 """Number of sends from one full-speed send to the next. A full-speed send shows if a slow link has become faster."""
 MEASURED_BYTES = 512 << 10

@@ -1,8 +1,8 @@
 """Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
 
 For each snapshot the rank sends a message and a header, and the peer answers. If the answer is GO, the rank sends the
-payload, and the peer answers a second time. Nothing is pickled, so foreign bytes can execute nothing: the receiver
-refuses them.
+payload, and the peer answers a second time. Nothing is pickled, so bytes from a foreign process can execute no code.
+The receiver refuses them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Message:
         """
         raw = data.numpy().tobytes()
         if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
-            raise SnapshotError("the checksum of a message is wrong; it was damaged, or is not a message of moevement")
+            raise SnapshotError("a message has a wrong checksum; it was damaged, or it is not a message of moevement")
         magic, kind, rank, iteration, header_bytes, payload_bytes, count, check = _FIELDS.unpack_from(raw)
         if magic != _MAGIC or kind not in tuple(Kind) or header_bytes > MAX_HEADER_BYTES:
             raise SnapshotError(

@@ -1,4 +1,4 @@
-"""Restart in place: a process is interrupted together with all other ranks, and goes on in the next generation.
+"""Restart in place: a failure interrupts all ranks, and the surviving processes go on in the next generation.
 
-The package knows torch.distributed and nvidia-resiliency-ext, but nothing of the trainer.
+The package uses torch.distributed and nvidia-resiliency-ext. It does not depend on the trainer.
 """

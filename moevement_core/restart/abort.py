@@ -21,15 +21,15 @@ class AbortAll(Abort):
     """Abort of every communication of this process with other ranks; it runs on the guard's monitoring thread.
 
     Torch 2.13 has no abort for gloo, and the destruction of a gloo group does not end the waits in the group. A peer
-    that is only stopped keeps its connections open. So this process shuts down its own sockets, and every wait of gloo
-    in it ends at once with an error.
+    that is only stopped keeps its connections open. So this process shuts down its own sockets. Every wait of gloo in
+    this process then ends at once with an error.
 
     Args:
-        store: endpoints of the job's store; most connections to it stay.
-        groups: connections to the store that process groups are made through; the abort shuts them down.
+        store: endpoints of the job's store; connections to it stay open, except those in ``groups``.
+        groups: connections to the store that torch's process groups use; the abort shuts them down.
         before: called first, to note that errors from now on come from the abort.
         leaving: account that records the beginning of each phase.
-        listeners: inodes of the sockets that listened before any process group was made; they stay.
+        listeners: inodes of the sockets that listened before any process group was made; they stay open.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def _destroy_user_buffers() -> None:
 
     The ``AbortTransformerEngine`` of nvidia-resiliency-ext also resets the registry of FP8 scales. Modules that outlive
     the abort would never register again, and their scales would stay constant for the rest of the job. This function
-    was not run on a GPU.
+    has not been tested on a GPU.
     """
     if (engine := sys.modules.get("transformer_engine.pytorch")) is not None:
         engine.module.base.destroy_ub()

@@ -27,9 +27,9 @@ class Patience:
     """Limits in seconds on the wait for data that is under way."""
 
     idle_s: float = 0.02
-    """Seconds without any movement after which a connection counts as idle."""
+    """Seconds from the first check until a connection without movement counts as idle."""
     moved_s: float = 0.06
-    """Seconds without movement after which a connection counts as idle if data has moved on it.
+    """Seconds from the last movement until a connection counts as idle, if data has moved since the first check.
 
     The limit is longer than ``idle_s``, because the sender may be waiting for a processor.
     """

@@ -1,11 +1,11 @@
-"""Health check of this process's device. It finds if this process, or any other process, can still use the device.
+"""Health check of this process's device. The check decides if this process, and if others, can still use the device.
 
 A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call on the device
 fails or never returns. Such a process gives its rank back.
 
-Most faults end with the process. NVML reports the other faults: the device needs a reset, or has lost memory. A device
-with such a fault is broken. A device that fails in the first check of a process counts as broken as well. No process
-gets a broken device.
+Most faults disappear when the process ends. NVML reports the other faults: the device needs a reset, or has lost
+memory. A device with such a fault is broken. A device that fails in the first check of a process counts as broken as
+well. No process gets a broken device.
 
 NVML's reports were tested with a stub only. A broken CUDA context was also tested on a GPU (check E6 in docs/gpu.md).
 """

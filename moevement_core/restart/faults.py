@@ -26,7 +26,7 @@ class Phase(StrEnum):
     READY = "ready"
     """Counting of ready gradients whose reduction overlaps with the backward pass."""
     FORK = "fork"
-    """Exit from a forked random state (attention dropout), when the state is restored but its name is not."""
+    """Exit from a forked random state (attention dropout): the state is restored, the name of the state is not yet."""
     REDUCE = "reduce"
     COPY = "copy"
     """Moment at which the optimizer has copied the gradients, before any reduction that uses the copy."""
@@ -176,7 +176,7 @@ def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) ->
         ranks: number of ranks in the job.
         rank: rank that is killed.
         seed: seed; equal seeds give equal times.
-        life: number of the generation. Each generation draws its own times, because a Poisson process has no memory.
+        life: number of the generation. Each generation has new random times, because a Poisson process has no memory.
     """
     draws = random.Random(f"{seed}/{rank}/{life}")
     time_s = 0.0

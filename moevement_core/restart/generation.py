@@ -155,5 +155,5 @@ def connecting() -> AbstractContextManager[Any]:
 
 
 def working() -> AbstractContextManager[Any]:
-    """Return a context with the usual limit on hangs, for a rank that works itself in :func:`waiting_for_others`."""
+    """Return a context with the usual limit on hangs, for work of this rank inside :func:`waiting_for_others`."""
     return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

@@ -5,8 +5,8 @@ abort communication and interrupt the main thread.
 
 The library's ``Wrapper`` around them is not used, for two reasons. It makes ranks meet in barriers of the failed
 generation, which a failed rank never enters. And it ends a rank whose monitor cannot be reached, although the memory of
-that rank is intact. With the guard, a rank without a result leaves the generation. The coordinator then decides which
-processes take part in the next generation.
+that rank is intact. Under the guard, a rank that fails or is interrupted only leaves the generation. The coordinator
+then decides which processes take part in the next generation.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Guard:
         return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 
     def working(self) -> AbstractContextManager[None]:
-        """Return a context with the usual limit, for a rank that works itself in :meth:`waiting_for_others`."""
+        """Return a context with the usual limit, for work of this rank inside :meth:`waiting_for_others`."""
         return self._limit(self._usual_s)
 
     def connecting(self) -> AbstractContextManager[None]:

@@ -57,13 +57,14 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE
 DUMP_AFTER = 1 / 3
 """Share of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
 
-The share is two lease times. After three lease times, the job goes on without the rank.
+The limit is six lease times, so the rank prints the stacks after two. The job goes on without the rank after three, or
+after twelve if members have devices.
 """
 QUIET = 1 / 6
 """Share of the limit on hangs (one lease time) after which a rank reports each phase of leaving to the coordinator."""
 REPORT_S = 5.0
-"""Seconds that a process has to report that it gives its rank back. After them it ends without the report, and only its
-exit code tells the reason."""
+"""Seconds that a process has to report that it gives its rank back. If the report takes longer, the process ends
+without it, and only the exit code tells the reason."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class _Restarts:
             self._give_back(fault)
 
     def _give_back_after(self, error: Exception, guard: Guard | None = None) -> None:
-        """Give the rank back, without returning, if an exception came from this process's device; else return."""
+        """Give the rank back and end this process if an exception came from its device; otherwise return."""
         fault = fault_of(error) if self._health is None else self._health.fault_of(error)
         if fault is not None:
             traceback.print_exc()
@@ -325,7 +326,7 @@ class _Restarts:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
-                if not is_aborting():  # The abort itself causes errors; then the next check of the device decides.
+                if not is_aborting():  # An abort causes errors too, so the next check of the device decides.
                     self._give_back_after(error, guard)
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"

@@ -65,7 +65,7 @@ class Injector:
                 strike(fault, f"iteration {iteration}")
 
     def _is_first(self, number: int) -> bool:
-        """Claim a fault in the job's store; return False if an earlier process with this rank has had it."""
+        """Claim a fault in the job's store; return False if an earlier process with this rank has claimed it."""
         own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_INJECTED.format(number), own_claim) == own_claim
 
@@ -73,7 +73,7 @@ class Injector:
 def _is_due(fault: Fault, iteration: int | None) -> bool:
     """Return True if ``fault`` is due in ``iteration``.
 
-    A fault in the phase of sending is also due in later iterations, because an iteration may send nothing.
+    A fault in the phase ``replicate`` is also due in later iterations, because an iteration may send nothing.
     """
     if fault.iteration is None or iteration is None:
         return fault.iteration is None

@@ -59,15 +59,16 @@ class Account:
     survivors: str = ""
     """Text with the number of ranks that kept their state, and the number of these ranks that were compared."""
     earlier: Sequence[str] = ()
-    """Texts, one for each failed rank of earlier recoveries that this failure interrupted."""
+    """Texts, one for each rank that had failed before, and whose recovery this failure interrupted."""
     first_failed_at: float | None = None
     """Time of the first failure in :attr:`earlier`; None if there is none."""
     leaving: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the slowest rank took to leave the interrupted generation, by phase: ``shut_down`` connections,
     ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused memory."""
     free_bytes: int | None = None
-    """Bytes of free device memory after all ranks had left and before communicators were created again, on the rank
-    with the least (on CPUs: host memory). None if no rank has used a device."""
+    """Bytes of free memory on the rank with the least: device memory on GPUs, host memory on CPUs. Ranks measure them
+    after they have left the generation and before they create communicators again. None if no rank has used a
+    device."""
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the recovery, in order."""

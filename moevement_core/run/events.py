@@ -143,7 +143,7 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """Planned cost of checkpoints on the rank that writes the record, at a start and after a change of the window."""
+    """Planned cost of checkpoints on the rank that writes the record, when the job starts or the window changes."""
 
     kind: ClassVar[str] = "plan"
     iteration: int

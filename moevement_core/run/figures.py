@@ -112,8 +112,8 @@ OF_CHECKPOINTS = (
         "of the window, and together hold all state.", field="window_snapshots",
     ),
     Figure(
-        "persisted_iteration", "", "First iteration of the newest run of snapshots that all peers have; a failure "
-        "rolls back to it.", field="persisted_from",
+        "persisted_iteration", "", "First iteration of the newest recoverable run that all peers have; a failure rolls "
+        "the job back to it.", field="persisted_from",
     ),
     Figure(
         "replication_lag_iterations", "iterations", "Iterations from the newest snapshot that all peers have to the "
@@ -156,17 +156,17 @@ OF_CHECKPOINTS = (
         "overhead_high_ratio", "", "Upper end of the 95% confidence interval of the overhead.", field="overhead_high"
     ),
     Figure(
-        "overhead_copy_ratio", "", "Part of the overhead in which the training thread issues copies.",
+        "overhead_copy_ratio", "", "Part of the overhead: the training thread issues copies.",
         field="overhead_copy",
     ),
     Figure("overhead_digest_ratio", "", "Part of the overhead for digests of copied bytes.", field="overhead_digest"),
     Figure("overhead_send_ratio", "", "Part of the overhead for sending and receiving copies.", field="overhead_send"),
     Figure(
-        "overhead_policy_ratio", "", "Part of the overhead in which the training thread decides on order and window.",
+        "overhead_policy_ratio", "", "Part of the overhead: the training thread decides on order and window.",
         field="overhead_policy",
     ),
     Figure(
-        "overhead_stall_ratio", "", "Part of the overhead in which training waits for a copy.", field="overhead_stall"
+        "overhead_stall_ratio", "", "Part of the overhead: training waits for a copy.", field="overhead_stall"
     ),
     Figure(
         "windows_abandoned", "windows", "Windows that this process gave up because host memory was full.",

@@ -38,7 +38,7 @@ SAFE_SUM = 2
 """Largest number of ranks whose sum has the same bits in any order of ranks."""
 
 MOST_GATHERED_BYTES = 64 << 20
-"""Most bytes that a rank receives to compute a sum in rank order; NCCL computes larger sums in its order."""
+"""Most bytes that a rank receives to compute a sum in rank order; NCCL computes larger sums in an order of its own."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ class Arithmetic:
     def follows(self, place: Place) -> bool:
         """Return True if sums may have other last bits when a rank moves to ``place``.
 
-        The reason is that NCCL's rings, and so the order of sums, follow nodes and devices.
+        The reason is that NCCL's rings, and so the order of sums, depend on nodes and devices.
         """
         return self.uses_gpus and self.widest_sum > SAFE_SUM and place is not Place.SAME_DEVICE
 
     def restored(self, restored: Restored, place: Place) -> Promise:
         """Return the degree to which the restored state equals the lost state.
 
-        Redo is exact in every case, because its updates are elementwise and the norm is recorded. A replay computes
-        sums again.
+        Redo is exact in every case, because its updates are elementwise and the gradient norm is recorded. A replay
+        computes sums again.
         """
         if restored is Restored.REDO or (self.is_deterministic and not self.follows(place)):
             return Promise.EQUAL
@@ -82,7 +82,7 @@ class Arithmetic:
 def of_job(arithmetic: Arithmetic, restored: Restored) -> list[str]:
     """Return sentences for the log of a job: what is equal after a failure, for each place of the replacement."""
     if all(arithmetic.later(restored, place) is Promise.EQUAL for place in Place):
-        return ["after a failure the job continues with equal bits, wherever replacements run"]
+        return ["after a failure the job computes the bits of a job without failures, wherever replacements run"]
     return [
         f"after a failure with the replacement on {_ARTICLES[place]}: restored state: "
         f"{arithmetic.restored(restored, place)}; later iterations: {arithmetic.later(restored, place)}"

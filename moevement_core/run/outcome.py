@@ -31,19 +31,19 @@ class Recovery:
     restored: int
     """Number of operators that were compared only as loaded, before any update, as a sum over ranks."""
     largest_difference: float
-    """Largest difference between a recomputed tensor or loss and the lost one, on any rank, relative to the largest
-    magnitude in either. It is 0 unless bits may differ, and ignores state that is compared by digest alone."""
+    """Largest difference on any rank between a recomputed tensor or loss and the lost one, relative to the largest
+    magnitude in either. It is 0 if bits may not differ. State that is compared by digest alone does not count."""
     losses_until: int | None
     """Iteration up to which recomputed losses were compared with the recorded ones; None if no losses were compared."""
     sends: int
-    """Number of iterations whose sends to other stages were all compared with the first execution, on the rank with
-    the most."""
+    """Number of iterations whose sends to other stages a rank compared with the first execution; the largest number of
+    all ranks."""
     sources: Mapping[str, int]
     """Number of snapshots by source: own memory, peers, parity, a replica's live state, and files."""
     replayed_by_stage: Mapping[str, int]
     """Number of iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
-    """Number of updates that were repeated from logged gradients, on the rank with the most."""
+    """Number of updates that a rank repeated from logged gradients; the largest number of all ranks."""
     lost_tokens: Mapping[str, int]
     """Number of routed tokens whose updates are lost, for each expert that is older than the rest of the state."""
     proportion_lost: float

@@ -31,7 +31,7 @@ _NUMBERS = (
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Fields that may hold ``nan``, ``inf`` or ``-inf`` as text, because JSON has no such numbers."""
 _OF_SPARSE = ("copied_bytes", "replicated_bytes", "snapshot_memory_bytes", "log_memory_bytes")
-"""Fields that a line has if the rank saves checkpoints; they come together or not at all."""
+"""Fields that a line has if the rank saves checkpoints. A line has all of them or none."""
 _COST = (
     "stall_s", "stall_share", "training_thread_s", "training_thread_share", "copied_bytes", "replicated_bytes",
     "windows", "window", "windows_abandoned", "memory_bytes",
@@ -150,7 +150,7 @@ def _fields_of(kind: type, fields: Any) -> str | None:
         if name not in fields:
             if is_optional:
                 continue
-            return f"found no {name}; another version wrote it"
+            return f"the field {name} is missing; another version wrote it"
         if not _fits(fields[name], wanted):
             return f"{name} is {_shown(fields[name])}; needs {getattr(wanted, '__name__', wanted)}"
     return None

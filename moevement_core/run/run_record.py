@@ -72,8 +72,8 @@ class RunRecord:
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Prepare the folder for a run whose next iteration is ``first_iteration``.
 
-        The run may resume an earlier run from a checkpoint. The method then drops the lines of ``first_iteration`` and
-        later iterations, because this run will commit these iterations again.
+        The run may resume an earlier run from a checkpoint. In this case the method drops the lines of
+        ``first_iteration`` and later iterations, because this run will commit these iterations again.
 
         Raises:
             RunRecordError: the folder cannot be written, or files in it are damaged.

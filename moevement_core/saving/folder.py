@@ -63,8 +63,8 @@ RECOVERY_PATIENCE_S = 2.0
 def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder, and find the ranks that share it. Every rank calls it.
 
-    If the job only reads the folder, it may be on a read-only mount. In this case, ranks that see the same files share
-    the folder.
+    A folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. In this case,
+    ranks that see the same files share the folder.
 
     Args:
         flag: flag that sets the folder, for messages.
@@ -106,7 +106,7 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
 
 
 def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
-    """Return an error text, None if the folder can be read; and a digest of the folder's path and file names."""
+    """Return an error text (None if the folder can be read), and a digest of the folder's path and file names."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
@@ -128,10 +128,10 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
 
 
 def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
-    """Exchange findings about the folder, and refuse it if any rank complains. Collective.
+    """Exchange findings about the folder, and refuse the folder if any rank has an error text. Collective.
 
     Raises:
-        ConfigError: a rank complains; the error has the first complaint. Every rank raises it.
+        ConfigError: a rank has an error text; the message is the first of these texts. Every rank raises it.
     """
     findings = all_gather_objects(local, tuple[str | None, _Told])
     if complaint := next((text for text, _ in findings if text), None):
@@ -142,7 +142,7 @@ def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _
 def lock_folder(
     flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
 ) -> FolderLock | None:
-    """Lock every folder for this job. Every rank calls it, and the first rank of a folder locks that folder.
+    """Lock the folders of all ranks for this job. Every rank calls it; the first rank that shares a folder locks it.
 
     Args:
         flag: flag that sets the folder, for messages.
@@ -150,7 +150,8 @@ def lock_folder(
         job: name of the job.
         held: lock that this rank holds already; None if it holds none.
         patience_s: seconds to wait for the disk.
-        may_wait: True to wait until it is known whether another job that holds the lock is alive; see :func:`acquire`.
+        may_wait: True to wait, if another job holds the lock, until that job proves to be alive or dead; see
+            :func:`acquire`.
 
     Returns:
         Lock on the first rank of a folder; None on all other ranks.
@@ -185,7 +186,7 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
 
     Args:
         place: folder that this job writes to.
-        load: value of ``--moevement-load``, whether the job found a window there or not; None without the flag.
+        load: value of ``--moevement-load``, even if the job found no window there; None without the flag.
         node: node of this rank.
 
     Raises:

@@ -1,7 +1,8 @@
 """Names of a job and of its starts, which identify the owner of folders and windows.
 
 All processes of a job know the job's name, even processes that join later. The name stays the same through failures and
-restarts. A job restarts if it loses all state. Each start has a name too, and the windows that the job writes carry it.
+restarts. A *start* is the first beginning of a job, or a restart after the job lost all state. Each start has a name of
+its own. Windows on disk carry the name of the start that wrote them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.topology.topology import Topology
 
 Copies = Mapping[int, Mapping[int, str]]
-"""Snapshots that one rank keeps for other ranks: the id of the schedule, by owner and iteration."""
+"""Snapshots that one rank keeps for other ranks: maps owner and iteration to the id of the snapshot's schedule."""
 
 
 class Peers:

@@ -38,11 +38,11 @@ class ProgressWatch:
         self._meter, self._cap_watch = meter, CapWatch(cap) if cap is not None else None
         self.announced = announced
         self.longest_unpersisted = 0
-        """Largest number of consecutive iterations in which no newer run was persisted."""
+        """Largest number of consecutive iterations in which no newer recoverable run was persisted."""
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
         self._persisted_since: tuple[int, int] | None = None
-        """First snapshot of the newest persisted run, and the iteration at which this rank first saw that run."""
+        """First snapshot of the newest persisted recoverable run, and the iteration at which this rank first saw it."""
         self._silent: set[int] = set()
 
     def forget_peers(self) -> None:
@@ -68,7 +68,7 @@ class ProgressWatch:
                 self._silent.discard(sender.peer)
 
     def _watch_persistence(self, committed: int) -> None:
-        """Warn if no newer window was persisted for two windows, because a failure would lose more and more work."""
+        """Warn if no newer window was persisted during two windows. A failure would now lose more than planned."""
         persisted = self._checkpointer.progress.persisted
         if self._persisted_since is None or persisted != self._persisted_since[0]:
             self._persisted_since = persisted, committed
@@ -81,7 +81,7 @@ class ProgressWatch:
         newest = "no window" if persisted == NONE else f"no window newer than the last one (iteration {persisted})"
         text = (
             f"{since} iterations have passed in which {newest} has reached all peers (a window has {size} iterations); "
-            "a failure now costs more than planned. The logs of the ranks name peers that lag or refuse"
+            "a failure now costs more than planned. The logs of the ranks name peers that lag or refuse copies"
         )
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 

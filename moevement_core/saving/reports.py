@@ -36,7 +36,7 @@ class Reports:
 
     def __init__(self, binding: Binding, rank: int) -> None:
         self.warnings: list[str] = []
-        """Warnings for the summary of the run."""
+        """Warnings for the summary of the training run."""
         self._binding, self._rank = binding, rank
         self._lock = threading.Lock()
         self._from_threads: deque[_FromThread] = deque()
@@ -54,9 +54,9 @@ class Reports:
     def report(self, text: str) -> None:
         """Log a line about this rank; any thread may call it.
 
-        A background thread may fail only because another rank failed. That failure takes a moment to be noticed, and
-        other code reports it. So a separate thread waits for that moment, and then logs the line or drops it. Lines
-        keep their order.
+        A background thread may fail only because another rank failed. Other code detects that failure a moment later,
+        and reports it. So a separate thread waits for that moment. It drops the line if the failure explains the line;
+        otherwise it logs the line. Lines keep their order.
         """
         is_from_thread = threading.current_thread() is not threading.main_thread()
         with self._lock:
@@ -94,6 +94,6 @@ class Reports:
         self.event(event)
 
     def event(self, event: Event) -> None:
-        """Append an event to the run's record, on the rank that keeps it."""
+        """Append an event to the record of the training run, if this rank keeps that record."""
         if self._binding.record is not None:
             self._binding.record.event(event)

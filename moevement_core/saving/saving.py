@@ -58,7 +58,7 @@ class Joining:
     """Snapshots that each rank keeps for other ranks, in the order of ranks."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
-        """Return the policy of this rank's stage. If no rank of the stage survived, use the strategy's first order."""
+        """Return the policy of this rank's stage. A stage without survivors has the strategy's first order."""
         if self.is_of_same_stage:
             return self.policy
         return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
@@ -109,7 +109,7 @@ class Saving:
             pace = Pace(moved)
         self._pause = Pause()
         self.meter = OverheadMeter(self.began_at, self._pause)
-        """Meter of what saving costs training."""
+        """Meter of the training time that saving costs."""
         self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
         """Seconds that the last decision took."""
@@ -251,7 +251,7 @@ class Saving:
     def decide(self, committed: int) -> None:
         """Decide the order of operators and the window, if a window begins. Called before every iteration."""
         began_s = time.perf_counter()
-        # The job may leave out iterations (--iterations-to-skip), and so the first iteration of a window.
+        # The job may leave out iterations (--iterations-to-skip), even the first iteration of a window.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
             before = self.checkpointer.history.newest
@@ -265,7 +265,7 @@ class Saving:
         self.policy_s = time.perf_counter() - began_s
 
     def _spread_copies(self) -> None:
-        """Set the rate of senders from the bytes of snapshots, once the seconds of an iteration are known."""
+        """Set the senders' rate to the bytes per second of new snapshots, once the time of an iteration is known."""
         schedule, iteration_s = self.checkpointer.history.newest, self.meter.quiet_s
         if iteration_s is None:
             return
@@ -324,7 +324,7 @@ class Saving:
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
     def discard_after(self, iteration: int) -> None:
-        """Discard decisions and snapshots after ``iteration``, to which a lossy recovery has rolled back."""
+        """Discard later decisions and snapshots, because a lossy recovery has rolled the job back to ``iteration``."""
         now = generation()
         history = now.roster.generation if now is not None else 0
         schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
@@ -361,8 +361,8 @@ class Saving:
     def oldest_needed(self, committed: int) -> int:
         """Return the oldest iteration whose logs and records a replay may need.
 
-        It follows from the newest persisted run. If no window is persisted for long, it follows from the longest replay
-        that any schedule allows.
+        The newest persisted recoverable run determines this iteration. If no window is persisted for long, the longest
+        replay that any schedule allows determines it.
         """
         reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
         if (run := self.checkpointer.needed)[0] != NONE:
@@ -389,13 +389,13 @@ class Saving:
         )
 
     def keeps(self) -> dict[int, dict[int, str]]:
-        """Return the snapshots that this rank keeps for other ranks: the id of the schedule, by owner and iteration."""
+        """Return the snapshots that this rank keeps for other ranks, as :data:`Copies`."""
         # An owner may have several stores, the newest first. In reversed order, the newest overrides the others.
         stores = reversed(self.checkpointer.replicator.stores)
         return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
-        """Continue in a new generation. Survivors call it where replacements make their :class:`Saving`.
+        """Continue in a new generation. Survivors call it when replacements create their :class:`Saving`.
 
         Args:
             policy: agreed policy of the stage, because a failure may interrupt some ranks within a decision.
@@ -412,7 +412,7 @@ class Saving:
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
         others = [store for store in before if not store.shares_memory_with(current)]
-        # Ranks may have other peers now. Copies for these ranks stay useful until the new peers have copies.
+        # An owner may have other peers now. Its copies on this rank stay useful until the new peers have copies.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()

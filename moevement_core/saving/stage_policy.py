@@ -33,7 +33,7 @@ class Policy:
     disk_job: str
     """Name of the job's start, which windows on disk carry; empty if the job has not used a folder yet."""
     needed: tuple[int, int]
-    """First and last snapshot of the run that is persisted on every rank; ``NONE`` for both without one."""
+    """First and last snapshot of the recoverable run that is persisted on every rank; ``NONE`` for both without one."""
     keeps_own_copies: bool
     """True if ranks keep their own snapshots after all peers have copies."""
 
@@ -53,7 +53,7 @@ class Policy:
 
         Args:
             first: first schedule of the other stage.
-            learned: learned state of the other stage's strategy, which has counted nothing yet.
+            learned: learned state of the other stage's strategy, which has counted no tokens yet.
         """
         schedules = tuple(first.with_windows_of(old) for old in self.schedules)
         return replace(self, schedules=schedules, learned=learned)

@@ -38,7 +38,7 @@ class StepRecords:
         self._last = {**self._record_of(iteration), **outcome}
 
     def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
-        """Set the last record to the record of ``iteration``, from which training resumes; empty if it was left out."""
+        """Set the last record to the record of ``iteration``, the resume iteration; empty if it was left out."""
         self._last = {} if was_left_out else self._record_of(iteration)
 
     def reexecuted(self, record: Mapping[str, Any]) -> None:
@@ -52,11 +52,11 @@ class StepRecords:
             self._last = dict(record)
 
     def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add outcomes that other ranks or snapshots know; outcomes that this rank knows take precedence."""
+        """Add outcomes from other ranks or snapshots. Outcomes that this rank has recorded take precedence."""
         self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
 
     def known(self, until: int) -> dict[int, Any]:
-        """Return the outcomes that this rank knows, by iteration: from snapshots, from records, and of ``until``."""
+        """Return the outcomes that this rank has in snapshots and records, and that of ``until``, by iteration."""
         records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
@@ -65,7 +65,7 @@ class StepRecords:
         return outcomes
 
     def forget_before(self, iteration: int) -> None:
-        """Drop the records of older steps, which no replay executes again."""
+        """Drop the records of iterations before ``iteration``, which no replay executes again."""
         self._recent = {ran: outcome for ran, outcome in self._recent.items() if ran >= iteration}
 
     def _record_of(self, iteration: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Totals of checkpointing in a run, over all ranks."""
+"""Totals of checkpointing in a training run, over all ranks."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def summary(
     recoveries: Sequence[Recovery],
     window: int,
 ) -> dict[str, Any]:
-    """Return the entry on checkpointing for the run's summary, over all ranks. Every rank calls it.
+    """Return the checkpointing entry of the training run's summary, over all ranks. Every rank calls it.
 
     Args:
         totals: totals of this rank.
         progress: progress of this rank's checkpointing.
         on_disk: newest window on disk, number of windows that failed, bytes and seconds of writing.
-        decided: numbers of windows and reorders, and the longest run of iterations without a newly persisted window.
+        decided: numbers of windows and reorders, and the largest number of consecutive iterations without a newly
+            persisted window.
         warnings: warnings that this rank has reported.
         recoveries: recoveries of this process.
         window: iterations of a window of the newest schedule.

@@ -27,9 +27,9 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """Source of the snapshots in a window's files that this rank reports.
+    """Source of the snapshots that this rank reports from the files of one window.
 
-    Each rank reports its own files. The first rank of a folder also reports files of ranks that do not share it.
+    Each rank reports its own files. The first rank of a folder also reports files of ranks with other folders.
     """
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
@@ -73,7 +73,7 @@ class WindowFiles(SnapshotSource):
         return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot, of which only the record is checked; None if it cannot be read."""
+        """Return one snapshot after a check of its record alone; None if the snapshot cannot be read."""
         try:
             snapshot = read_snapshot(self._folder / file_name(owner, iteration))
             snapshot.check_record()
@@ -105,7 +105,7 @@ class JobWindows(SnapshotSource):
         return list(holdings.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot, of which only the record is checked; None if it cannot be read."""
+        """Return one snapshot after a check of its record alone; None if the snapshot cannot be read."""
         files = (window for window in self._files if window.has(iteration))
         return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
 
@@ -117,7 +117,7 @@ class Resize:
     free: Collection[str]
     """Settings that may differ from those of the job that wrote the window."""
     is_needed: Callable[[Manifest], bool]
-    """Function that returns True if the window needs a resize; otherwise it is loaded unchanged."""
+    """Function that returns True if a window needs a resize. Other windows are loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
     """Function that cuts a window for the current ranks. Every rank calls it. RecoveryError is raised on all ranks."""
 

@@ -61,7 +61,7 @@ class _Step(NamedTuple):
     """Seconds of training without stalls."""
     stall_s: float
     is_saving: bool
-    """True if a snapshot was copied, sent or written beside the iteration."""
+    """True if a snapshot was copied, sent or written during the iteration."""
 
 
 class WindowDecisions:
@@ -70,9 +70,9 @@ class WindowDecisions:
     Args:
         strategy: strategy that decides.
         meter: meter of the cost of saving on this rank.
-        counts: counters of the rank's routers; None if the strategy counts nothing.
+        counts: counters of the rank's routers; None if the strategy needs no token counts.
         room: control of extra expert capacity; None if experts get no extra capacity.
-        topology: topology of this generation; :attr:`topology` is replaced in the next.
+        topology: topology of this generation. Each later generation sets :attr:`topology` anew.
         budget: resources that checkpointing may use.
         allowed: host memory that this rank may use.
         asked_window: value of ``--moevement-window``; None to choose W from measurements.
@@ -105,16 +105,16 @@ class WindowDecisions:
         self._counters = [counter for counter in (counts, room) if counter is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {counter: [] for counter in self._counters}
         self._sums: list[tuple[torch.Tensor, Any]] = []
-        """Counts of the last window that are being summed over the stage, each with its asynchronous reduction."""
+        """Token counts of the last window, each with the asynchronous reduction that sums them over the stage."""
         self._counted = NONE
-        """Iteration up to which tokens were taken from the counters."""
+        """Last iteration whose tokens were read from the counters."""
         self._steps: list[_Step] = []
         self.allowed = allowed
         """Host memory that this rank may use."""
         self._decided_at = 0
         """Number of entries in ``_steps`` from before the current window."""
         self._counts_again = False
-        """True if re-executed iterations are counted as new, because a rollback has lost their updates."""
+        """True if tokens of re-executed iterations are counted again, because a rollback has lost their updates."""
         self._link_rate = LinkRate()
         self._beyond: Schedule | None = None
         """Schedule that was last reported as too large for host memory; None without one."""
@@ -131,7 +131,7 @@ class WindowDecisions:
         self.strategy.settled = policy.settled
 
     def join(self, policy: Policy) -> None:
-        """Continue with the decisions of a stage on a replacement; earlier ranks have logged the kind of recovery."""
+        """Continue with the decisions of a stage on a replacement. Other processes have logged the kind of recovery."""
         self.adopt(policy)
         self._said = self.strategy.reason_prefix(policy.schedules[-1])
 
@@ -165,13 +165,13 @@ class WindowDecisions:
         return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Pause or resume the counters for a replay. A lossy recovery counts anew, so it does not pause them."""
+        """Pause or resume the counters for a replay. A lossy recovery counts tokens again, so it never pauses them."""
         for counter in self._counters:
             counter.paused = is_paused and not self._counts_again
 
     @property
     def tokens_owed(self) -> int:
-        """Lost tokens that extra capacity of the stage's experts has not made up for yet; 0 without extra capacity."""
+        """Number of lost tokens that extra capacity has not yet made up for in this stage; 0 without extra capacity."""
         return self.strategy.tokens_owed if self._room is not None else 0
 
     def give_room(self) -> None:
@@ -180,10 +180,10 @@ class WindowDecisions:
             self._room.open(self.strategy.boosted_experts())
 
     def roll_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Roll back to a restore point whose operators have different ages, and count re-executed iterations as new.
+        """Roll back to a restore point with operators of different iterations; count tokens of later iterations again.
 
         Args:
-            run: run of snapshots of the stage.
+            run: recoverable run of the stage.
             learned: learned state of the strategy in each snapshot, by iteration.
 
         Returns:
@@ -204,8 +204,8 @@ class WindowDecisions:
         """Drop counted tokens after a failure, at least those of the interrupted iteration.
 
         A lossless strategy uses counts only to order operators, so all counts of the current window are dropped. A
-        lossy strategy accounts for every token. It keeps tokens of iterations up to ``committed``: ranks have counted
-        them after the rollback, or all ranks have kept their state.
+        lossy strategy accounts for every token. It keeps the counts of iterations up to ``committed``: either ranks
+        counted these iterations again after a rollback, or no rank rolled back.
         """
         if not self.strategy.loses_updates:
             self._drop_counts()
@@ -219,10 +219,10 @@ class WindowDecisions:
     # The first window
 
     def first(self, start: int, memory: SnapshotMemory, *, is_running: bool) -> ScheduleHistory:
-        """Return the first schedules, which hold until something is measured.
+        """Return the schedules that apply until ranks decide from measurements.
 
         Args:
-            start: iteration whose state the run begins from.
+            start: iteration whose state the job begins from.
             memory: memory of this rank's snapshots; its ``keeps_own_copies`` is set to the decision of all ranks.
             is_running: True if the job has already begun, so that it continues even if memory is short.
 
@@ -247,7 +247,7 @@ class WindowDecisions:
                 raise
             self._refuse_beyond_cap(instead, memory)
             if self.topology.rank == 0:
-                self._report(f"recovery by replay, because gradients do not fit beside snapshots: {error}")
+                self._report(f"the job recovers by replay, because host memory has no space for gradients: {error}")
             return ScheduleHistory(instead)
         return ScheduleHistory(first)
 
@@ -256,7 +256,7 @@ class WindowDecisions:
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
-        """Return the bytes of host memory that this rank's boundary log takes while nothing fails."""
+        """Return the bytes of host memory that this rank's boundary log uses while no rank fails."""
         reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
         return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
 
@@ -306,8 +306,8 @@ class WindowDecisions:
     def decide(self, boundary: int, checkpointer: Checkpointer, senders: Sequence[Sender]) -> None:
         """Decide the order of operators and the size of the window that begins with ``boundary``.
 
-        A stage decides on orders, and the job on windows. Every rank therefore takes part in every collective here,
-        even if it wants no change.
+        The ranks of a stage decide on its order, and all ranks of the job on windows. Every rank therefore takes part
+        in every collective here, even if it wants no change.
         """
         self._observe()
         injection.at(Phase.DECIDE)
@@ -365,12 +365,12 @@ class WindowDecisions:
         return bool(wanted.item())
 
     def _is_due(self, now: Schedule, boundary: int) -> bool:
-        """Return True if ranks decide on windows at this boundary. Iteration numbers give all ranks the same answer."""
+        """Return True if ranks decide on windows at this boundary. The result is the same on all ranks."""
         age = boundary - self._began_at
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 
     def _say_beyond(self, wanted: Schedule, instead: Schedule) -> None:
-        """Report once that windows like ``wanted`` do not fit into host memory, as long as the strategy wants them."""
+        """Report that windows like ``wanted`` do not fit into host memory, unless the last report said the same."""
         if self._beyond is not None and not is_other_window(wanted, self._beyond):
             return
         self._beyond = wanted
@@ -388,7 +388,7 @@ class WindowDecisions:
         self._said = kind or self._said
 
     def _observe(self) -> None:
-        """Sum the counts of the window over the ranks of the stage, iteration by iteration.
+        """Sum the token counts of the window over the ranks of the stage, iteration by iteration.
 
         A sum that only orders operators is asynchronous (paper, section 3.5); the strategy uses it when the next window
         begins. A lossy strategy accounts for tokens, so ranks wait for the sum of the window that has just ended.
@@ -492,7 +492,7 @@ class WindowDecisions:
     ) -> tuple[float, float]:
         """Return the bytes per second of copies from the device, and of the links to all peers together."""
         slots, _ = checkpointer.memory.slots_at_peer(now)
-        # Snapshots may use only a share of the link rate. This is the rate of which that share is enough.
+        # Snapshots may use only a share of the link rate. At the rate ``needed``, that share is just enough.
         needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
         rate = self._link_rate.take(senders, needed)
         network = self._budget.network_bytes_per_s or rate

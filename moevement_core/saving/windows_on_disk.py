@@ -1,4 +1,4 @@
-"""Windows of a run on disk: writing, retries while the folder is unusable, and the windows that a recovery can use.
+"""Windows of a job on disk: writing, retries while the folder is unusable, and the windows that a recovery can use.
 
 A job does not start without a usable folder. If the folder becomes unusable later, training continues, and the ranks
 report the problem. They try the folder after the next failure and at the beginning of windows, with growing pauses.
@@ -32,7 +32,7 @@ from moevement_core.trainer.equal_bits import arithmetic_of_all
 from moevement_core.util.lock import FolderLock, other_holder
 
 TIMEOUT_S = 600.0
-"""Seconds that the end of a run waits for the window that is being written."""
+"""Seconds that the end of training waits for the window that is being written."""
 
 
 class WindowsOnDisk:
@@ -42,7 +42,7 @@ class WindowsOnDisk:
         binding: binding of this rank.
         names: names of the job.
         config: flags of the job.
-        topology: topology of this generation; :attr:`topology` is replaced in the next.
+        topology: topology of this generation. Each later generation sets :attr:`topology` anew.
         checkpointer: checkpointer whose windows are written.
         reports: reports to the people who run the job.
         job_name: name of the job's start, which windows carry; empty until the folder is first used.
@@ -116,7 +116,7 @@ class WindowsOnDisk:
             self.start()
 
     def interrupted(self) -> None:
-        """Abandon writing after a failure, before ranks meet again; no rank waits for the disk."""
+        """Abandon writing after a failure, without waiting for the disk. Called before ranks meet again."""
         if self._writer is not None:
             self._writer.abandon()
             self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]

@@ -111,7 +111,7 @@ _NOTICED = {
     NoticedBy.SUPERVISOR: "supervisor, which saw the process end",
     NoticedBy.RESET: "reset of the supervisor's connection",
     NoticedBy.LEASE: "lease that ran out",
-    NoticedBy.TIMEOUT: "timeout: it did not answer",
+    NoticedBy.TIMEOUT: "timeout: the process did not answer",
     NoticedBy.RESULT: "result that was not finite",
     NoticedBy.DEVICE: "device: its process gave the rank back",
 }

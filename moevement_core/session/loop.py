@@ -94,8 +94,8 @@ def iterations(session: Session, until: int) -> Iterator[int]:
     The body of the ``for`` loop calls ``session.step`` once. The iterations end early, on all ranks alike, if the
     launcher receives SIGTERM.
 
-    The body and replays put losses into :attr:`Binding.losses`. These losses are recorded. After a replay they are
-    compared with the recorded ones.
+    The body and replays put losses into :attr:`Binding.losses`. These losses are recorded. The losses of a
+    replay are compared with the recorded losses.
 
     Args:
         session: session of this generation.

@@ -42,7 +42,10 @@ class Recoverer:
         """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """Iteration after which survivors computed with the current placement of ranks; the newest recovery sets it."""
+        """Iteration after which survivors computed all iterations under the current placement of ranks.
+
+        The newest recovery sets it.
+        """
         self._memory: MemorySource | None = None
         """Source of the snapshots in memory that the current recovery has opened."""
         self._saving, self._records = saving, records
@@ -122,8 +125,8 @@ class Recoverer:
     def _may_take_over(self, topology: Topology) -> bool:
         """Return True if failed ranks may take state from live replicas.
 
-        Return False if the strategy rolls all ranks back or loses updates. Return False with parity as well: parity
-        rebuilds snapshots of other ranks from this rank's snapshots, and a rank with state from a replica has none.
+        Return False if the strategy rolls all ranks back or loses updates. Return False with parity as well. Parity
+        needs the snapshots of all ranks of a group, but a rank that takes state from a replica has no snapshots.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
@@ -153,7 +156,7 @@ class Recoverer:
         )  # fmt: skip
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Return a context for a replay. Token counters pause in it, unless a lossy recovery counts iterations anew."""
+        """Return a context for a replay. Token counters pause in it, unless a lossy recovery counts tokens again."""
         return self._replaying()
 
     @contextmanager
@@ -178,7 +181,7 @@ class Recoverer:
             self._records.reexecuted(last_record)
         self._release()
         self.done.append(done)
-        if is_reported:  # otherwise the account of the whole failure contains it
+        if is_reported:  # otherwise the report on the failure contains the sentence
             self._reports.log_once(done.sentence())
         self._reports.event(done)
         return done
@@ -200,7 +203,7 @@ class Recoverer:
                 return None
             raise RecoveryError(
                 f"--moevement-strategy {strategy.name}: {records[run.last].get('strategy')} wrote this window, in "
-                "which experts have different ages. Only that strategy can count lost tokens; give that strategy"
+                "which experts are of different iterations. Only that strategy can count lost tokens; use that strategy"
             )
         lost = self._windows.roll_back(run, learned)
         self._saving.discard_after(prepared.own_plan.iterations.start - 1)

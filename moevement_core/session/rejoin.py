@@ -57,8 +57,9 @@ class RankReport:
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that has committed the iteration that this rank was recovering when a further failure came; None
-    if no recovery was interrupted.
+    """Goal of this rank's recovery that a further failure interrupted; None without one.
+
+    It is the report of a rank that has committed the iteration which the recovery was to reach.
     """
 
 
@@ -145,7 +146,7 @@ class Rejoined:
             if session.recoverer.may_differ:
                 outcomes = {}
             recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
-        refuse_if_interrupted()  # digests do not cover all reductions of a replay; an aborted one may seem complete
+        refuse_if_interrupted()  # an aborted reduction may seem complete, and digests do not cover all reductions
         if is_restored:
             # The snapshot may come after a scheduled evaluation or save, which is repeated with the earlier state.
             common = dict(self.reached.common if self.is_between else {})

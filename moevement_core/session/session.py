@@ -276,7 +276,7 @@ class Session:
         saving = self.saving
         injection.at(Phase.EXIT, self.binding.iteration)
         if not saving.checkpointer.close(timeout_s=self._peer_timeout_s):
-            saving.reports.report("not all peers took the last snapshots in time")
+            saving.reports.report("not all peers have acknowledged the last snapshots in time")
         on_disk = saving.disk.close()
         decided = (saving.windows.windows, saving.windows.reorders, saving.watch.longest_unpersisted)
         return summary(

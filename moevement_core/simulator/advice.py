@@ -1,9 +1,9 @@
 """Advice on the strategy for a job on its cluster: it compares the best settings of all exact strategies.
 
-Exact strategies lose no update. A candidate is an exact strategy with a chosen window or interval. The formula orders
-the candidates of each strategy, and the best few are simulated with the failures, spares and seconds of the results
-table that the command prints. The simulation decides. So the advice is at least as good as each row of that table that
-loses no update and fits into host memory.
+Exact strategies lose no update. A candidate is an exact strategy with a chosen window or interval. A formula for the
+ETTR (MoEvement, section 2.4) sorts the candidates of each strategy. The best few are simulated with the failures,
+spares and seconds of the results table that the command prints. The candidate with the best simulated ETTR wins. So the
+advice is at least as good as each row of that table that loses no update and fits into host memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_COPIES = 3
 WINDOWS_TRIED = 4
 """Number of windows to try, from the smallest that fits upward."""
 SIMULATED = 3
-"""Number of candidates of each strategy to simulate, the best by the formula."""
+"""Number of candidates of each strategy to simulate: those with the best ETTR by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 """Intervals to try, relative to the interval that the strategy itself would choose."""
 MONTH_S = 30 * 86400.0
@@ -87,7 +87,7 @@ class Choice:
 
         All copies of a rank's state are lost if the nodes that keep them fail together with the rank's node, or before
         the copies are complete again. They are complete one interval after a recovery. A recovery takes the mean time
-        of the simulated ones, including waits for spares.
+        of the simulated recoveries, including waits for spares.
         """
         if not self.strategy.in_memory:
             return 0.0

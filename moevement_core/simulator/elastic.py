@@ -94,15 +94,15 @@ class ElasticJob:
 
 @dataclass
 class Trained:
-    """Result of an elastic training."""
+    """Result of a simulated elastic training."""
 
     iterations: float = 0.0
     """Number of committed iterations."""
     changes: int = 0
     fallbacks: int = 0
-    """Number of losses of nodes after which the job went back to a checkpoint.
+    """Number of times that the job lost nodes and went back to a checkpoint.
 
-    An expert had no replica left, or the system always restarts.
+    The reason is that an expert had no replica left, or that the system always restarts.
     """
     moved: int = 0
     """Number of experts that nodes fetched from other nodes, in all layers."""

@@ -36,7 +36,7 @@ class Cell:
     mtbf_s: float
     outcomes: tuple[Outcome, ...]
     together: float = 0.0
-    """Probability that a failure took the next node along."""
+    """Probability that the next node failed together with a failing node."""
 
     @property
     def ettr(self) -> float:
@@ -70,12 +70,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Draws:
-    """Failures drawn at one rate, one list for each training."""
+    """Failures at one rate, random or from a trace: one list for each simulated training."""
 
     mtbf_s: float
     failures: tuple[list[Failure], ...]
     together: float = 0.0
-    """Probability that a failure takes the next node along."""
+    """Probability that the next node fails together with a failing node."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Failures of nodes: drawn at random, or read from a trace."""
+"""Failures of nodes, which are random or read from a trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FailureModel:
     shape: float = 1.0
     """Shape of the Weibull distribution of times between failures. 1: Poisson process; less than 1: bursts."""
     together: float = 0.0
-    """Probability that a failing node takes the next node along. That node may take the following node, and so on."""
+    """Probability that the next node fails together with a failing node. The node after it may fail too, and so on."""
 
     def __post_init__(self) -> None:
         POSITIVE.check("mtbf", self.mtbf_s)

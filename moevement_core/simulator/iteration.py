@@ -131,10 +131,10 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
 def _profiled_sync_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
     """Return the seconds for which training waits for synchronisation among ``ranks`` ranks of a stage.
 
-    The share of synchronisation that computation does not hide is that of the profile.
+    The share of synchronisation that computation does not hide is assumed to be the same as in the profile.
     """
     measured_s, wanted_s = (_synchronised_s(profile, size, each) for each in (profile.ranks_of_stage, ranks))
-    if not measured_s:  # a single rank was measured, which waits for no other, or no collective was
+    if not measured_s:  # the profile has one rank for each stage, or no collectives
         return size.sync_s + wanted_s
     return size.sync_s * wanted_s / measured_s
 

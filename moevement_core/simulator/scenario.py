@@ -91,7 +91,7 @@ class Scenario:
     job: JobShape
     cluster: Cluster
     iteration_s: float | None = None
-    """Seconds of an iteration; None: from the profile, or without one estimated from the rates of the cluster."""
+    """Seconds of an iteration; None: those of the profile, or without one an estimate from the cluster's rates."""
     profile: Profile | None = None
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     failures: Failures = field(default_factory=Failures)
@@ -175,7 +175,7 @@ class Scenario:
         return self.run.hours * 3600
 
     def draws(self) -> list[Draws]:
-        """Return the failures at each rate: drawn once for every seed, or read from the trace.
+        """Return the failures at each rate: random ones for every seed, or those of the trace.
 
         Raises:
             ConfigError: the trace has no failure in the simulated time.

@@ -1,7 +1,7 @@
 """Pool of worker processes that share tasks. If a process ends, no other process waits for it forever.
 
 Pools of the standard library pass tasks and results through threads. If a worker ends while such a thread is at work,
-the pool never returns (https://github.com/python/cpython/issues/94777). Ctrl-C, which ends all workers, causes that.
+the pool never returns (https://github.com/python/cpython/issues/94777). Ctrl-C ends all workers, and so can cause that.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def worth(
     Args:
         costs: costs of the job with fault tolerance.
         draws: failures of each month.
-        restart_s: seconds from a failure until the restarted job of today loads its checkpoint. The scheduler provides
-            a missing node after the same time.
+        restart_s: seconds from a failure until a job without fault tolerance is restarted and loads its checkpoint.
+            With fault tolerance, the scheduler provides a missing node after the same time.
         every: iterations between two checkpoints today; None to examine only the best interval.
         spares: number of idle spare nodes; None for the number that costs least.
         repair_s: seconds after which a failed node is a spare again.
@@ -173,7 +173,7 @@ def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> St
 
 
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
-    """Return each strategy with its best settings, for the number of spares with which the cheapest costs least.
+    """Return each strategy with its best settings, at the number of spares at which the cheapest strategy costs least.
 
     The search adds spares as long as the cheapest strategy gets cheaper.
     """
@@ -200,7 +200,7 @@ def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs:
         lost = min(lost_share(strategy, mtbf_s, replace(pool, count=count)) for count in tried)
         return lost_today(costs, mtbf_s, pool.provided_s) - lost - LEAST_SHARE
 
-    # The search begins with rare failures: if failures come faster than restarts, both sides lose all time.
+    # The search begins with rare failures: if failures come faster than restarts, both alternatives lose all time.
     low, high = LONGEST_S, math.inf
     while gain(low) <= 0:
         low, high = low / STEP, low
@@ -231,7 +231,7 @@ def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
     """Return the share of the job's GPU hours that a strategy loses by the formula, idle spares included.
 
     If all spares are under repair, the job waits until the scheduler provides a node or a spare is repaired. Erlang's
-    loss formula gives the share of such failures.
+    loss formula gives the share of failures that find no spare.
     """
     costs, inputs, spares = strategy.costs, strategy.costs.plan.inputs, pool.count or 0
     without = 1.0

@@ -1,6 +1,6 @@
-"""Agreement of all ranks about which runs are persisted on every rank, and which runs never will be.
+"""Agreement of all ranks about recoverable runs: which are persisted on every rank, and which never will be.
 
-Each iteration every rank proposes the status of each of its recent runs. The smallest status of a run over all ranks is
+Every iteration, each rank proposes the status of its recent runs. The smallest status of a run over all ranks is
 its status in the job. The reduction runs in the background and is read one iteration later, so no rank waits for it.
 """
 

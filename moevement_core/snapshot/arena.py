@@ -42,8 +42,7 @@ def in_pages(nbytes: int) -> int:
 
 
 WATCHED = 64
-"""Buffers that must be acquired after :meth:`Arena.watch` before :meth:`Arena.fit` relies on the peak of bytes in use.
-"""
+"""Number of buffers to acquire after :meth:`Arena.watch`. Only then does :meth:`Arena.fit` use the peak since then."""
 
 
 class Arena:
@@ -56,9 +55,9 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock of the arena. Code always enters it directly, never through the condition.
+        """Lock of the arena. Code always takes it directly, never through :attr:`_freed`.
 
-        :mod:`moevement_core.util.gate` has the reason.
+        The docstring of :mod:`moevement_core.util.gate` explains why.
         """
         self._freed = threading.Condition(self._lock)
         self._resizing = threading.Lock()
@@ -102,9 +101,9 @@ class Arena:
     def shrink(self, nbytes: int) -> bool:
         """Release free slabs while ``nbytes`` stay allocated; return True if a later call has to release more.
 
-        One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. Instead it marks the slabs with
-        the fewest used bytes. New buffers avoid marked slabs while other slabs have free pages, so a later call finds
-        these slabs free.
+        One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. If more has to be released, it
+        marks the slabs with the fewest used bytes. New buffers avoid marked slabs while other slabs have free pages.
+        So a later call finds the marked slabs free.
         """
         with self._resizing, self._lock:
             before = self._slabs, self._free
@@ -115,7 +114,7 @@ class Arena:
         return bool(self._leaving)
 
     def watch(self) -> None:
-        """Begin to record the peak of the bytes in use, which include the buffers that are in use now."""
+        """Begin to record the peak of the bytes in use; the buffers that are in use now count."""
         with self._lock:
             self._most_used, self._acquired = self.nbytes - self.available, 0
 

@@ -32,11 +32,11 @@ from moevement_core.snapshot.whole import Finish, begin_whole
 from moevement_core.util.gate import Gate
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Live tensor and the host pieces that receive its bytes, all flat uint8. The pieces have as many bytes in sum."""
+"""Live tensor and the host pieces for its bytes, all flat uint8. Together the pieces are as long as the tensor."""
 Part = tuple[torch.Tensor, torch.Tensor]
 """Part of a live tensor and the host memory that receives its bytes, both flat uint8 of the same length."""
 CHUNK_BYTES = 8 << 20
-"""Bytes of a chunk. A link of 55 GB/s is busy with it for 0.15 ms, long enough to issue the next chunk in time."""
+"""Bytes of a chunk. A link of 55 GB/s needs 0.15 ms for it, so the next chunk can be issued in time."""
 CHUNKS_UNDER_WAY = 2
 """Most chunks that are issued and not complete. The second chunk keeps the link busy when the first one completes."""
 

@@ -1,4 +1,7 @@
-"""Triton kernel that computes both sums of a tensor's words in one launch; ``whole.py`` defines these sums in torch."""
+"""Triton kernel for the digest of GPU state: two sums over a tensor's words in one launch.
+
+The module ``whole.py`` defines these sums in torch.
+"""
 
 from __future__ import annotations
 

@@ -82,14 +82,14 @@ def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: t
 
 @functools.cache
 def _kernel() -> Callable[[torch.Tensor, int, tuple[int, int], torch.Tensor], None] | None:
-    """Return a kernel with the same bits as :func:`_add` in one launch; None if Triton cannot compile it."""
+    """Return a kernel that computes the sums of :func:`_add` in one launch; None if Triton cannot compile it."""
     try:
         from moevement_core.snapshot.triton_sums import add
 
         word, total = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
         add(word, 1, _MULTIPLIERS, total)
     except Exception as error:  # no Triton, no C compiler, or a device unknown to ptxas: _add computes the same sums
-        log.warning(f"Triton does not work here ({error}); torch computes digests of GPU state in more launches")
+        log.warning(f"Triton does not work here ({error}), so torch computes digests of GPU state in more launches")
         return None
     return add
 

@@ -19,6 +19,6 @@ class DiskConfig:
     )  # fmt: skip
     load: str | None = flag(
         "--moevement-load", metavar="DIR",
-        help="folder with windows. The job starts from the newest window if it restores a later iteration than --load. "
-        "The folder may be empty, and may be the folder of --moevement-persist-dir",
+        help="folder with windows. The job starts from the newest window if that window restores a later iteration "
+        "than the checkpoint of --load. The folder may be empty, and may be the folder of --moevement-persist-dir",
     )  # fmt: skip

@@ -23,7 +23,7 @@ from moevement_core.util.file_modes import opener
 from moevement_core.util.regular_files import open_regular
 
 MAGIC = b"MoEvSnap"
-_PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
+_PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, unused, header bytes, XXH3-128 of the header
 _NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
 _PARTIAL = re.compile(r"\.rank_\d{5}_iteration_\d{7}\.snapshot\.\d+(\.\d+)?")
 _attempts = itertools.count()

@@ -34,13 +34,14 @@ _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
 """Name of the file that marks a window's folder as this project's. It is written before the first snapshot."""
 DATA_SETTINGS = "data"
-"""Name of the setting that maps the names of all settings of the data to their values.
+"""Name of the setting that holds all settings of the training data, by name.
 
-Settings of the data decide which samples are drawn. A job that loads the window may have different ones. If its replay
-reaches another state, the error lists the differences.
+These settings determine which samples training reads. A job may load a window although its own settings of the data
+differ. If its replay then reaches another state than the window records, the error lists the differences.
 """
 BY_ITERATION = ("iterations_to_skip",)
-"""Names of settings that are lists of iterations. The lists must agree only in the iterations that the window replays.
+"""Names of settings that are lists of iterations. The lists of the window and of the job that loads it must agree only
+in the iterations that are replayed.
 """
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
@@ -50,7 +51,7 @@ class Manifest:
     """Manifest of one window of a job."""
 
     job: str
-    """Name of this start of the job: the job's name, with ``.N`` appended in the second and later starts."""
+    """Name under which the job writes windows: the job's name, with ``.N`` appended after the N-th restart."""
     first: int
     """First snapshot of the window, the same on every rank."""
     last: int
@@ -250,8 +251,8 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
 
     Args:
         directory: folder with the windows.
-        job: name of this start of the job, whose windows before ``oldest`` are deleted.
-        oldest: name of the oldest window of this start that stays.
+        job: name under which the job writes windows now. Its windows before ``oldest`` are deleted.
+        oldest: name of the oldest window that stays.
         replaced: names of other windows to delete.
     """
     for name in set(own_windows(directory)):
@@ -265,7 +266,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
     Args:
         directory: folder with the windows.
-        start: name of any start of the job.
+        start: name under which the job writes windows, before or after any of its restarts.
         but: name of the window that is being written, which stays.
     """
     for name in set(own_windows(directory)):
@@ -275,7 +276,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
 
 def is_of_job(name: str, start: str) -> bool:
-    """Return True if ``start``, or another start of the same job, wrote the window ``name``."""
+    """Return True if the window ``name`` belongs to the same job as ``start``, before or after any restart."""
     return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
 
 

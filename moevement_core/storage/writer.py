@@ -1,11 +1,11 @@
 """Writer of windows to disk beside training, one window after the other.
 
-When a window is done, the newest persisted window is next. All ranks agree on which window is written, and on whether
-it is durable on every rank or has failed. If the window is durable, the first rank of each folder writes the manifest,
-and deletes windows older than the previous one.
+When a window is durable or has failed, the ranks begin with the newest persisted window. All ranks agree on which
+window is written, and on whether it is durable on every rank or has failed. If the window is durable, the first rank of
+each folder writes the manifest, and deletes windows older than the previous one.
 
-The file of a snapshot may leave out experts that older files hold (``Header.on_disk``). The first window is then
-written whole. Every later window has links to those files of the previous window that hold the newest state of some
+The file of a snapshot may leave out experts that older files hold (``Header.on_disk``). In this case the first window
+is written whole. Every later window has links to those files of the previous window that hold the newest state of some
 operator.
 """
 
@@ -80,7 +80,7 @@ class WindowWriter:
 
     Args:
         folder: folder to write to.
-        job: name of this start of the job, the same on all ranks.
+        job: name under which the job writes windows, the same on all ranks.
         settings: settings for the manifest.
         arithmetic: arithmetic of the ranks for the manifest.
         lease: function that lends the snapshots of a window, from its first to its last iteration. These are this
@@ -125,7 +125,8 @@ class WindowWriter:
         A window that only this rank wrote does not reset the number: ranks that share a full disk may fail in turn.
         """
         self._found: frozenset[str] = frozenset()
-        """Names of windows from before this start of the job. The first durable window of this start replaces them."""
+        """Names of windows that are older than the job's start or last restart. The first durable window replaces them.
+        """
         self._window: _Window | None = None
         """Window that the job is writing now; None if there is none."""
         self._last_begun = NONE
@@ -145,7 +146,7 @@ class WindowWriter:
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
-        """Apply ``writing``, the least progress of all ranks: finish the window if every rank is done with it."""
+        """Finish the window if ``writing``, the least progress of all ranks, is that it failed or is durable."""
         if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
             self._conclude(self._window, writing)
 
@@ -179,7 +180,7 @@ class WindowWriter:
         )
         window = self._window = _Window(manifest, files, is_whole, older)
         if leased is None:
-            self._fail(window, "the disk blocks an older window" if is_stalled else "a snapshot of it is missing")
+            self._fail(window, "the disk blocks an older window" if is_stalled else "one of its snapshots is missing")
         else:
             self._jobs.put(lambda: self._write(window, leased))
 
@@ -230,7 +231,7 @@ class WindowWriter:
             return
         self._durable = window
         if self._not_written:
-            self._report(f"windows are written to disk again; {self._not_written} earlier ones could not be written")
+            self._report(f"windows are written to disk again; {self._not_written} earlier windows could not be written")
             self._not_written = 0
         if self._folder.writes_manifest:
             self._jobs.put(lambda: self._commit(window.manifest))
@@ -304,7 +305,7 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Link the file of the previous window into ``folder`` if it is the same; return True if that succeeded.
+        """Link a file of the previous window into ``folder`` if its content is the wanted one; return True on success.
 
         Successive windows that overlap share files. On a disk without links, each window has files of its own.
         """

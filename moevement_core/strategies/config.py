@@ -94,7 +94,7 @@ class StrategyConfig:
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
-        help="share of lost tokens from which on a snapshot holds more experts, for --moevement-strategy moc; with 1, "
+        help="share of lost tokens above which a snapshot holds more experts, for --moevement-strategy moc; with 1, "
         f"the number of experts never changes (default: {PLT_LIMIT})",
     )  # fmt: skip
     capacity_boost: float | None = flag(
@@ -140,7 +140,7 @@ class StrategyConfig:
     )  # fmt: skip
     reorder_threshold: float = flag(
         "--moevement-reorder-threshold", type=float, default=0.10, check=within(0.0), metavar="F",
-        help="relative change of an expert's activation share from which on the expert has changed (default: 0.10)",
+        help="relative change of an expert's activation share above which the expert has changed (default: 0.10)",
     )  # fmt: skip
     reorder_fraction: float = flag(
         "--moevement-reorder-fraction", type=float, default=0.25, check=within(0.0, 1.0), metavar="F",
@@ -196,7 +196,7 @@ class StrategyConfig:
 
     @property
     def interval(self) -> int | None:
-        """Iterations between snapshots, K, given or by default; None if the strategy has no default."""
+        """K, iterations between snapshots, from the flag or by default; None if the strategy has no default."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 

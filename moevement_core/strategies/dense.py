@@ -55,11 +55,11 @@ class DenseSchedule(Schedule):
         return np.full(len(self.table), Saved.FULL, dtype=np.int8) if slot == 0 else None
 
     def last_of_run(self, first: int) -> int:
-        """Return ``first``, because one snapshot is a whole run."""
+        """Return ``first``, because one snapshot alone is a recoverable run."""
         return first
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is taken: every snapshot begins a run."""
+        """Return True if ``SS_iteration`` is captured, because every snapshot is a recoverable run."""
         return self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
@@ -91,7 +91,7 @@ class DenseSchedule(Schedule):
         return replace(self, start=other.start, interval=other.size)
 
     def starting_at(self, start: int) -> DenseSchedule:
-        """Return this schedule with another start."""
+        """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)
 
 
@@ -110,7 +110,7 @@ class Dense(Strategy):
         self.settled = interval is not None
 
     def first(self, start: int, most: int) -> DenseSchedule:
-        """Return the schedule that begins with a snapshot of the run's first state."""
+        """Return the schedule that begins with a snapshot of the job's first state."""
         return DenseSchedule(self.table, self.interval or FIRST_INTERVAL, start=start)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
@@ -131,7 +131,7 @@ class Dense(Strategy):
 
 
 class DenseToPeers(Dense):
-    """Strategy that keeps dense snapshots in peers' memory, and on disk if a folder is given; lost stages roll back."""
+    """Strategy with dense snapshots in peers' memory, and on disk if a folder is given. Only lost stages roll back."""
 
     name = "dense"
     is_tuned = True

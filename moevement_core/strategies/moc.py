@@ -53,12 +53,12 @@ class PartialSchedule(VersionSchedule):
     persisted: int | None = None
     """Number of experts of each layer that a snapshot writes to disk; None for all experts in the snapshot."""
     turn: int = 0
-    """Number of the first snapshot's turn, counted from the start of the job; each snapshot is one turn."""
+    """Number of this schedule's first snapshot, counted over the job. It decides which experts the snapshot holds."""
     history: int = 0
     """Number that changes with each recovery that lost updates.
 
-    After such a recovery, snapshots of iterations after the restored one must not be used. The new number gives new
-    snapshots of these iterations another :attr:`id`.
+    After such a recovery, older snapshots of later iterations must not be used. Because of the new number, the new
+    snapshots of these iterations have another :attr:`id`.
     """
 
     @cached_property
@@ -72,7 +72,7 @@ class PartialSchedule(VersionSchedule):
 
     @cached_property
     def size(self) -> int:
-        """Iterations until the turns of snapshots, and the turns of writes to disk, repeat."""
+        """Iterations until the choice of experts repeats, both for snapshots and for writes to disk."""
         layers = {self.most, *map(len, self._turns.values())}
         return (
             self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers)) * self._rounds
@@ -80,12 +80,12 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def _rounds(self) -> int:
-        """Number of turns of an expert in which the expert is written to disk once."""
+        """Number of snapshots that hold an expert, for each time that the expert is written to disk."""
         return 1 if self.persisted is None else math.ceil(self.experts / min(self.persisted, self.experts))
 
     @property
     def snapshots(self) -> int:
-        """Number of snapshots of a run."""
+        """Number of snapshots of a recoverable run."""
         return self.checkpoints
 
     @property
@@ -95,7 +95,7 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def reorders(self) -> bool:
-        """False, because popularity does not decide the turns."""
+        """False, because popularity does not decide which experts come next."""
         return False
 
     @cached_property
@@ -116,7 +116,7 @@ class PartialSchedule(VersionSchedule):
         return self._with(chosen(self._turns, self.experts, self.turn + turn))
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return the contents to write to disk, with the experts that waited longest; None to write all contents."""
+        """Return the contents to write to disk, with the experts written longest ago; None to write all contents."""
         turn, rest = divmod(slot, self.interval)
         return None if rest or self.persisted is None else self._with(self._on_disk[turn])
 
@@ -142,12 +142,12 @@ class PartialSchedule(VersionSchedule):
         return replace(other, table=self.table)
 
     def after(self, iteration: int, history: int) -> PartialSchedule:
-        """Return the schedule that continues the turns after ``SS_iteration``, to which the job went back."""
+        """Return the schedule for a job that went back to ``SS_iteration``; it begins with the next experts in turn."""
         turn = self.turn + self.slot(iteration) // self.interval + 1
         return replace(self, start=iteration + self.interval, turn=turn, history=history)
 
     def starting_at(self, start: int) -> PartialSchedule:
-        """Return this schedule with another start."""
+        """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)
 
 
@@ -159,7 +159,7 @@ class MoC(Strategy):
         interval: iterations between checkpoints.
         experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
-        persisted: number of experts of each layer that a checkpoint writes to disk; None for all experts in it.
+        persisted: number of experts of each layer that a checkpoint writes to disk; None for all of these.
         limit: share of lost tokens above which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
@@ -197,7 +197,7 @@ class MoC(Strategy):
             )
 
     def first(self, start: int, most: int) -> PartialSchedule:
-        """Return the schedule whose first run holds the whole state at the beginning of the job."""
+        """Return the schedule whose first snapshots together hold the whole state at the beginning of the job."""
         schedule = PartialSchedule(
             table=self.table, interval=self.interval, experts=self.experts, most=self.most, persisted=self.persisted
         )
@@ -224,7 +224,7 @@ class MoC(Strategy):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the tokens whose updates the restored experts lack, and continue from the checkpoint's account.
+        """Restore the checkpoint's token account, and return the tokens whose updates the restored experts lack.
 
         K grows if too many tokens are lost.
         """
@@ -239,8 +239,9 @@ class MoC(Strategy):
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
-        """Return the schedules up to ``iteration``, and a new one that continues their turns under ``history``."""
-        # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
+        """Return the schedules up to ``iteration``, and one with ``history`` that begins with the next experts."""
+        # A state from disk may be older than all remembered schedules. Any schedule serves for its snapshots, because
+        # they record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration]
         before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
         last = before[-1]

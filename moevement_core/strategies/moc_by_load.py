@@ -69,7 +69,7 @@ class MoCByLoad(Selecting):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the lost tokens, restore K, and raise the wanted K if too many tokens are lost."""
+        """Restore K, raise the wanted K if too many tokens are lost, and return the lost tokens."""
         lost = super().restored(run, learned)
         self.experts = learned[run.last]["experts"]
         self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)

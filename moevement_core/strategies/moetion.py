@@ -37,7 +37,7 @@ class MoEtion(Selecting):
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots; with 1, as in the paper, gradients may replace state.
-        experts: S, mean number of experts of each layer in a snapshot; None for the most that copies and links carry.
+        experts: S, mean number of experts of each layer in a snapshot; None for the most that copies and links allow.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
 
     Raises:
@@ -55,16 +55,16 @@ class MoEtion(Selecting):
         self.settled = self._is_given = experts is not None
         self._layers = len(set(table.layers[table.is_expert].tolist()))
         self._owed: Tokens = np.zeros(len(table), dtype=np.int64)
-        """Tokens that recoveries cost each expert, less those that extra capacity has admitted since."""
+        """Tokens of each expert that recoveries lost, and for which extra capacity has not made up yet."""
 
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """Return the experts with the most tokens at risk. A layer's share follows its tokens at risk (Algorithm 1)."""
+        """Return the experts with the most tokens at risk. Layers with more tokens get more experts (Algorithm 1)."""
         return most_at_risk(self.table, risk, due, self.experts * self._layers)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return the number of experts of each layer that a snapshot of this rank has to leave out (section 4.2).
 
-        The budgets of copies and links first cover the non-expert state, which the paper leaves out.
+        The budgets of copies and links first cover the non-expert state, which the paper does not count.
         """
         expert, other = (self.table.full[:, mask].sum(axis=1) for mask in (self.table.is_expert, ~self.table.is_expert))
         budget = (
@@ -97,22 +97,22 @@ class MoEtion(Selecting):
     # Extra capacity (section 6)
 
     def boosted_experts(self) -> Collection[str]:
-        """Return the experts to which extra capacity still owes tokens that a recovery lost."""
+        """Return the experts that still need extra capacity, because a recovery lost some of their tokens."""
         return [self.table.names[place] for place in np.flatnonzero(self._owed)]
 
     @property
     def tokens_owed(self) -> int:
-        """Tokens that extra capacity still owes to all experts of the stage."""
+        """Lost tokens for which extra capacity has not made up yet, over all experts of the stage."""
         return int(self._owed.sum())
 
     def observe_extra_tokens(self, tokens: Scores) -> None:
-        """Subtract the tokens that extra capacity admitted from the tokens owed."""
+        """Subtract the tokens that extra capacity admitted from :attr:`tokens_owed`."""
         self._owed = np.maximum(0, self._owed - np.rint(tokens).astype(np.int64))
 
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the lost tokens, add them to the tokens owed, and continue with the snapshot's S and account."""
+        """Restore the snapshot's S and token account, and return the lost tokens; :attr:`tokens_owed` includes them."""
         then = learned[run.last]
         if not self._is_given:
             self.experts, self.settled = then["experts"], then["settled"]
@@ -123,16 +123,16 @@ class MoEtion(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state and the tokens owed as plain data."""
+        """Return the learned state as plain data, with each expert's part of :attr:`tokens_owed`."""
         return {**super().learned(), "settled": self.settled, "owed": self._owed}
 
     def adopt(self, learned: Any) -> None:
-        """Take over the learned state and the tokens owed of another rank."""
+        """Take over the result of :meth:`learned` on another rank."""
         super().adopt(learned)
         self._owed = _owed(learned, len(self.table))
 
 
 def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
-    """Return the lost tokens of each expert that extra capacity has not repaid yet; zeros if a window has none."""
+    """Return each expert's part of :attr:`MoEtion.tokens_owed`; zeros if ``learned`` does not record it."""
     owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
     return owed

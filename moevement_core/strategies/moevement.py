@@ -22,7 +22,7 @@ from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 FIRST_WINDOW = 8
 """Snapshots of a window, W, before anything is measured."""
 NEAR = (0.8, 1.25)
-"""Range of the ratio of a new period to the current one in which the new period is ignored.
+"""Limits of the ratio of a new period to the current one. A new period between these limits is ignored.
 
 Measurements fluctuate by that much.
 """
@@ -60,7 +60,7 @@ class MoEvement(Strategy):
         self.settled = size is not None
 
     def first(self, start: int, most: int) -> SparseSchedule:
-        """Return the schedule with one window before ``start``, which holds the run's first state."""
+        """Return the schedule whose first window ends before ``start`` and holds the job's first state."""
         size = min(self.size or FIRST_WINDOW, most)
         return self._schedule(self.popularity.order(), size).starting_at(start - size)
 
@@ -95,7 +95,7 @@ class MoEvement(Strategy):
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Propose the window that follows from measurements; the alternative is the current window.
 
-        Both windows have the same order. It is a new order only if the popularity of enough experts has changed.
+        Both windows have the same order. This order is new only if the popularity of enough experts has changed.
         """
         assert isinstance(now, SparseSchedule)
         size, period = now.window.size, now.size

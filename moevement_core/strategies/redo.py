@@ -8,8 +8,8 @@ window.
 An update is elementwise, so any rank can repeat it bit for bit from the same inputs. Earlier work logs gradients as
 well. In MoEtion peers apply gradients to a copy of the state (section 5.2 there). GoCkpt (arXiv 2511.07035), Checkmate
 (NSDI '26) and LowDiff (arXiv 2509.04084) log gradients between checkpoints. Write-ahead logs of databases are older
-than these systems. New here is the slice of full state in every snapshot: only the lost rank is restored, with equal
-bits, and the result is verified.
+than these systems. New here is the slice of full state in every snapshot. Only the lost rank is restored, to
+exactly the lost state, and the result is verified.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def order_of(table: OperatorTable) -> Order:
 
     A rank holds experts with consecutive numbers. Reversed bits spread these experts over the slots, so every rank has
     about equal bytes in each slot. The order must not depend on the number of ranks. Otherwise it would change when the
-    job changes its size, and the job would fall back to an earlier run.
+    job changes its size, and the job would fall back to an earlier recoverable run.
     """
     order = np.arange(len(table))
     for layer in np.unique(table.layers[table.is_expert]):
@@ -110,7 +110,7 @@ class RedoSchedule(SparseSchedule):
         return 3 + lag + (2 * self.size if self.rest else 0)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the last snapshot of the run: iterations after it are executed again."""
+        """Return the iteration of the run's last snapshot; later iterations are executed again."""
         return run[1]
 
     def most_replayed(self, lag: int) -> int:
@@ -138,7 +138,7 @@ class RedoSchedule(SparseSchedule):
         return self.of(other.table, self.window.size, self.start, self.rest)
 
     def starting_at(self, start: int) -> RedoSchedule:
-        """Return this schedule with another start."""
+        """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)
 
 
@@ -278,8 +278,8 @@ class Redo(Strategy):
         return (
             f"the largest snapshot has {window.peak_bytes / 1e6:,.1f} MB with gradients (W = {size_shown}), and its "
             f"copy takes {1e3 * copy_s:,.0f} of the {1e3 * measured.iteration_s:,.0f} ms of an iteration; the mean "
-            f"snapshot has {_mean_bytes(window) / 1e6:,.1f} MB, of which links and the cap on overhead carry "
-            f"{'all' if size < NOT_CARRIED else f'{to_save / 1e6:,.1f}'} to {measured.replicas} peers"
+            f"snapshot has {_mean_bytes(window) / 1e6:,.1f} MB, and links and the cap on overhead allow "
+            f"{'all of it' if size < NOT_CARRIED else f'{to_save / 1e6:,.1f} MB'} to each of {measured.replicas} peers"
         )
 
     def _without(self, now: Schedule) -> SparseSchedule:

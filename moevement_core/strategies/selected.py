@@ -50,7 +50,7 @@ class SelectedSchedule(VersionSchedule):
 
     @property
     def snapshots(self) -> int:
-        """Number of snapshots of a run."""
+        """Number of snapshots of a recoverable run."""
         return self.span
 
     @property
@@ -68,7 +68,7 @@ class SelectedSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return the contents of the slot's round; None if no snapshot is taken."""
+        """Return the contents of the slot's snapshot; None if the slot has no snapshot."""
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
@@ -82,13 +82,13 @@ class SelectedSchedule(VersionSchedule):
         return replace(other, table=self.table, rounds=self.rounds)
 
     def starting_at(self, start: int) -> SelectedSchedule:
-        """Return this schedule with another start."""
+        """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Learned state of a stage, equal on all ranks of the stage. Every snapshot contains it."""
+    """Record of a stage's token counts and saves, equal on all of its ranks. Every snapshot contains it."""
 
     account: TokenAccount
     number: int
@@ -161,12 +161,12 @@ class Selecting(Strategy):
     def span(self) -> int:
         """Number of consecutive snapshots that together hold the full state of every expert.
 
-        It limits the time that an expert with few tokens has to wait.
+        It limits how long an expert with few tokens waits until it is saved.
         """
         return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts))
 
     def first(self, start: int, most: int) -> SelectedSchedule:
-        """Return the schedule whose first run holds the job's whole first state, with experts in turn."""
+        """Return the schedule whose first snapshots, with experts in turn, hold the job's whole first state."""
         self._begins = start - (self.span - 1) * self.interval
         return SelectedSchedule(self.table, self.interval, self.span, self._first_rounds(), start=self._begins)
 
@@ -246,7 +246,7 @@ class Selecting(Strategy):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Return the tokens whose updates the restored experts lack, and continue from the snapshot's account."""
+        """Restore the snapshot's token account, and return the tokens whose updates the restored experts lack."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
         account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
@@ -261,7 +261,8 @@ class Selecting(Strategy):
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
         """Return the schedules up to ``iteration``, and a copy of the last one for later snapshots."""
-        # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
+        # A state from disk may be older than all remembered schedules. Any schedule serves for its snapshots, because
+        # they record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration] or [
             schedules[0].starting_at(self._begins)
         ]

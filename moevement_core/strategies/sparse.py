@@ -29,7 +29,7 @@ class SparseSchedule(Schedule):
 
     @property
     def size(self) -> int:
-        """Iterations from one window to the next: W with a snapshot each, and the rest."""
+        """Iterations from one window to the next: W iterations with a snapshot each, and the rest without one."""
         return self.window.size + self.rest
 
     @property
@@ -99,13 +99,13 @@ class SparseSchedule(Schedule):
 
     @property
     def begins_anywhere(self) -> bool:
-        """True if any snapshot may begin a run: windows are rolling, without a rest between them."""
+        """True if any snapshot may begin a recoverable run: windows are rolling, without a rest between them."""
         return self.window.kind is WindowKind.ROLLING and not self.rest
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` may begin a run.
+        """Return True if ``SS_iteration`` may begin a recoverable run.
 
-        A run begins with the first slot of a window, or with any snapshot of rolling windows without a rest.
+        Such a run begins with the first slot of a window, or with any snapshot of rolling windows without a rest.
         """
         return self.begins_anywhere or self.slot(iteration) == 0
 
@@ -133,8 +133,8 @@ class SparseSchedule(Schedule):
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        Logs reach back as far as kept snapshots, and a window further, because the window after an abandoned one is
-        late.
+        Logs reach back one window further than kept snapshots, because the next window is late if a window is
+        abandoned.
         """
         return (4 if to_disk else 3) * self.size + 2 + lag
 
@@ -165,5 +165,5 @@ class SparseSchedule(Schedule):
         return SparseSchedule(other.table, other.order, window, start=self.start, rest=self.rest)
 
     def starting_at(self, start: int) -> SparseSchedule:
-        """Return this schedule with another start."""
+        """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)

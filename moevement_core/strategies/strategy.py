@@ -76,7 +76,7 @@ class Proposal:
     schedules: Sequence[Schedule]
     """Proposed schedules, the preferred one first.
 
-    The job takes the first schedule that fits into host memory, and decides where it starts.
+    The job uses the first schedule that fits into host memory, and decides at which iteration this schedule begins.
     """
     is_change: bool
     """True if the preferred schedule differs from the schedule in force."""
@@ -119,7 +119,7 @@ class Strategy(ABC):
         """Return the schedule that is in force before the first measurements.
 
         Args:
-            start: iteration whose state is the run's first state; snapshots up to ``SS_start`` hold all of that state.
+            start: iteration whose state the job begins from; the snapshots up to ``SS_start`` together hold it.
             most: most slots of a window, which is the number of operators of the largest stage.
         """
 
@@ -146,10 +146,10 @@ class Strategy(ABC):
         return open_starts(held, is_gapless=is_gapless)
 
     def observe(self, counts: Scores) -> None:  # noqa: B027, many strategies need no counts
-        """Add the tokens that routers sent to each operator.
+        """Count the tokens that routers sent to each operator.
 
         Args:
-            counts: tokens of one iteration, or a sum over several, float64 ``[operators]``, of all ranks of the stage.
+            counts: tokens of one or more iterations, summed over all ranks of the stage, float64 ``[operators]``.
         """
 
     def boosted_experts(self) -> Collection[str]:
@@ -158,14 +158,14 @@ class Strategy(ABC):
 
     @property
     def tokens_owed(self) -> int:
-        """Tokens that recoveries cost experts of the stage, less those that extra capacity has admitted since."""
+        """Lost tokens for which extra capacity has not made up yet, over all experts of the stage."""
         return 0
 
     def observe_extra_tokens(self, tokens: Scores) -> None:  # noqa: B027
-        """Subtract the tokens that only extra capacity admitted from the tokens owed.
+        """Subtract the tokens that only extra capacity admitted from :attr:`tokens_owed`.
 
         Args:
-            tokens: tokens since the last call, float64 ``[operators]``, of all ranks of the stage.
+            tokens: tokens since the last call, summed over all ranks of the stage, float64 ``[operators]``.
         """
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from moevement_core.snapshot.agreement import HORIZON
 MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
 """Longest time in which the full state of every operator must be saved once, in iterations.
 
-Ranks agree on runs that began at most :data:`HORIZON` iterations ago, and a run after a gap is up to twice as long.
+Ranks agree only on runs that began at most :data:`HORIZON` iterations ago. A run after a gap may be twice as long.
 """
 
 
@@ -26,11 +26,11 @@ class VersionSchedule(Schedule):
 
     @property
     def reach(self) -> int:
-        """Iterations that the first run of a job takes."""
+        """Number of iterations in which the first snapshots of a job save every operator."""
         return self.snapshots * self.interval
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the first iteration from ``iteration`` on with a snapshot. Its experts can still be chosen."""
+        """Return the iteration of the first snapshot, at ``iteration`` or later, whose experts can still be chosen."""
         return max(self.start, iteration + (self.start - iteration) % self.interval)
 
     def last_of_run(self, first: int) -> int:
@@ -38,7 +38,7 @@ class VersionSchedule(Schedule):
         return first + (self.snapshots - 1) * self.interval
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is taken: any snapshot may begin a run."""
+        """Return True if ``SS_iteration`` is captured, because any snapshot may begin a run."""
         return (iteration - self.start) % self.interval == 0
 
     def decided_at(self, iteration: int) -> int:
@@ -46,7 +46,7 @@ class VersionSchedule(Schedule):
         return iteration - (iteration - self.start) % self.interval
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most snapshots that a rank keeps: a run more than usual, because a new run begins after a gap."""
+        """Return the most snapshots that a rank keeps: after a gap, a new run is kept beside the usual snapshots."""
         return self.snapshots + self.slots_at_first(lag, to_disk=to_disk)
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
@@ -62,7 +62,7 @@ class VersionSchedule(Schedule):
         return 2 * self.interval + lag + 1
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the last snapshot of the run: iterations after it are executed again."""
+        """Return the iteration of the run's last snapshot; later iterations are executed again."""
         return run[1]
 
     def most_replayed(self, lag: int) -> int:
@@ -74,5 +74,5 @@ class VersionSchedule(Schedule):
         return lag + self.interval / 2 + 1
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """Return no operators: after a recovery that lost updates, no state equals the one that was digested."""
+        """Return no operators, because a recovery that lost updates rebuilds no state that had a digest."""
         return ()

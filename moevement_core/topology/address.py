@@ -20,11 +20,11 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 def own_address(interfaces: Sequence[str] = ()) -> str:
     """Return the address at which this rank listens for others.
 
-    The interface is one of ``interfaces`` if there are any. Otherwise it is the one that ``GLOO_SOCKET_IFNAME`` names,
-    or without this variable the one that leads to the job's store.
+    The rank listens on one of ``interfaces`` if there are any, else on the interface in ``GLOO_SOCKET_IFNAME``. Without
+    this variable, it listens on the interface that leads to the job's store.
 
     Args:
-        interfaces: names of interfaces that every node has; ranks of a node take them in turn, by their local rank.
+        interfaces: names of interfaces that every node has; ranks of a node use them in turn, by local rank.
 
     Raises:
         ConfigError: the interface has no address.

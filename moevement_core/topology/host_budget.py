@@ -1,6 +1,6 @@
-"""Host memory that each rank may use and will need, and the decision that makes the need fit.
+"""Host memory that each rank may use and will need. If it does not suffice, ranks drop own snapshots that peers have.
 
-All ranks know the needs of every rank before training begins. They therefore decide alike, and raise the same error.
+All ranks know the needs of every rank before training begins. So all make the same decision, or raise the same error.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the total of the rank with the least memory left or the largest excess; of equals, the lowest rank."""
+    """Return the total of the rank that has the least memory left, or lacks most; of equal ranks, the lowest."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 

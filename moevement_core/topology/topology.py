@@ -71,7 +71,7 @@ class Channels:
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Channel for fetches, because senders and receivers keep using ``snapshots``; None for a single rank."""
+    """Channel over which recoveries fetch snapshots, beside the sends over ``snapshots``; None for a single rank."""
     feeds: Transport | None
     """Channel for logged tensors to stages that replay alone; None if there is only one stage."""
 

@@ -1,7 +1,8 @@
 """Planned end of a job at the same boundary on all ranks, before its machines are taken away.
 
-SIGTERM to a launcher, or Slurm's signal before the time limit, sets a flag in the page that a supervisor shares with
-its processes. Ranks agree on the flag in the reduction of each iteration, and then call ``Binding.plan_exit``.
+SIGTERM to a launcher, or Slurm's signal before the time limit, sets a flag in a page of memory that a supervisor shares
+with its processes. Ranks agree on the flag by a reduction in each iteration. Once it is set, all of them call
+``Binding.plan_exit``.
 """
 
 from __future__ import annotations

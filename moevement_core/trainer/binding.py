@@ -68,8 +68,8 @@ class Place:
     embedding_ranks: tuple[int, ...] = ()
     """Ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy."""
     step_spans_job: bool = False
-    """True if each step ends with a reduction over all ranks; finishing it proves that every rank reached the commit
-    point.
+    """True if each step ends with a reduction over all ranks. A rank that finishes the reduction knows that every rank
+    has reached the commit point.
     """
 
 
@@ -80,7 +80,7 @@ class Counts(Protocol):
     """True while tokens are not counted, so that a replay does not count them twice."""
 
     def take(self) -> torch.Tensor:
-        """Return this rank's sums since the last call, and restart the counters."""
+        """Return the numbers of tokens that this rank counted since the last call, and reset the counters."""
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
         """Return the results of several calls of :meth:`take` as float64 ``[calls, operators]`` on the host."""
@@ -90,7 +90,10 @@ class ExpertRoom(Counts, Protocol):
     """Control of extra expert capacity, with counters of the tokens that used it."""
 
     def open(self, operators: Collection[str]) -> None:
-        """Give extra capacity to these experts alone, from the next iteration on; the same on all ranks of a stage."""
+        """Give extra capacity to these experts alone, from the next iteration on.
+
+        All ranks of a stage pass the same experts.
+        """
 
 
 class Binding(ABC):
@@ -145,14 +148,14 @@ class Binding(ABC):
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`boundary`, random states last, because restoring others may change these."""
+        """Restore the values of :meth:`boundary`, random states last: restoring other values may change them."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:
         """Restore the entry ``progress`` of :meth:`boundary` alone, before the trainer opens its data."""
 
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
-        """Return counters of the tokens that each expert gets; None if this trainer counts nothing.
+        """Return counters of the tokens that each expert gets; None if this trainer counts no tokens.
 
         Args:
             table: operators of the stage.
@@ -186,7 +189,7 @@ class Binding(ABC):
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Plan the end of the job after the next iteration with everything saved, or cancel that plan.
+        """Plan to save all state and end the job after the next iteration, or cancel that plan.
 
         Called before each iteration.
 

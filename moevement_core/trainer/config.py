@@ -61,8 +61,8 @@ class SessionConfig:
             )
         if strategy.persisted is not None and disk.persist_dir is None:
             raise ConfigError(
-                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; needs a folder to "
-                "write to"
+                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; give a folder to "
+                "write the experts to"
             )
         copies = _copies(from_args(CopiesConfig, args), strategy, disk)
         _refuse_to_drop(budget, copies, disk)

@@ -1,4 +1,4 @@
-"""Prediction of replayed bits: equal to the lost ones, or different in the last bits because of another order of sums.
+"""Prediction of whether replayed values equal the lost values, or differ in last bits because sums change their order.
 
 Three causes change last bits and are no error:
 
@@ -38,7 +38,8 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
 
     Args:
         nodes: node of each rank.
-        devices: identity of each rank's device. A device number does not identify it: each process counts its own.
+        devices: identity of each rank's device. A device number is not enough, because each process
+            numbers its own devices.
     """
     places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
     return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
@@ -57,7 +58,7 @@ class PlacementHistory:
         Args:
             iteration: iteration whose state is live.
             placement: current placement.
-            since: iteration after which the placement is in force, by the history of other ranks. Used only on a rank
+            since: iteration after which the placement is in force, according to other ranks. Used only on a rank
                 without a history.
         """
         if not self._placements and since != NONE:
@@ -88,7 +89,7 @@ _NEVER = 1 << 62
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
-    """Return the reason why a recovery by these plans may give other last bits than the lost ones; empty if it may not.
+    """Return the reason why these plans may restore a state that differs in last bits; empty without a reason.
 
     Plans that replay no iteration are exact, because state is loaded and updates are elementwise.
 
@@ -125,7 +126,7 @@ def arithmetic_of_all() -> tuple[str, ...]:
 
 
 def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """Return the reason why replaying a window here may give other last bits than the lost ones; empty if it may not.
+    """Return the reason why replaying a window here may give other last bits than before; empty without a reason.
 
     Args:
         manifest: manifest of the window.

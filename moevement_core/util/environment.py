@@ -14,7 +14,7 @@ only the tasks of that node."""
 TASKS_ENV = "MOEVEMENT_TASKS"
 """Number of tasks on all nodes. Set together with :data:`FIRST_TASK_ENV`."""
 START_ENV = "MOEVEMENT_START"
-"""Name of the start that this process belongs to, ``NODE/NUMBER``. The coordinator numbers the starts of a node's
-command."""
+"""Start name, ``NODE/NUMBER``: the node, and how often the coordinator has started the node's command. All processes
+that come from the same start of the command have the same start name."""
 PARENT_ENV = "MOEVEMENT_PARENT"
 """Id of the process that started this one. This process ends when that process ends."""

@@ -35,9 +35,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def exit_cleanly() -> Iterator[None]:
     """Convert errors of this project to one line on stderr and an exit code.
 
-    Errors that a user can correct give exit code 2. All others give exit code 1, and every process prints them. All
-    ranks find the same errors of the user, so only rank 0 prints those. There are two exceptions: every process prints
-    errors in its environment variables or code, and a process that replaces another one prints all errors.
+    Errors that a user can correct give exit code 2. All ranks find the same such errors, so only rank 0 prints them.
+    There are two exceptions: every process prints errors in its environment variables or code, and a process that
+    replaces another one prints all errors. All other errors give exit code 1, and every process prints them.
 
     Raises:
         SystemExit: the ``with`` block raised one of this project's errors.
@@ -88,7 +88,7 @@ def files_are_given() -> Iterator[None]:
     """Convert an OSError that names a file to a ConfigError, for commands whose user gives the file names.
 
     Raises:
-        ConfigError: a file or folder cannot be read or written, and the ``with`` block let the OSError pass.
+        ConfigError: a file or folder cannot be read or written, and the ``with`` block did not catch the OSError.
     """
     try:
         yield

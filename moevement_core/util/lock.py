@@ -1,7 +1,7 @@
 """Lock of a folder, so that one job at a time writes to it, even if several hosts share the folder.
 
 The lock is a file with owner, host and heartbeat that its holder creates (``O_EXCL``) and rewrites every few seconds.
-Clocks of different hosts are never compared. An observer measures, by the clock of this host, how long the file stays
+Clocks of different hosts are never compared. An observer measures, by its own host's clock, how long the file stays
 the same. If the file changes, the holder is alive, and :func:`acquire` refuses the folder. The observer takes the lock
 over if the file stays the same for :data:`STALE_S`, or if the holder ran on this host and has ended. To take the lock
 over, the observer renames the old file and creates a new one. Of several observers, only one can rename the file.

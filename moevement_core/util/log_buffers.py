@@ -2,7 +2,7 @@
 
 Each page-locking call waits for the whole device, so fewer calls cost less. Every iteration of pipeline training sends
 the same number of tensors of the same few sizes. When memory is missing, the log therefore allocates one piece for the
-rest of the iteration. A log that keeps K iterations has K such pieces, and not a byte more than planned.
+rest of the iteration. A log that keeps K iterations has K such pieces, and so exactly the planned size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LogBuffers:
         self._taken.clear()
 
     def end_iteration(self) -> None:
-        """Record the counts of the iteration that ends, as the estimate for the next one."""
+        """Record how many buffers the ending iteration has taken, as the estimate for the next iteration."""
         self._taken_by_last = self._taken.copy()
 
     def take(self, nbytes: int, element_bytes: int, most_bytes: float) -> torch.Tensor | None:

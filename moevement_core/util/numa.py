@@ -1,4 +1,4 @@
-"""Binding of a rank to the processors of its GPU's NUMA node, so that its host memory is on that node too.
+"""Binding of a rank to the processors of its GPU's NUMA node, so that its host memory is there too.
 
 Copies from a GPU to the memory of another socket cross the link between the sockets. When a thread sends that memory,
 its reads cross the link too. Linux places a page next to the processor that touches it first, and a thread inherits

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class RawBuffer(Protocol):
-    """Buffer that only needs a size; ``torch.Tensor`` is one."""
+    """Interface of a buffer whose size is known; ``torch.Tensor`` has it."""
 
     def numel(self) -> int: ...  # noqa: D102
 
@@ -22,7 +22,7 @@ class QuantisedBuffers[Buffer: RawBuffer]:
     Attributes:
         codes: one byte for each element, in the order of the elements; a range of elements is a range of bytes.
         scales: factors by which the codes are multiplied, by name; they belong to the whole weight.
-        others: buffers of a second FP8 form of the weight, by name (MXFP8 by columns); they do not follow from
+        others: buffers of a second FP8 form of the weight, by name (MXFP8 by columns); they cannot be computed from
             ``codes``.
     """
 

@@ -1,4 +1,4 @@
-"""Versions of the packages on which a job's bits and speed depend, read without importing the packages."""
+"""Versions of the packages on which a job's results and speed depend, read without importing the packages."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ from moevement_core.util.exit_codes import USAGE_ERROR
 
 MOST_LINES = 3
 LIMIT_S = 60
-"""Seconds that a command may take. A few are enough, unless it hangs; the others are for a loaded machine."""
+"""Seconds that a command may take. A command needs a few; the rest is reserve for a loaded machine."""
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Name of an error in the words of the operating system."""
+    """Error of the operating system, which a message must name in the words of the operating system."""
 
     number: int
     """Number of the error, as in :mod:`errno`."""
@@ -51,7 +51,7 @@ NOUNS: dict[str, tuple[str, float]] = {
     "--d2h-bandwidth": ("from device", GB), "--network-bandwidth": ("network bandwidth", GB),
     "--copy-bandwidth": ("copy bandwidth", GB), "--storage-bandwidth": ("storage bandwidth", GB),
 }  # fmt: skip
-"""Noun for a flag's value in messages of ``moevement simulate``, and the factor to the unit that they show."""
+"""Noun that messages of ``moevement simulate`` use for a flag, and the factor from the flag's unit to the message's."""
 OF_CLUSTERS = (
     "--d2h-bandwidth", "--copy-bandwidth", "--network-bandwidth", "--network-share", "--gpus-per-node", "--host-memory",
 )  # fmt: skip

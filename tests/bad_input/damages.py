@@ -1,4 +1,7 @@
-"""Damages to run directories: files cut off, replaced, or of another version, and what a reader must name."""
+"""Damages to run directories: files that are cut off, replaced, or of another version.
+
+Each damage lists what the error message of a reader must name.
+"""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ COMMANDS = {
 WORKERS = "simulate laptop --mtbf 20 --hours 12 --seeds 20 --workers 2"
 STARTED = "import sys; from moevement_cli.main import main; print('started', flush=True); sys.exit(main())"
 FROM_RANKS = ("launch", "profile")
-"""Commands whose output may have warnings of ranks."""
+"""Commands whose ranks may print warnings of their own."""
 EARLY_S, MIDDLE_S, LATE_S = 0.0, 0.9, 3.0
 MOMENTS = [
     pytest.param(name, after_s, marks=() if after_s == MIDDLE_S or name in ("simulate", "launch") else pytest.mark.full)
     for name in COMMANDS
     for after_s in (EARLY_S, MIDDLE_S, LATE_S)
 ]
-"""Pairs of command and delay: every command while it is busy, and two commands also at their start and late."""
+"""Pairs of command and delay until Ctrl-C; every test run has all commands at one delay, and two at all delays."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Check that a limit on processes and threads at which a job would hang is named before the job starts."""
+"""Check that a job is refused if the limit on processes and threads is so low that the job would hang."""
 
 from __future__ import annotations
 

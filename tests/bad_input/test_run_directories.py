@@ -1,6 +1,7 @@
-"""Damaged run directories, under the commands that read them.
+"""Commands that read run directories refuse damaged ones.
 
-One command reads each damage. The commands take turns, so that each meets every file that it reads.
+Each damage is tested with one command. The commands take turns, so that each command is tested with a damage to every
+file that it reads.
 tests/unit/test_damaged_records.py reads each damage with every function that reads run directories.
 """
 
@@ -43,9 +44,9 @@ READERS_OF = {
     JOB: ("report", "html", "top"),
     CONFIG: ("top", "top_json"),
 }
-"""Commands that read a file at all; top reads a run that has not ended."""
+"""Commands that read each file. The test gives ``top`` a run that has not ended."""
 NO_METRICS = Damage("metrics empty", METRICS, content(METRICS, b""), ["{run}", "no metrics"])
-"""Damage that only a report refuses, because a run that top watches may not have begun to train."""
+"""Damage that only ``report`` refuses. ``top`` accepts it, because a running job may not have begun to train."""
 
 
 def taking_turns() -> Iterator[tuple[str, Damage]]:
@@ -87,7 +88,7 @@ def test_the_undamaged_one_is_read(reader: str, capfd: pytest.CaptureFixture[str
 
 PLACES = ("{folder}/none", "{folder}", "/dev/null", "/proc/self/mem", "{folder}/file", "{folder}/{long}")
 REPORTS = ("report", "html", "plot", "trace", "json", "report")
-"""Form of the report for each place; every form first reads the run by the same function."""
+"""Form of the report that is tested at each place. One form per place is enough, as all forms share the reader."""
 TOPS = ("top", "top_json") * 3
 
 
@@ -102,5 +103,5 @@ def test_no_run(
     path = place.format(folder=tmp_path, long="x" * 300)
     # The message may cut a long name.
     needs: list[Need] = [str(tmp_path), Reason(errno.ENAMETOOLONG)] if place.endswith("{long}") else [path]
-    whole = recovered_run(tmp_path / "runs" / "whole")  # not directly in {folder}, which would then be taken for it
+    whole = recovered_run(tmp_path / "runs" / "whole")  # directly in {folder}, it would be read in place of {folder}
     check(Row(READERS[reader], needs), capfd, monkeypatch, run=path, whole=whole.folder, folder=tmp_path)

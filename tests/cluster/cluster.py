@@ -94,11 +94,11 @@ class Cluster:
 
     @property
     def local(self) -> Path:
-        """Path of a node's own disk, which is another one on each node and keeps its files when the node dies."""
+        """Path of a node's own disk. Each node has another disk there; its files outlive the node's processes."""
         return self.folder / "local"
 
     def switch_on(self) -> None:
-        """Boot all machines and wait until Slurm has all nodes idle."""
+        """Boot all machines and wait until Slurm has registered all nodes."""
         _remove_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._lock = os.open(self.folder, os.O_RDONLY)
@@ -131,7 +131,7 @@ class Cluster:
             self._lock = -1
 
     def restore(self) -> None:
-        """Boot all machines again if anything has failed or a job is left, with empty disks and without jobs."""
+        """Boot all machines again, with empty disks and without jobs, if a test broke something or left a job."""
         if self._is_hurt or any(job.is_there() for job in self._jobs):
             for machine in self.machines.values():
                 machine.switch_off()
@@ -341,7 +341,10 @@ class Cluster:
         )  # fmt: skip
 
     def _registered(self, name: str) -> float:
-        """Return the start of the daemon that the controller knows; its state of the node may be outdated."""
+        """Return the time at which the node's daemon started, as the controller knows it.
+
+        The node's state would not do, because the controller may still have the state from before the boot.
+        """
         try:
             text = self.slurm("scontrol", "show", "node", "--oneliner", name)
         except RuntimeError:  # the controller is not up yet
@@ -354,14 +357,14 @@ class Cluster:
         return "\n".join(log.read_text()[-2000:] for log in logs if log.exists())
 
     def _environment(self) -> dict[str, str]:
-        # Not the environment of the tests: a job gets only these variables.
+        # Jobs get only these variables, and not the environment of the tests.
         return {"PATH": SYSTEM_PATH, "HOME": str(Path.home()), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def _on_switch(self, *words: str) -> str:
         return output_of("nsenter", f"--net={self.machines[HEAD].network}", *words)
 
     def _on_node(self, name: str) -> Callable[..., str]:
-        """Return a function that runs commands in the network stack of a node, which may have no processes."""
+        """Return a function that runs commands in the network stack of a node, even if the node has no processes."""
         return lambda *words: output_of("nsenter", f"--net={self.machines[name].network}", *words)
 
 

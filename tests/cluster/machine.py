@@ -52,7 +52,7 @@ class Machine:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.own = folder / name
-        """Folder on the host with this machine's disk, its logs, and Slurm's files of it."""
+        """Folder on the host with this machine's disk, its logs, and the files that Slurm keeps for it."""
         self._maker: subprocess.Popen[str] | None = None
         self._network: int | None = None
         self._first, self._processes_namespace = 0, ""
@@ -91,7 +91,8 @@ class Machine:
         if self._maker is None:
             return
         if self._first:
-            # The kernel ends all others with the first process. The maker goes last, because it reaps the first.
+            # When the first process ends, the kernel ends all others. ``unshare`` ends last, because it reaps the
+            # first.
             send(self._first, signal.SIGKILL)
             self._maker.wait(HANGS_S)
         self._maker.kill()
@@ -132,7 +133,7 @@ class Machine:
             )  # fmt: skip
 
     def processes(self) -> list[int]:
-        """Return the ids of the processes on the host, without the first, which is the machine itself."""
+        """Return the host's ids of all processes of the machine, except for the first process."""
         return [pid for pid in self._all() if pid != self._first]
 
     def stop(self) -> None:

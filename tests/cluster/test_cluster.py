@@ -1,4 +1,4 @@
-"""Cluster that other tests use: its names, links, failures and Slurm, and that nothing of it is left."""
+"""Test the cluster that other tests use: its names, links, failures and Slurm. It must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ while True:
 
 @contextmanager
 def connection(cluster: Cluster, name: str, to: str) -> Iterator[socket.socket]:
-    """Connect a node to the echo server of another; the caller uses the socket, though it is in the node's network."""
+    """Yield a connection from a node to the echo server of another node.
+
+    The socket belongs to the node's network, but the caller, which is outside of it, can use the socket.
+    """
     opened: list[socket.socket | OSError] = []
 
     def connect() -> None:
@@ -224,7 +227,7 @@ def task_on(cluster: Cluster, name: str, index: int, program: str) -> psutil.Pro
 def test_what_slurm_does_when_a_job_loses_a_node(cluster: Cluster, tmp_path: Path) -> None:
     """Check that with ``--no-kill`` a job outlives every node, even the first.
 
-    Its batch script is lost with the first node, so a task on another node has to ask for another start.
+    The batch script is lost with the first node, so a task on another node has to ask Slurm to queue the job again.
     """
     job = batch(
         cluster, tmp_path, "echo restarts: ${SLURM_RESTART_COUNT:-0}\n"

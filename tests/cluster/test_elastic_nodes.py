@@ -1,4 +1,4 @@
-"""Elastic job without spares that loses nodes, goes on with the others, and takes nodes in. Each node has one rank."""
+"""Elastic job without spares that loses nodes, goes on with the others, and adds nodes. Each node has one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _after(training: Training, at: float, count: int) -> dict[str, Any]:
-    """Wait until training has gone on after change number ``count`` of the job's size; return its event."""
+    """Wait until the job has changed its size ``count`` times and trains; return the event of the last change."""
     event = training.wait_for_event("resized", count)[-1]
     training.wait_for_iteration(event["iteration"] + 4)
     print(f"{event['world_before']} -> {event['world_size']} after {event['time'] - at:.1f} s: {event['seconds']}")
@@ -39,7 +39,7 @@ def _after(training: Training, at: float, count: int) -> dict[str, Any]:
 def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> None:
     """Check that no iteration is lost when one node is killed, one loses power, and both return.
 
-    The test adds the first by hand; the second returns by itself.
+    The test adds the first node by hand. The second node returns by itself after its boot.
     """
     overrides = FLAGS | KINDS[kind]
     training = train(cluster, tmp_path, processes_per_node=1, spares=0, **overrides)

@@ -1,8 +1,9 @@
-"""Jobs that lose nodes, with resets or in silence. Seconds later they resume, with the bits of a run that lost none.
+"""Jobs that lose nodes resume within seconds, and end with the bits of a job that lost none.
 
-Ranks 0 and 1 are on n1, where the coordinator is too, 2 and 3 on n2, and spares on n3. A node that is back takes part
-again with tasks that the same command starts. The tests print seconds; benchmarks/cluster.md has those of idle cores. A
-wait here fails after two minutes, so no timeout of ten minutes goes unnoticed.
+A lost node resets its connections or falls silent. The coordinator and ranks 0 and 1 are on n1, ranks 2 and 3 on n2,
+and spares on n3. A repaired node takes part again when the command that started the job's tasks starts tasks there. The
+tests print the seconds of each recovery; benchmarks/cluster.md has those that were measured on idle cores. Every wait
+fails after two minutes, so that a test fails if the job waits for a timeout of ten minutes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
 
 @pytest.mark.full
 def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: Path) -> None:
-    """Check both losses if each rank has its own task; the test adds a node by hand between them."""
+    """Check both losses in a job with one task per rank. The test adds the first node again before the second loss."""
     training = train(cluster, tmp_path, tasks_per_node=2, **FLAGS)
     training.wait_for_iteration(12)
     loud = _lose(training, "killed", "n2")
@@ -67,7 +68,7 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: 
 
 
 def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster, tmp_path: Path) -> None:
-    """Check that only the node's own step breaks, and that the node returns as spares by itself.
+    """Check that only the job step of the lost node breaks, and that the node starts spares without a command.
 
     Each node has one task.
     """
@@ -93,7 +94,7 @@ def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster
 def test_a_node_that_is_cut_off_and_back(cluster: Cluster, tmp_path: Path) -> None:
     """Check that a cut shorter than the lease changes nothing, and that a longer one replaces the node.
 
-    The replaced node stops its processes, and returns as spares.
+    The replaced node stops its processes. After the cut it starts new processes, which wait as spares.
     """
     training = train(
         cluster, tmp_path, moevement_persist_dir=str(tmp_path / "windows"), moevement_load=str(tmp_path / "windows"),
@@ -147,7 +148,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
     def is_fresh() -> bool:
         """Return True if all ranks have persisted a window that began after the repair of the link.
 
-        An earlier window may still be abandoned. The lag in the metrics would not do, as it is that of one rank.
+        An earlier window may still be abandoned. The lag in the metrics would not do: it is the lag of one rank.
         """
         persisted_from = (training.record.newest_metric() or {})["persisted_from"]
         return persisted_from is not None and persisted_from > mended_at
@@ -164,9 +165,9 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
 
 
 def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster, tmp_path: Path) -> None:
-    """Check the loss of two nodes at once, and then of two that have all copies of a rank.
+    """Check the loss of two nodes at once, and later of two nodes that hold a rank and all copies of its snapshots.
 
-    Ranks 0 to 3 are the stages, each on its own node. The copies of a rank are on the node of the next rank.
+    Each rank is a stage and has its own node. The copies of a rank's snapshots are on the node of the next rank.
     """
     windows = str(tmp_path / "windows")
     overrides = FLAGS | PP4
@@ -198,7 +199,7 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster,
 
 @pytest.mark.full
 def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_path: Path) -> None:
-    """Check that the other spare takes over if the first is lost in the recovery."""
+    """Check that the second spare takes over if the node of the first spare is lost during the recovery."""
     overrides = FLAGS | PP4
     training = train(six_nodes, tmp_path, **overrides, nodes=6, processes_per_node=1)
     training.wait_for_iteration(12)
@@ -223,7 +224,7 @@ def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_pa
 
 
 def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
-    """Lose the nodes of two ranks at once, one with resets and one in silence, and boot both again."""
+    """Lose the nodes of two ranks at once, one with resets and one in silence. Boot both when the job has resumed."""
     loud, silent = nodes = training.nodes_of(*ranks)
     cluster = training.cluster
     cluster.kill_node(loud)

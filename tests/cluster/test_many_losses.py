@@ -1,4 +1,4 @@
-"""Nodes that are lost one after the other; a seed draws how and when (``make test-full``)."""
+"""Nodes that are lost one after the other, at times and in ways that a seed determines (``make test-full``)."""
 
 from __future__ import annotations
 

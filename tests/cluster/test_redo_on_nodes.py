@@ -32,7 +32,10 @@ def test_a_node_is_lost_and_its_ranks_alone_are_restored(cluster: Cluster, tmp_p
 
 @pytest.mark.full
 def test_gradients_that_the_link_cannot_carry(cluster: Cluster, tmp_path: Path) -> None:
-    """Check that ranks execute iterations again of which their peers, several iterations behind, lack gradients."""
+    """Check that ranks replay the iterations whose gradients their peers lack.
+
+    The slow link keeps the peers several iterations behind.
+    """
     overrides = FLAGS | {"moe_ffn_hidden_size": 384}
     training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **overrides | REDO)
     training.wait_for_iteration(6)

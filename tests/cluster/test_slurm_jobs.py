@@ -1,4 +1,4 @@
-"""Batch script as shipped, on three nodes: jobs end in order, fail with a reason, and go on after losses."""
+"""Batch script as shipped, on three nodes: jobs end cleanly, fail with a reason, and go on after losses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
 
 
 def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, tmp_path: Path) -> None:
-    """Check that the two spares on n3 are not taken, because ranks 2 and 3 exchange tokens in every layer."""
+    """Check that a new process on n2 takes the rank, and not one of the two spares on n3.
+
+    Ranks 2 and 3 exchange tokens in every layer, so they should stay on one node.
+    """
     training = train(cluster, tmp_path, tasks_per_node=2)
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
@@ -74,7 +77,7 @@ def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, 
 
 
 def test_a_signal_to_every_process_of_a_job_ends_it_in_order(cluster: Cluster, tmp_path: Path) -> None:
-    """Check a signal by ``scancel``, which reaches ranks and spares as early as the supervisors that answer it."""
+    """Check a signal by ``scancel``. Only supervisors act on it, but ranks and spares receive it at the same time."""
     overrides: dict[str, Any] = {"train_iters": 5000}
     training = train(cluster, tmp_path, **overrides)
     training.wait_for_iteration(6)

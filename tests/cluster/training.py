@@ -156,7 +156,8 @@ class Training:
         """
 
         def times() -> list[float]:
-            # Marked lines are of iterations that were committed before the failure, and written later.
+            # Lines with ``recovered`` are of iterations that were committed before the failure; they were only written
+            # later.
             return [line["time"] for line in self.record.metrics() if line["time"] > at and not line.get("recovered")]
 
         self._wait_until(lambda: _later(self, at), "a recovery", timeout_s)
@@ -167,7 +168,7 @@ class Training:
     def outage(self, since: float) -> float:
         """Return the longest time after ``since`` in which nothing was committed, in seconds.
 
-        The time to the next commit would not do: that may be of an iteration whose gradients were already reduced.
+        The time to the next commit would not do: it may commit an iteration whose gradients were already reduced.
         """
         times = [since, *(line["time"] for line in self.record.metrics() if line["time"] > since)]
         return float(max(later - earlier for earlier, later in pairwise(times)))
@@ -244,7 +245,7 @@ def failure_free(last: int, *, ranks: int = RANKS, **overrides: Any) -> RunRecor
 
 
 def assert_undisturbed(training: Training, **overrides: Any) -> None:
-    """Assert that an ended job has the bits of an undisturbed one, and each iteration once.
+    """Assert that an ended job has the bits of an undisturbed job, and that its record has each iteration once.
 
     Args:
         overrides: as for :func:`train`; only those that change what is computed matter.

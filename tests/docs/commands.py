@@ -1,4 +1,4 @@
-"""Parser of the shell commands that the documentation shows, and of the comments that say why none runs a command."""
+"""Parser of the shell commands in the documentation, and of the comments that say why no test runs a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that pages name exist, and the numbers of the comparison are those of the benchmark pages that it cites."""
+"""Flags that pages name exist. The numbers in the comparison equal those in the benchmark pages that it cites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script draws README's picture from two runs, if they are equal and the second recovered exactly once."""
+"""The script draws README's picture from two runs with equal results, of which the second recovered exactly once."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
 
 
 def state_weighed(argv: list[str]) -> dict[str, int]:
-    """Return the bytes of this rank's operators, counted from live tensors, and its place in its pipeline stage."""
+    """Return the bytes of this rank's operators, counted from live tensors, and its stage and index in the stage."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -323,7 +323,7 @@ def with_shapes_exchanged(argv: list[str]) -> None:
 
 
 def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
-    """Train, leave everything half done that an exception can, clear it, and return what is left."""
+    """Train, leave all state that an exception in a step can leave, clear it, and return what is still there."""
     import torch
     from megatron.core import tensor_parallel
 

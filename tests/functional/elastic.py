@@ -1,4 +1,7 @@
-"""Elastic jobs, and the fresh jobs of the new size, from the same dense checkpoint, that they are compared with."""
+"""Elastic jobs, and the fresh jobs that they are compared with.
+
+A fresh job has the elastic job's new size and starts from its dense checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def assert_same(survived: Any, other: Any, since: int, drawn_apart: tuple[int, .
     """Check that losses after ``since`` and the final state are equal bit for bit.
 
     Args:
-        drawn_apart: ranks whose generators may differ.
+        drawn_apart: ranks whose random generators may differ.
     """
     losses = {line["iteration"]: line["loss"] for line in survived.record.metrics() if line["iteration"] > since}
     other_losses = {line["iteration"]: line["loss"] for line in other.metrics()}

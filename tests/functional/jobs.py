@@ -110,7 +110,7 @@ REGIMES: dict[str, dict[str, Any]] = {
 
 
 WIDTHS = pytest.mark.parametrize("layout", ["PP2", pytest.param("PP2xEP2", marks=pytest.mark.full)])
-"""Layouts: two ranks for every run of the tests; four, whose kills take twice as long, for the full matrix."""
+"""Layouts: two ranks in every test run, and four ranks, whose kills take twice as long, in the full matrix only."""
 
 
 def among(nproc: int, faults: Sequence[str], every: int = 1) -> tuple[str, ...]:
@@ -126,7 +126,10 @@ def among(nproc: int, faults: Sequence[str], every: int = 1) -> tuple[str, ...]:
 
 
 def assert_alone(survived: Survived, stages: int) -> None:
-    """Check that fewer than ``stages`` stages replayed in each recovery, as those that lost nothing replay nothing."""
+    """Check that fewer than ``stages`` stages replayed in each recovery.
+
+    Stages that lost no state must not replay.
+    """
     for failure in survived.failures():
         if failure["recovery"] is None:
             continue

@@ -1,4 +1,4 @@
-"""Processes whose device breaks give up their rank; a plain trainer on CPUs raises the errors of a GPU."""
+"""Processes whose device breaks give up their rank. The tests raise errors of a GPU in a trainer on CPUs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def failures(record: RunRecord) -> Sequence[str]:
 
 
 def test_a_rank_whose_device_raises_is_replaced_and_nothing_is_different(tmp_path: Path, free: RunRecord) -> None:
-    """Raise twice in the same iteration, in a process and in the spare that replaces it."""
+    """Raise an error of the device in a process, and in the same iteration in the spare that replaces the process."""
     broken, out = run(tmp_path, "broken", RAISES.format(faults=[(1, 9), (2, 9)]))
     assert main(["verify", str(free.folder), str(broken.folder)]) == 0
     messages = failures(broken)

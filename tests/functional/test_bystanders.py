@@ -92,7 +92,10 @@ def processes(run_dir: Path, role: str) -> list[int]:
 
 
 def check_orderly_end(run_dir: Path, least: int) -> None:
-    """Check that no iteration was lost: each has its line, and the summary counts them, at least ``least``."""
+    """Check that no iteration was lost.
+
+    Each has its line in the metrics, and the summary counts at least ``least``.
+    """
     record = RunRecord(run_dir)
     iterations = [line["iteration"] for line in record.metrics()]
     assert iterations == list(range(1, len(iterations) + 1))
@@ -101,7 +104,10 @@ def check_orderly_end(run_dir: Path, least: int) -> None:
 
 
 def test_the_launcher_has_no_thread_that_could_hold_a_lock_when_it_forks(tmp_path: Path) -> None:
-    """Count the launcher's threads: a spare forked while one held the resolver's lock would wait for it for ever."""
+    """Count the launcher's threads: there must be one.
+
+    If another thread held the resolver's lock during a fork, the forked spare would wait for the lock for ever.
+    """
     job = start(tmp_path)
     wait_for(job, lambda: newest(tmp_path) >= 3 and len(processes(tmp_path, "spare")) == 1)
     assert psutil.Process(job.pid).num_threads() == 1
@@ -162,7 +168,7 @@ def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow("failed starts are tried again after seconds")
 def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
-    """Remove a file that spares need: the launcher keeps starting spares until it is back, and the job trains on."""
+    """Remove a file that spares need: the job trains, and the launcher starts spares until the file is back."""
     needed, run_dir = tmp_path / "needed", tmp_path / "run"
     needed.touch()
     script = tmp_path / "needs.py"
@@ -282,7 +288,7 @@ def _are_others(run_dir: Path, before: list[int]) -> bool:
 
 
 def test_an_exit_code_of_the_trainer_is_an_interruption(tmp_path: Path) -> None:
-    """Exit with 17, as Megatron's rerun machine does with 16 or 17: no rank loses its state."""
+    """Exit with code 17, one of the codes of Megatron's rerun machine. No rank loses its state."""
     script = tmp_path / "exits.py"
     script.write_text(EXITS.format(script=str(SCRIPT)))
     words = ("--iterations", "20")

@@ -25,7 +25,7 @@ class Case:
     flags: dict[str, Any]
     faults: tuple[str, ...]
     fewest: int
-    """Smallest number of interruptions; a fault at a decision happens only if the job makes one there."""
+    """Smallest number of interruptions. A fault in phase ``decide`` happens only if the job decides there."""
     saves: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Replacements and resumed jobs read the right data, rebuild caches, and keep to exits that are due."""
+"""Replacements and resumed jobs read the right data, rebuild caches, and exit at the iteration of a due exit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_replacement_builds_indices_that_are_not_in_its_cache(tmp_path: Path) 
 
 @pytest.mark.parametrize("phase", ["save", pytest.param("gather", marks=pytest.mark.full)])
 def test_an_exit_that_is_due_is_not_missed_when_a_failure_comes_in_it(phase: str, tmp_path: Path) -> None:
-    """Interrupt the save of the exit, or the iteration before it: the job still saves and exits there."""
+    """Interrupt iteration 6 or its save. An exit is due there: the job must still save and exit."""
     saved = tmp_path / "saved"
     flags_ = TWO | {"exit_interval": 6, "save": str(saved), "save_interval": 100}
     survived = survive(2, 1, tmp_path / "run", inject=(f"rank=0,iteration=6,phase={phase}",), **flags_)
@@ -91,7 +91,7 @@ def test_a_step_that_is_asked_for_by_name_is_overruled_by_no_window(persisted: d
 
 
 def test_iterations_that_the_window_does_not_replay_may_be_left_out(persisted: dict[str, Any], tmp_path: Path) -> None:
-    """Skip an iteration, as a job advises when a batch kills its rank repeatedly."""
+    """Skip an iteration. A job advises this when the same batch kills its rank repeatedly."""
     run = train(2, tmp_path / "run", **TWO, moevement_load=persisted["moevement_load"], iterations_to_skip=[11])
     assert [line["iteration"] for line in run.metrics()] == [9, 10, 12]
     ended = outcomes(2, None, check=False, **TWO, moevement_load=persisted["moevement_load"], iterations_to_skip=[7])

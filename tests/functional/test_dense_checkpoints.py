@@ -200,7 +200,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], t
     assert failed["iteration"] == (None if flags else 2), "an asynchronous save fails later"
     # Rank 0 logs the error of rank 1: its class, or its number and the file.
     assert re.search(r"\bWARNING rank 0: .*\brank 1\b.*\b(IsADirectoryError|Errno 21)\b", ranks[0].output)
-    # The next save succeeds, and no file points at the failed one.
+    # The next save succeeds, and the tracker names it.
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "4"
     resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=5, **OTHER_END)
     assert [line["iteration"] for line in resumed.metrics()] == [5]

@@ -72,7 +72,7 @@ def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, itera
 @pytest.mark.parametrize("slots", [pytest.param(slots, marks=pytest.mark.full) for slots in (2, 3)])
 @pytest.mark.slow("three jobs")
 def test_experts_in_slots_compute_what_megatrons_experts_compute(slots: int, tmp_path: Path) -> None:
-    """Compare losses and gradient norms from one checkpoint, to the rounding of sums in another order."""
+    """Compare losses and gradient norms from one checkpoint. Only the rounding of sums in another order may differ."""
     start = start_from(tmp_path / "start")
     plain = train(2, tmp_path / "plain", **{"global_batch_size": 24, "train_iters": 6} | start)
     job = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
@@ -134,8 +134,8 @@ LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
     """Kill a rank that alone holds its shard of the distributed optimizer.
 
-    The job restores the newest state that follows from gradients on peers. In the new layout it has the bits that the
-    lost state had.
+    The job restores the newest state that it can compute from gradients on peers. The restored state has the bits that
+    the lost state had, although its layout is new.
     """
     nproc, left, overrides = LOST[layout]
     overrides = SHARDED | overrides
@@ -162,7 +162,10 @@ WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("layout", first_names(WINDOWS, "DP3"))
 def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tmp_path: Path) -> None:
-    """Kill a rank without gradients at peers: the ranks that are left replay, and their sums have another order."""
+    """Kill a rank whose gradients no peer has.
+
+    The remaining ranks replay. Their sums have another order, so losses are compared up to rounding.
+    """
     nproc, job = WINDOWS[layout]
     job = job | {"use_distributed_optimizer": True, "moevement_window": job["window"]}
     del job["window"]
@@ -189,7 +192,7 @@ BACK = ("--respawn-after", "0.5")
 @pytest.mark.parametrize("layout", first_names(("DP3", "PP2xDP2xsharded", "slots")))
 @pytest.mark.slow("a process joins while the job saves every iteration")
 def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Path) -> None:
-    """Check that the job restarts nothing, loses no committed iteration, and goes on as a fresh job would."""
+    """Check that the job loses no committed iteration when it grows, and then computes what a fresh job computes."""
     layouts: dict[str, dict[str, Any]] = {
         "DP3": {},
         "PP2xDP2xsharded": SHARDED | {"pipeline_model_parallel_size": 2, "moevement_recovery": "redo"},
@@ -212,8 +215,9 @@ def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Pa
         )
     else:
         other = fresh(nproc, tmp_path / "fresh", saved, larger["iteration"], **overrides, train_iters=16)
-    # No iteration draws from the generator of expert weights. The fresh job loads it from a saved rank, and the rank
-    # that joined the elastic job has its own. The losses depend, by dropout, on the generators that are drawn from.
+    # The generator of expert weights may differ on the rank that joined: that rank has its own, and the fresh job loads
+    # the generator of a saved rank. No iteration uses this generator. Dropout uses the others, so equal losses show
+    # that those are equal.
     assert_same(survived, other, larger["iteration"], (nproc - 1,) if layout == "slots" else ())
 
 
@@ -270,9 +274,9 @@ def test_windows_on_disk_are_loaded_by_another_number_of_ranks(kind: str, tmp_pa
 
 @pytest.mark.full
 def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> None:
-    """Kill a second rank in the evaluation that was due at the first kill; the resized job has its state by then.
+    """Kill a rank in the update of iteration 6, and a second rank in the evaluation after it.
 
-    After two resizes no former model is in memory.
+    The second kill hits a resized job that has all of its state. After two resizes no former model is in memory.
     """
     script = tmp_path / "counting.py"
     script.write_text(COUNTING.format(script=str(SCRIPT), folder=str(tmp_path)))

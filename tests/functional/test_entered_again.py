@@ -19,9 +19,9 @@ SPARSE: dict[str, Any] = {
 
 @pytest.mark.full
 def test_timers_that_were_started_and_a_script_that_says_nothing_of_its_start(tmp_path: Path) -> None:
-    """Kill a rank while the other waits for its check of gradients, so that the optimizer's timer of the check runs.
+    """Kill rank 1 before its check of gradients. Rank 0 waits in the check, so its timer of the check runs.
 
-    The script sets no startup timestamps, with which ranks make one more reduction; the spare would not make it.
+    The script sets no startup timestamps. With them, ranks would make one more reduction, and the spare would not.
     """
     script = tmp_path / "dying.py"
     text = SCRIPT.read_text(encoding="utf-8").replace("    set_startup_timestamps(", "    dict(")

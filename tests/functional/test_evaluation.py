@@ -43,7 +43,7 @@ def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(rec
 @pytest.mark.builds
 @pytest.mark.slow("evaluations long enough to be asked in")
 def test_a_job_that_is_asked_to_end_leaves_its_evaluation(tmp_path: Path) -> None:
-    """Send SIGTERM during an evaluation: the job leaves it within one of its iterations.
+    """Send SIGTERM during an evaluation: the job leaves the evaluation within one evaluation iteration.
 
     Dropout is on again in the training iterations that ranks need to agree on the end.
     """

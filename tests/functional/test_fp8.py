@@ -1,6 +1,6 @@
 """Jobs that train in FP8 survive kills with the bits of a failure-free run: every recipe, weights in BF16 or FP8.
 
-Numbers and state of the recipes are exact here; products are summed in the order of the CPU.
+The CPU emulates the FP8 numbers and the state of each recipe exactly. Only the order of sums in products is the CPU's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_killed_in_every_recipe(layout: str, name: str, weights: str, recovery: 
 @WIDTHS
 @pytest.mark.slow("five kills in emulated FP8")
 def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp_path: Path) -> None:
-    """Kill ranks with a history of amaxes and recomputed activations; a lost rank redoes its updates by itself."""
+    """Kill ranks of a job with a history of amaxes and recomputed activations, which recovers by redo."""
     history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **history)
@@ -76,7 +76,7 @@ def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp
 @WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")
 def test_skipped_updates_move_scales_and_not_weights(layout: str, recovery: str, tmp_path: Path) -> None:
-    """Kill ranks after skipped updates, when weights still have codes of earlier scales, and after other updates."""
+    """Kill ranks after updates, and after skipped updates, when weights still have codes of earlier scales."""
     scaled = {"bf16": False, "fp16": True, "initial_loss_scale": 2**22, "hysteresis": 1}
     nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **scaled)
     wanted = failure_free_digest(nproc, **flags_)
@@ -93,7 +93,10 @@ def test_skipped_updates_move_scales_and_not_weights(layout: str, recovery: str,
     ["blockwise", *(pytest.param(name, marks=pytest.mark.full) for name in ("tensorwise", "mxfp8"))],
 )  # fmt: skip
 def test_weights_in_fp8_train_like_weights_that_are_quantised_in_each_iteration(name: str, tmp_path: Path) -> None:
-    """Compare losses: both runs round masters to BF16 before they quantise, as Megatron says of Transformer Engine."""
+    """Compare the losses of both runs: they must be equal.
+
+    Both round masters to BF16 before they quantise, as Transformer Engine does according to Megatron.
+    """
     plain = {"train_iters": 4, "pipeline_model_parallel_size": 1, **dict.fromkeys(SPARSE.keys() - {"train_iters"})}
     runs = [
         train(2, tmp_path / weights, **(recipe("PP2xEP2", name, weights) | plain))

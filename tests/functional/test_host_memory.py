@@ -53,7 +53,7 @@ def test_what_was_named_makes_a_job_fit(tmp_path: Path) -> None:
 
 
 def check_refusals(tmp_path: Path) -> float:
-    """Check the changes that refusals name when memory is short; return gigabytes enough without own snapshots."""
+    """Check which flags refused jobs propose; return the gigabytes that are enough if own snapshots are dropped."""
     needed, change = refused(tmp_path / "a", moevement_host_memory_gb="0.000001", moevement_keep_own="always")
     assert change.startswith("--moevement-host-memory-gb ")
     few = 0.7 * needed  # own snapshots need a third of it, half of them in flight

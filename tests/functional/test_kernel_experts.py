@@ -33,7 +33,7 @@ GELU: dict[str, Any] = {"swiglu": False}
     ],
 )
 def test_losses_and_gradients_are_megatrons(ranks: int, job: dict[str, Any], tmp_path: Path) -> None:
-    """Compare losses and gradient norms in FP32, to rounding, as sums have another order."""
+    """Compare losses and gradient norms in FP32 up to rounding, as sums have another order."""
     lines = [train(ranks, tmp_path / name, **job, **kernels).metrics() for name, kernels in (("on", ON), ("off", OFF))]
     for with_kernels, without_kernels in zip(*lines, strict=True):
         assert with_kernels["loss"] == pytest.approx(without_kernels["loss"], rel=1e-6)

@@ -61,7 +61,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Pat
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(iterations)
     assert len(survived.failures()) == len(faults)
-    if layout != "PP2":  # there a stage is lost before the log of its only neighbour reaches back far enough
+    if layout != "PP2":  # there a stage is lost before its neighbour's boundary log is long enough
         assert_alone(survived, 2)
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
     # A spare has replaced each rank that died.
@@ -118,7 +118,7 @@ def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["dense", "moevement"])
 def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: str) -> None:
-    """Kill a rank whose model replica has no other rank that remembers a step, so all ranks recompute all steps."""
+    """Kill ranks of a job with one stage: all ranks roll back, so they must compute the outcomes of steps again."""
     flags_ = SPARSE | {
         "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "moevement_replicas": 1, "bf16": True,
     }  # fmt: skip
@@ -326,7 +326,7 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(rec
     ids=["without optimizer and random states", "finetune", "without --load"],
 )
 def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str, Any], tmp_path: Path) -> None:
-    """Check this for several flags that set what the job starts from at first."""
+    """Check that a restart loads the newest checkpoint in full, whatever the flags exclude from the first start."""
     job = SPARSE | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30, "save_interval": 6,
         "hidden_dropout": 0.1,
@@ -363,7 +363,7 @@ def test_a_restart_without_anything_saved_is_the_first_start_again(tmp_path: Pat
 
 @pytest.mark.full
 def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
-    """Check that a survivor has as many threads, sockets, files and bytes after the last as after the second."""
+    """Check that recoveries do not increase the threads, sockets, files, child processes or memory of a survivor."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
     words = flags(**flags_)
     for kill in range(1, 11):
@@ -441,7 +441,7 @@ def test_random_faults(recovery: str, seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
-    """Start tasks as srun does: only the tasks themselves start processes again."""
+    """Start tasks as srun does. When a process dies, its own task starts the next process, and not the coordinator."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
     wanted = failure_free_digest(2, **flags_)
     run_dir = tmp_path / "recovered"

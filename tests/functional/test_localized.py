@@ -74,7 +74,7 @@ def check_scope(recovered: RunRecord, recoveries: list[dict[str, Any]], stages: 
     for event in events:
         assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, case
         assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), case
-        # The snapshot after an iteration records what was sent in it, so only the last iteration has no such record.
+        # Snapshots record what was sent in the iteration before them. So only the last iteration has no such record.
         assert event["sends"] > 0 or event["until"] < 3, case
 
 

@@ -1,4 +1,4 @@
-"""Jobs whose optimizers have narrow state survive kills: all five rows of table 7, and regimes between them."""
+"""Jobs with narrow optimizer state survive kills: all five rows of the paper's table 7, and regimes between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.launching import survive
 
 QUICK = {"FP8/FP16/FP8+FP16"}
 FROM_THE_START = "rank=1,iteration=2,phase=forward"
-"""Early fault: masters narrower than weights are made before the first iteration, and again on a replacement."""
+"""Early fault. A job makes masters narrower than weights before its first iteration; a replacement makes them, too."""
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ from tests.training import SCRIPT, flags, train
 
 EXPERTS, LAYERS, INTERVAL = 4, 4, 2
 SPAN = 8
-"""Snapshots in which every expert is saved at least once, if each has one of four experts, selected by load."""
+"""Number of consecutive snapshots that together have every expert at least once.
+
+This is for snapshots that have one of four experts, selected by load.
+"""
 PARTIAL: dict[str, Any] = {
     "moevement_window": False, "moevement_strategy": "moc", "moevement_dense_interval": INTERVAL,
     "moevement_snapshot_experts": 1, "moevement_plt_limit": 1.0,
@@ -55,7 +58,8 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
         on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, which take turns
         place = layer % (LAYERS // stages)
         for turn, expert in enumerate(on_ranks[place:] + on_ranks[:place]):
-            # The initial state counts as saved in turn, as by checkpoints before the run, the last at iteration 0.
+            # Experts of the initial state count as saved in turn, by imagined checkpoints before training, the last of
+            # them at iteration 0.
             behind = (reached // INTERVAL + EXPERTS - 1 - turn) % EXPERTS * INTERVAL
             lost = sum(tokens[t, layer, expert] for t in range(max(0, reached - behind) + 1, reached + 1))
             if lost:
@@ -83,7 +87,7 @@ def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], 
     for layer in range(LAYERS):
         place = layer % of_stage
         turns = [0, 2, 1, 3][place:] + [0, 2, 1, 3][:place]
-        saved = {expert: 0 for expert in turns}  # iteration of the last save; no token was routed before the first
+        saved = {expert: 0 for expert in turns}  # iteration of the last save; no token was routed before iteration 1
         full = {expert: turn - 3 for turn, expert in enumerate(turns)}  # number of the last snapshot with full state
         for number in range(1, reached // INTERVAL + 1):
             due = {expert for expert in turns if number - full[expert] >= SPAN}
@@ -116,7 +120,8 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     assert all(sum(recovery["lost_tokens"].values()) > 0 for recovery in recoveries)
     assert [recovery["ranks"] for recovery in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
     assert re.search(r"\b1 of 4 experts\b", survived.out)
-    # Each recovery compared the weights of data-parallel replicas; the run differs from one without failures.
+    # The job loses updates, so its final state differs from that of a failure-free job. Each recovery has checked that
+    # data-parallel replicas are equal.
     wanted = failure_free(4, **flags_)
     assert main(["verify", str(wanted.folder), str(tmp_path / "run"), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -143,7 +148,7 @@ def test_state_that_is_wiped_comes_back_with_older_experts_and_training_goes_on(
     ids=["moc", "moc-by-load", "moetion"],
 )
 def test_what_is_run_again_is_trained_again(overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Roll back to the beginning: nothing is lost, so the drill checks that every later update is repeated."""
+    """Roll back to iteration 0. No token is lost, so the drill checks that every update is repeated."""
     flags_ = SPARSE | PARTIAL | {"train_iters": 8, "moevement_dense_interval": 10, "moevement_wipe_at": 4} | overrides
     record = train(1, tmp_path / "run", **flags_)
     (recovery,) = (event for event in record.events() if event["event"] == "recovery")
@@ -154,7 +159,7 @@ def test_what_is_run_again_is_trained_again(overrides: dict[str, Any], tmp_path:
 
 @pytest.mark.full
 def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Path) -> None:
-    """Kill ranks that have copies only in files: their experts are restored as old as they are there."""
+    """Kill ranks whose snapshots are only in files: each of their experts is restored from its newest file."""
     flags_: dict[str, Any] = SPARSE | PARTIAL | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 36, "moevement_dense_interval": 1,
         "moevement_snapshot_experts": 2, "moevement_persist_experts": 1,

@@ -21,7 +21,7 @@ from tests.launching import survive
 from tests.training import SCRIPT, flags
 
 EXPERTS, LAYERS, SPAN = 4, 4, 8
-"""Experts of a layer, layers, and snapshots in which the full state of every expert is saved at least once.
+"""Number of experts of a layer, number of layers, and number of snapshots that together have every expert's full state.
 
 Each snapshot has one of four experts.
 """
@@ -32,9 +32,9 @@ Expert = tuple[int, int]
 
 
 def recount(tokens: Counter[tuple[int, int, int]], layers: range, reached: int) -> dict[Expert, int]:
-    """Run Algorithm 1 on the tokens of every iteration; return when each expert was last saved until ``reached``."""
-    # The initial state counts as saved in turn, over two ranks with two experts each; each layer begins with another
-    # expert.
+    """Run Algorithm 1 on all tokens up to iteration ``reached``; return the iteration of each expert's last save."""
+    # Experts of the initial state count as saved in turn, in the order below: it alternates between two ranks with two
+    # experts each. Each layer begins with another expert.
     turns = [0, 2, 1, 3]
     last, full, held = dict[Expert, int](), dict[Expert, int](), set[Expert]()
     for place, layer in enumerate(layers):
@@ -112,7 +112,10 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
 
 @pytest.mark.full
 def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> None:
-    """Roll back to a window on disk, as there are no peers; a later loss needs gradients of repeated iterations."""
+    """Kill ranks of a job without peers, which rolls back to windows on disk.
+
+    A later recovery needs gradients of iterations that an earlier recovery repeated.
+    """
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 28}
     wanted = failure_free_digest(2, **flags_)
     strategy = PARTIAL | {"moevement_snapshot_experts": EXPERTS, "moevement_persist_dir": str(tmp_path / "windows")}
@@ -130,7 +133,7 @@ def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> No
 def test_experts_get_more_room_until_what_they_lost_is_repaid(tmp_path: Path) -> None:
     flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | PARTIAL
     flags_ |= {"train_iters": 40, "moe_expert_capacity_factor": 1.0, "moevement_capacity_boost": 0.5}
-    fault = "rank=1,iteration=12,phase=backward"  # in the first stage: every rank goes back, the last one, too
+    fault = "rank=1,iteration=12,phase=backward"  # in the first stage; all ranks roll back, also those of the last
     survived = survive(4, 1, tmp_path / "run", inject=(fault,), **flags_)
     survived.check_metrics(40)
     (recovery,) = survived.events("recovery")

@@ -51,7 +51,7 @@ def train_as_on_a_gpu(folder: Path, *, repeatable: bool, follow: bool = True, no
     Args:
         folder: folder of the test.
         repeatable: True if ranks report that a repeated computation has the same bits.
-        follow: True if ranks report that sums follow the places of ranks.
+        follow: True if ranks report that the order of sums over ranks depends on the nodes and devices of the ranks.
         noise: relative size of the random change of a stage's output in each computation.
     """
     script = folder / "gpu.py"

@@ -35,7 +35,7 @@ def is_the_same(a: RunRecord, b: RunRecord) -> bool:
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -> None:
-    """Kill ranks in an update, while they send to a peer, and in the recovery from that, after a reorder."""
+    """Kill ranks in an update, in a send to a peer, in the recovery from that, and in a commit after a reorder."""
     free = run(tmp_path / "failure_free", nproc)
     last = nproc - 1
     faults = [

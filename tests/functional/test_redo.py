@@ -131,7 +131,7 @@ def test_failures_while_updates_are_made_again(layout: str, tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_iterations_that_are_left_out_and_updates_that_are_torn(tmp_path: Path) -> None:
-    """Skip iterations, which have no gradients, and raise inside an update, whose record then comes from others."""
+    """Skip iterations, which leave no gradients. Raise inside an update; other ranks have the record of that step."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "clip_grad": 0.1,
                        "iterations_to_skip": [7, 12]}  # fmt: skip
     wanted = failure_free_digest(2, **flags_)
@@ -193,7 +193,7 @@ def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
     ("gigabytes_per_s", "method"), [("100", "redo"), pytest.param("0.000001", "replay", marks=pytest.mark.full)]
 )
 def test_what_is_measured_decides(gigabytes_per_s: str, method: str, tmp_path: Path) -> None:
-    """Kill ranks before the job decides by what it measured, right after the decision, and later."""
+    """Kill ranks before the job has measured enough to choose its method of recovery, and twice after its choice."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
     wanted = failure_free_digest(2, **flags_)
     faults = (
@@ -227,7 +227,7 @@ def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -
 
 
 def _least_memory(tmp_path: Path, **flags_: Any) -> str:
-    """Return the gigabytes that windows without gradients need, as a refusal names them."""
+    """Return the gigabytes that windows without gradients need, from the message of a refused job."""
     code, _, err = finished_job(
         launch("--nproc", "2", str(SCRIPT), *flags(**flags_, moevement_host_memory_gb="0.000001"), "--run-dir",
                str(tmp_path / "refused"))

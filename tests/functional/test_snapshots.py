@@ -200,7 +200,10 @@ def test_the_memory_that_a_refusal_names_is_enough(
 
 @pytest.mark.builds
 def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path) -> None:
-    """Check for warning, event and summary if peers never acknowledge a copy, and for memory that does not grow."""
+    """Check that the job warns, logs an event and reports in its summary if peers acknowledge no copy.
+
+    Memory must not grow meanwhile.
+    """
     words = flags(train_iters=40, **PP2, **SPARSE, moevement_window=2, moevement_replicas=1, moevement_peer_timeout=0.5)
     ended = run_ranks(
         with_peers_that_keep_nothing, 2, [str(SCRIPT), *words, "--run-dir", str(tmp_path)], init_process_group=False

@@ -13,7 +13,7 @@ from tests.fuzz.job import attack, undisturbed
 
 
 def main() -> int:
-    """Run the command; return 1 if a job did not end as the undisturbed one, or if the attacker failed."""
+    """Run the command; return 1 if the attacker failed, or if a job's final state differs from the undisturbed one."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first job; each has the next")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="no job is begun after them")

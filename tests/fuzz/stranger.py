@@ -1,4 +1,4 @@
-"""Unauthenticated peer that attacks a job: it reaches the job's sockets without a token. A seed draws its attacks.
+"""Unauthenticated peer that attacks a job: it reaches the job's sockets without a token. A seed determines its attacks.
 
 By agreement the peer leaves the keys of torch's own process groups alone, because nobody can sign what torch writes
 there (docs/security.md).

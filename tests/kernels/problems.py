@@ -62,7 +62,7 @@ def first_names(quick: Collection[tuple[Any, ...]], *values: Collection[Any]) ->
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check equality up to rounding, of FP32 sums in another order or of BF16 results between two values."""
+    """Check equality up to rounding: FP32 sums may have another order, and BF16 results may be neighbouring values."""
     error = 2**-7 if actual.dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(
         actual, expected, rtol=error, atol=error * float(expected.abs().max() if expected.numel() else 0)

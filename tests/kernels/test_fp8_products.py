@@ -1,4 +1,4 @@
-"""Frozen experts' backward pass with FP8 products: kernels match the reference, and it matches dense products."""
+"""Frozen experts' backward pass with FP8 products: kernels match the reference, which matches dense products."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_kernels_compute_what_the_reference_does(mode: str, shape: str) -> None:
     expected = fp8_reference.input_gradient(*args)
     actual = launched(args, mode)
     close(actual.dp, expected.dp)
-    torch.testing.assert_close(actual.amax, expected.amax, rtol=2**-7, atol=0.0)  # BF16 rounds to either neighbour
+    torch.testing.assert_close(actual.amax, expected.amax, rtol=2**-7, atol=0.0)  # BF16 may round up or down
     torch.testing.assert_close(actual.dh.inverse_scales, expected.dh.inverse_scales, rtol=2**-7, atol=0.0)
     counts = COUNTS[shape]
     dense, dense_expected = actual.dh.dense(counts), expected.dh.dense(counts)
-    step = 2**-1 if dtype is E5M2 else 2**-2  # a dh between two codes is rounded to either
+    step = 2**-1 if dtype is E5M2 else 2**-2  # a dh between two codes may round up or down
     torch.testing.assert_close(dense, dense_expected, rtol=step, atol=1e-3 * float(dense_expected.abs().max()))
     assert (dense != dense_expected).float().mean() < 0.02
     error = (actual.dx.float() - expected.dx.float()).norm() / expected.dx.float().norm()
@@ -129,7 +129,10 @@ def test_what_is_no_number_stays_none(mode: str, wrong: str) -> None:
 
 
 def test_frozen_experts_do_not_depend_on_each_other() -> None:
-    """Check that an expert alone gives the same bits, because a replay may route other experts' tokens differently."""
+    """Check that an expert gives the same bits alone and beside others.
+
+    A replay may route other experts' tokens differently.
+    """
     counts = COUNTS["ragged"]
     dy, h, p, _, w1, w2, kind, quantiser = problem("current", Activation.SWIGLU, counts, E5M2)
     together = fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser, SMALL)

@@ -89,7 +89,7 @@ def test_activations_of_the_backward_pass_have_the_bits_of_the_forward_pass(
     backward = launch.input_gradient(problem.dy, h, *args, active, SMALL)
     kept = [rows for rows, is_active in zip(y.split(problem.counts), active, strict=True) if is_active]
     assert torch.equal(backward.a, torch.cat(kept))
-    if kind in (Activation.RELU, Activation.SQUARED_RELU):  # Triton and torch compute others with another last bit
+    if kind in (Activation.RELU, Activation.SQUARED_RELU):  # for others, Triton's and torch's last bits differ
         assert torch.equal(backward.a, reference.input_gradient(problem.dy, h, *args, active).a)
     assert launch.input_gradient(problem.dy, h, *args, tiles=SMALL).a.shape == (0, problem.inner)
 

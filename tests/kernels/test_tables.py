@@ -1,4 +1,4 @@
-"""Tables that kernels read are copied to the device once: addresses per training, rows per micro-batch."""
+"""Tables that kernels read are copied to the device once: addresses for the whole job, rows for each micro-batch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SECOND = [[2, 2, 2], [9, 1, 0]]
     ("active", "row_tables"), [([True] * 3, 2), ([True, False, True], 3)], ids=["all active", "mixed"]
 )
 def test_copies_to_the_device(copied: list[list[int]], active: list[bool], row_tables: int) -> None:
-    """Count copies, once ten per micro-batch. With frozen experts, the rows of active ones need one more table."""
+    """Count copies to the device. With frozen experts, the rows of active experts need one more table."""
     layer = Layer(active)
     train(layer, FIRST)
     address_tables = 4  # both weights and both gradients

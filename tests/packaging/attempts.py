@@ -26,7 +26,7 @@ def plan_knows_its_presets(environment: Environment) -> None:
 
 
 def two_ranks_train(environment: Environment) -> None:
-    """Check that the example trains on two ranks with sparse checkpoints. Each rank is an optimizer instance."""
+    """Check that the example trains on two ranks with sparse checkpoints and two distributed optimizer instances."""
     script = environment.run(
         "python", "-c", "from moevement_cli.examples import EXAMPLES as e; print(e / 'pretrain_moe/pretrain_gpt.py')"
     ).strip()

@@ -1,4 +1,4 @@
-"""Command that simulates many jobs, each drawn from its seed; it exits with 1 if a job violates an invariant.
+"""Command that simulates many random jobs, one for each seed; it exits with 1 if a job violates an invariant.
 
 ``python -m tests.simulation --seeds 1000`` runs the seeds 0 to 999.
 """

@@ -22,12 +22,12 @@ from tests.simulation.trainer import Trainer, failure_free
 
 
 class Violation(AssertionError):
-    """Error that an invariant does not hold."""
+    """Error raised when an invariant does not hold."""
 
 
 @dataclass
 class Copied:
-    """True state of the copies of one snapshot, whatever any rank knows of it."""
+    """Actual state of the copies of one snapshot, independent of what ranks know about it."""
 
     schedule: str
     contents: np.ndarray
@@ -70,9 +70,10 @@ class Checks:
             self._nodes_are_kept(roster)
 
     def _nodes_are_kept(self, roster: Any) -> None:
-        """Check that ranks stay on their nodes while processes wait there, and groups while processes start there.
+        """Check that ranks and groups leave a node only if they must.
 
-        Ranks and groups may leave a node that is silent.
+        A rank may change its node only if no process waits on the old one, or if its group moves as a whole. A group
+        may come to span nodes only if no process is starting on the old node. Silent nodes may always be left.
         """
         before, self._nodes = self._nodes, dict(roster.nodes)
         coordinator = self.job.coordinator
@@ -146,7 +147,10 @@ class Checks:
                 copy.by.discard(process)
 
     def _newest_whole_run(self, alive: set[Any]) -> int | None:
-        """Return where the newest run begins that all ranks have persisted; None if copies of it were lost."""
+        """Return the first iteration of the newest recoverable run that all ranks have persisted.
+
+        Return None if there is no such run, or if no living process has a copy of one of its snapshots.
+        """
         runs: list[dict[int, int]] = []
         for copies in self.copies.values():
             held = {at: copy.contents for at, copy in copies.items() if copy.is_persisted}
@@ -187,7 +191,11 @@ class Checks:
             peer.committed = 0
 
     def failed(self, process: Any, error: Exception) -> None:
-        """Check that failures explain an error of a rank."""
+        """Check that a rank may raise this error.
+
+        A ``RuntimeError`` follows from a broken connection. An ``Unrecoverable`` follows from lost copies, and is a
+        violation if no copy is lost. Every other error is a violation.
+        """
         if isinstance(error, Unrecoverable):
             alive = set(self._alive(process))
             if not self.has_parity and (first := self._newest_whole_run(alive)) is not None:
@@ -200,7 +208,7 @@ class Checks:
     # Bounds
 
     def memory(self, process: Any) -> None:
-        """Check that the snapshots that a process keeps, and its arena, stay within the bound of their lifetime."""
+        """Check that a process keeps no more snapshots than their lifetime allows, and that its arena lost no page."""
         checkpointer = process.training._session.saving.checkpointer
         schedules = checkpointer.history.all
         most = max(schedule.slots_kept(2, to_disk=False) for schedule in schedules)
@@ -253,7 +261,7 @@ class Checks:
             self._persisted_since(job.members[member])
 
     def _persisted_since(self, process: Any) -> None:
-        """Check that a newer window has become the restore point, if nothing has gone wrong for long."""
+        """Check that a newer window has become the restore point if the job has had no trouble for long."""
         scenario, lifetime = self.job.scenario, process.training._session.saving.checkpointer.lifetime
         is_calm = scenario.slowest_s < scenario.pace.compute_s and not scenario.drop and not scenario.beside_s
         is_calm &= not any(fault.kind is Kind.SLOW for fault in scenario.faults)

@@ -29,7 +29,7 @@ class Exchange:
 
 
 class Handle:
-    """Handle of one rank on an exchange."""
+    """Handle by which one rank waits for an exchange."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange, self._rank = exchange, rank

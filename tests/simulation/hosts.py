@@ -72,12 +72,12 @@ def end_all(children: list[Child]) -> None:
 
 
 class NoOrphans:
-    """Stand-in for the product's search for orphans, which simulated processes never leave."""
+    """Stand-in for the product's search for orphans. Simulated processes leave none."""
 
     is_due = False
 
     def expect(self) -> None:
-        """Ignore that a process has ended."""
+        """Do nothing when a process has ended."""
 
     def release_device(self, member: int, started_pids: object) -> bool:
         """Return True, as a simulated process holds no device."""

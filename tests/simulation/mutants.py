@@ -54,7 +54,7 @@ def copy_freed_too_early() -> list[Patch]:
 
 
 def never_freed() -> list[Patch]:
-    """Free no snapshot on peers while they have memory."""
+    """Let peers free no snapshot of another rank while they have memory."""
     return [(ReplicaStore, "free_before", lambda self, iteration: None)]
 
 
@@ -136,12 +136,12 @@ def goes_on_from_the_oldest() -> list[Patch]:
 
 
 def does_not_follow() -> list[Patch]:
-    """Leave ranks that are one update behind as they are."""
+    """Do not bring ranks that are one update behind up to date."""
     return [(rejoin, "decide", lambda statuses: replace(decide(statuses), followers=frozenset()))]
 
 
 def follows_without_an_update() -> list[Patch]:
-    """Let ranks that are one update behind count the iteration without applying its update."""
+    """Let ranks that are one update behind mark the iteration as committed without applying its update."""
 
     def follow(self: UpdateCommit, iteration: int, outcome: Any, common: Any) -> None:
         self._trainer.iteration = iteration
@@ -171,7 +171,7 @@ def pages_are_lost() -> list[Patch]:
 
 
 def commits_without_all() -> list[Patch]:
-    """Allow an interruption between the update of the state and its mark."""
+    """Allow an interruption after the state is updated and before the commit is marked."""
 
     def update(self: UpdateCommit, iteration: int, outcome: Any) -> None:
         self._trainer.update(outcome)

@@ -27,7 +27,7 @@ class Network:
         simulation: simulation whose clock and random numbers the network uses.
         slowest_s: longest delay of a message while nothing is wrong, in seconds.
         drop: share of messages that are lost; each is sent again after a while, as TCP does.
-        beside_s: longest additional delay of a message beside training, in seconds.
+        beside_s: longest additional delay of a message that a :class:`Channel` sends, in seconds.
     """
 
     def __init__(self, simulation: World, slowest_s: float, drop: float, beside_s: float) -> None:
@@ -36,7 +36,7 @@ class Network:
         self.cut: set[str] = set()
         """Hosts that are cut off from all others."""
         self.slow: set[str] = set()
-        """Hosts that send and receive messages beside training slowly."""
+        """Hosts whose channels send and receive slowly."""
         self.healed = Waiting()
         self._last: dict[Any, float] = {}
         self._held: list[tuple[str, str, Callable[[], None], Any]] = []
@@ -66,7 +66,7 @@ class Network:
             target: host that receives.
             action: function that is called on arrival.
             order: key of the messages that arrive in the order in which they were sent.
-            is_beside: True if the message is sent beside training.
+            is_beside: True if a :class:`Channel` sends the message.
         """
         if not self.reaches(source, target):
             self._held.append((source, target, action, order))
@@ -239,7 +239,7 @@ class Selector:
 SELECTORS = SimpleNamespace(DefaultSelector=Selector, EVENT_READ=selectors.EVENT_READ)
 
 
-# Connections of ranks beside training
+# Connections of ranks outside of process groups
 
 
 class Connections:

@@ -30,7 +30,7 @@ ABORT_S = 0.3
 
 
 class Interrupted(BaseException):
-    """Exception that interrupts a rank, as nvidia's monitoring thread raises one in the main thread."""
+    """Exception that interrupts a rank, in place of the one that nvidia's monitoring thread raises."""
 
 
 class Guard:
@@ -67,7 +67,7 @@ class Guard:
 
 
 class Training(_Loop):
-    """Loop of a session that tells the checks where it resumes or starts over."""
+    """Loop of a session that reports to the checks where the job resumes or starts over."""
 
     def _take_up(self) -> bool:
         is_taken_up, process = super()._take_up(), world().current().process

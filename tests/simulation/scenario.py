@@ -1,4 +1,4 @@
-"""Scenarios drawn from a seed: the job, its nodes and network, and its faults."""
+"""Random scenarios, determined by a seed: the job, its nodes and network, and its faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kind(StrEnum):
     PAUSE = "pause"
     """Pause of the coordinator for a while."""
     SLOW = "slow"
-    """Delay of all messages beside training that a node sends or receives, for a while."""
+    """Delay of all messages that channels of a node send or receive, for a while."""
     CLOCK = "clock"
     """Jump of the wall clock; the monotonic clock does not jump."""
 
@@ -41,9 +41,9 @@ class Fault:
 
     kind: Kind
     at_iteration: int | None
-    """Iteration whose first commit triggers the fault; None if the fault before it does."""
+    """Iteration whose first commit triggers this fault; None if the previous fault triggers it."""
     after_s: float
-    """Seconds from this trigger to the fault."""
+    """Seconds from the trigger to the fault."""
     target: int
     """Rank that fails, or whose node fails."""
     for_s: float
@@ -66,7 +66,7 @@ class Scenario:
     slowest_s: float
     drop: float
     beside_s: float
-    """Longest additional delay of a message beside training, in seconds; it holds for all nodes at all times."""
+    """Longest additional delay of a message that a channel sends, in seconds. It holds for all nodes at all times."""
     slow_store_s: float
     start_s: float
     """Longest time that a process takes to start, in seconds."""

@@ -85,7 +85,7 @@ def _log(level: str) -> Any:
 
 
 def _current(name: str) -> Any:
-    """Return a stand-in for a function of ``torch.distributed``, which calls that of the simulation that runs."""
+    """Return a stand-in for a function of ``torch.distributed``. It calls the current simulation's replacement."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return world().distributed[name](*args, **kwargs)  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ def batch(iteration: int, replica: int) -> int:
 
 
 def local_of(iteration: int, computes: Sequence[Sequence[int]]) -> int:
-    """Return the mix of a stage's compute weights over all of its ranks."""
+    """Return a number that depends on the compute weights of all ranks of a stage."""
     return mix(iteration, *(weight for of_rank in computes for weight in of_rank))
 
 

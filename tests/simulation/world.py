@@ -21,7 +21,7 @@ EPOCH_S = 1.7e9
 
 
 class Stuck(Exception):
-    """Error that no event is left, or that a job exceeds the time it may take."""
+    """Error raised when no event is left, or when a job exceeds its time limit."""
 
 
 class World:
@@ -161,7 +161,7 @@ class Process:
         """Connections of the current generation."""
 
     def switch_to(self) -> None:
-        """Install this process's values of module variables of which a real process has its own."""
+        """Set module variables to this process's values. Real processes would each have their own variables."""
         generation._generation = self.generation
         status_page._page = self.page
 

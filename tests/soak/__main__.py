@@ -76,7 +76,7 @@ def failure_free(name: str, words: list[str], iterations: int, folder: Path) -> 
 def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
     """Run a job and kill its ranks; return its results as fields of a line."""
     if "--moevement-keep-own" not in words:
-        # If all four ranks die before one is back, memory has no state left; the windows on disk are for that case.
+        # If all four ranks die before one is replaced, memory has no state left. Then the job needs windows on disk.
         windows = str(run_dir.with_suffix(".windows"))
         words = [*words, "--moevement-persist-dir", windows, "--moevement-load", windows]
     process, kills = run(words, ["--spares", "2"], run_dir), 0
@@ -170,7 +170,7 @@ def main() -> int:
 
 
 def summary(jobs: list[dict[str, Any]]) -> str:
-    """Return the counts over all jobs, as a table."""
+    """Return a table of kills, recoveries and results, summed over all jobs."""
     kinds = sum((Counter(job["by_kind"]) for job in jobs), Counter())
     times = sorted(seconds for job in jobs for seconds in job["total_s"])
     rows: list[tuple[str, Any]] = [
@@ -187,7 +187,7 @@ def summary(jobs: list[dict[str, Any]]) -> str:
         rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))
         rows.append(("... largest", f"{times[-1]:.2f}"))
         parts = [parts for job in jobs for parts in job["parts"]]
-        names = dict.fromkeys(name for failure in parts for name in failure)  # interrupted recoveries add names
+        names = dict.fromkeys(name for failure in parts for name in failure)  # an interrupted recovery has more parts
         rows += [
             (f"... {name}, median", f"{median(failure.get(name, 0.0) for failure in parts):.2f}") for name in names
         ]

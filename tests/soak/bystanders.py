@@ -174,7 +174,7 @@ class Job:
         self.kill_a_rank()
 
     def ask_the_group_to_end(self) -> None:
-        """Ask the process group to end in order, then start the job again."""
+        """Ask the process group to end cleanly, then start the job again."""
         self.end(self._draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), to_group=True)
         self.start()
 

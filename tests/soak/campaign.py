@@ -157,7 +157,7 @@ def strike(
         done += len(killed)
         yield killed, node if killed else None
         next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
-        # A quarter of the kills come before the job has resumed. With more such kills in a row, it rightly gives up.
+        # A quarter of the kills come before the job has resumed. If there were more, jobs would rightly give up.
         beyond = 0 if draw.random() < 0.25 else newest["iteration"] + 1
 
 

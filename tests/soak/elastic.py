@@ -59,7 +59,7 @@ def killed(process: subprocess.Popen[bytes], record: RunRecord, draw: random.Ran
 
 
 def judged(run_dir: Path, baseline: RunRecord) -> dict[str, Any]:
-    """Return what is wrong with the record of a job, with its restarts and its changes of size."""
+    """Return the errors in the record of a job, and the job's restarts and changes of size."""
     record = RunRecord(run_dir)
     wrong = []
     lines, wanted = record.metrics(), {line["iteration"]: line["loss"] for line in baseline.metrics()}

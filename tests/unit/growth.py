@@ -12,7 +12,7 @@ def growth(function: Callable[[int], object], size: int, repeats: int = 3) -> fl
     Args:
         function: function to measure, called with a size.
         size: large enough that one call takes milliseconds.
-        repeats: calls with each size. The quickest counts, because a busy machine only adds to processor time.
+        repeats: number of calls with each size. The quickest call is used, because other load only adds to its time.
     """
 
     def least_s(measured: int) -> float:

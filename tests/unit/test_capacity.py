@@ -17,7 +17,7 @@ drop = dropping_with_room(apply_router_token_dropping)
 
 
 class Router:
-    """Router in place of Megatron's, of which only the dropping of tokens is real."""
+    """Stand-in for Megatron's router. It drops tokens with Megatron's own function."""
 
     def __init__(self) -> None:
         self.weight, self.training = torch.zeros(1), True
@@ -72,7 +72,7 @@ def test_evaluation_has_no_more_room_and_what_is_not_to_be_counted_is_not() -> N
     room.open([expert_name(0, 0), expert_name(0, 2)])
     _, more = router.routing(logits)
     room.take()
-    with torch.no_grad():  # one of the two passes of a recomputed layer: same capacity, but only one is counted
+    with torch.no_grad():  # a recomputed layer routes twice with the same capacity, and only one pass is counted
         assert torch.equal(router.routing(logits)[1], more)
     room.paused = True
     assert torch.equal(router.routing(logits)[1], more)

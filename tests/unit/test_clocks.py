@@ -25,7 +25,7 @@ TIMES = {
     "rendezvous/coordinator.py": 1,
     "rendezvous/losses.py": 1,
     "restart/generation.py": 1,
-    # Time from which a trace of failures counts, the same on all hosts; and the time since then.
+    # Begin of a trace of failures, which is the same on all hosts, and the time since the begin.
     "restart/injection.py": 3,
 }
 """Number of reads of the wall clock in each file. A read is a mistake unless people read the time."""

@@ -54,7 +54,7 @@ RANGES: dict[type, dict[str, Range]] = {
 UNCHECKED = {"--moevement-wipe-stages", "--moevement-inject-seed"}
 """Flags without a range: test_session_config compares stages with those of the job; any whole number is a seed."""
 WHOLE_TEXTS = ("--moevement-window", "--moevement-metrics-port")
-"""Flags of which the check parses the whole number, because they take words as well."""
+"""Flags that take words, too. Their own check, and not argparse, parses the whole number."""
 WITH = {
     "--moevement-dense-interval": "dense", "--moevement-snapshot-experts": "moc", "--moevement-persist-experts": "moc",
     "--moevement-plt-limit": "moc", "--moevement-capacity-boost": "moetion", "--moevement-overhead-cap": "checkfreq",

@@ -1,4 +1,4 @@
-"""Readers of run directories, of whole runs and of growing ones, name the file of every damage."""
+"""Readers of finished and of growing run directories name each damaged file."""
 
 from __future__ import annotations
 

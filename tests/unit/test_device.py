@@ -113,9 +113,9 @@ def test_memory_of_the_parent_is_whole_pages_of_zeros() -> None:
 
 @pytest.mark.parametrize("allocate", [shared_memory, parent_memory, None])
 def test_a_fork_copies_no_page_that_is_locked(allocate: Callable[[int], torch.Tensor] | None) -> None:
-    """Check that a fork copies no locked page of snapshots, which each data worker would otherwise hold again.
+    """Check that a fork copies no locked page of snapshots. Otherwise each data worker would hold copies of them.
 
-    The fork does copy locked pages of private memory (None), so the measurement would see a copy.
+    The fork does copy locked pages of private memory (None), which shows that the measurement sees copies.
     """
     gc.collect()
     is_shared = allocate is not None
@@ -144,7 +144,7 @@ def test_the_runtime_is_asked_for_its_last_error(tmp_path: Path) -> None:
 
 
 def test_memory_is_given_back_after_what_refers_to_it_was_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that garbage is collected before torch frees its cache, as an interrupted step is in a reference cycle.
+    """Check that garbage is collected before torch frees its cache. An interrupted step is in a reference cycle.
 
     Communicators allocate memory outside of torch, so torch must not keep what is free.
     """

@@ -22,7 +22,7 @@ def trained(parameter: Any, master: torch.Tensor | None = None) -> Trained:
 
 
 class GroupedLinear(torch.nn.Module):
-    """Stand-in for Transformer Engine's layer: one node for all experts, for which the first weight decides."""
+    """Stand-in for Transformer Engine's layer, which computes weight gradients if the first weight requires one."""
 
     num_gemms = 3
 
@@ -165,7 +165,7 @@ class Chained:
 def chained() -> tuple[Chained, dict[str, torch.nn.Parameter], OperatorViews]:
     parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("a", "b")}
     optimizer = Chained([Member(parameter, None) for parameter in parameters.values()])
-    for parameter in parameters.values():  # momentum, by which a zero gradient moves a weight
+    for parameter in parameters.values():  # gives momentum, so that a zero gradient moves a weight
         parameter.grad = torch.ones(3)
     for member in optimizer.chained_optimizers:
         member.optimizer.step()

@@ -33,7 +33,7 @@ class Kernels:
     """Choice of kernels to compile, and of tests to run under the interpreter."""
 
     match: tuple[str, ...]
-    """Texts of which the name of each compiled kernel contains at least one."""
+    """Texts that select kernels: the name of each compiled kernel contains at least one."""
     trained: int
     """Number of kernels without FP8 for Hopper."""
     in_fp8: int
@@ -49,7 +49,7 @@ CHOSEN = {
     ),
     "all": Kernels(("bf16", "fp8", "fp16", "fp32"), trained=3 * (2 * 5 + 2 + 2), in_fp8=10, marked=""),
 }  # fmt: skip
-"""Choices by name. In each dtype, trained are: up and hidden gradient per activation, products, weight gradients."""
+"""Choices by name. ``trained`` is, per dtype: two kernels per activation, two products and two weight gradients."""
 
 
 @pytest.fixture(scope="module", params=["swiglu in bf16", pytest.param("all", marks=pytest.mark.full)])

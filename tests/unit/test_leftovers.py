@@ -45,7 +45,7 @@ def test_buffers_of_deepep_are_made_for_the_processes_of_one_generation(monkeypa
 
 
 def test_one_process_writes_what_megatron_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that the writers follow the last rank, which changes in an elastic job."""
+    """Check that only the last rank has writers, although an elastic job changes which process that is."""
     from megatron.training import global_vars
 
     args = SimpleNamespace(rank=0, world_size=2, tensorboard_dir=str(tmp_path), tensorboard_queue_size=1)

@@ -1,4 +1,4 @@
-"""A replay whose bits differ from the lost ones is refused, unless different processors explain the difference."""
+"""A replay is refused if its result differs from the lost state, unless different processors explain the difference."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from moevement_core.simulator.scenario import load
 from moevement_core.snapshot.agreement import MOST_PERIOD
 from tests.unit.models import TABLE_2, as_plain
 
-# Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
+# Stage 0 has eight experts of 1,000 parameters, stage 1 four and an embedding. Full 12 bytes, compute 2 bytes.
 MATRICES = (TensorShape(600, 30), TensorShape(400, 20))
 EXPERTS = tuple(OperatorShape(f"layers.0.experts.{e}", OperatorKind.EXPERT, MATRICES, 1) for e in range(8))
 SMALL = JobShape(
@@ -74,7 +74,8 @@ def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> 
     plan = planned()
     budget = plan.binding_stage.budget
     assert (budget.bytes, budget.binding, budget.d2h_bytes) == (32_000, "replication", 1e6 - 400)
-    # Stage 0 has slots of 1, 1, 2, 2, 2 operators: two in the first slot would be 2 x 12 + 6 x 2 kB. Stage 1: 2, 2, 1.
+    # Stage 0 has slots of 1, 1, 2, 2, 2 operators: two in the first slot would need 2 x 12 + 6 x 2 kB, over the budget.
+    # Stage 1 has slots of 2, 2, 1 operators.
     assert [stage.own.size for stage in plan.stages] == [5, 3]
     assert (plan.size, plan.stages.index(plan.binding_stage)) == (5, 0)
     assert all(stage.window.size == 5 and not stage.window.over_budget for stage in plan.stages)

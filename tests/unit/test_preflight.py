@@ -65,7 +65,7 @@ def test_variables_of_attention_kernels_agree_with_the_backend(
 def test_flags_that_no_abort_ends_are_found_as_megatron_parses_them(
     parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check names in the namespace, which differ from those on the command line or may come to differ."""
+    """Check the names in the parsed namespace, which can differ from those on the command line."""
     args = parse()
     assert [getattr(args, name) for name in ("nccl_ub", "tp_comm_overlap", "inprocess_restart")] == [False] * 3
     monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
@@ -216,7 +216,7 @@ def test_a_run_directory_gets_tensorboard(parse: Callable[..., Namespace], tmp_p
 
 
 def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespace], tmp_path: Path) -> None:
-    """Check the refusal of a split for which Megatron would search for samples among no documents for ever."""
+    """Check the refusal of a split with an empty part, in which Megatron would search for samples for ever."""
     text, prefix = tmp_path / "text", tmp_path / "tokens"
     text.write_text("a line\n" * 20)
     data_flags = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}

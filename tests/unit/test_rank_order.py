@@ -1,4 +1,4 @@
-"""Small sums over ranks are added in the order of ranks if the job asks for it; the library does all others."""
+"""Small sums over ranks are added in the order of ranks if the job asks for it. The library adds all others."""
 
 from __future__ import annotations
 

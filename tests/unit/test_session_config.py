@@ -1,4 +1,4 @@
-"""Set of the flags of sparse checkpointing, and the values and combinations that they refuse."""
+"""Flags of sparse checkpointing: their names, and the values and combinations that are refused."""
 
 from __future__ import annotations
 

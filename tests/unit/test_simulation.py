@@ -17,7 +17,7 @@ from tests.simulation.scenario import draw
 from tests.simulation.simulate import simulate, stand_ins
 
 QUICK_SEEDS, SEEDS = 12, 60
-"""Numbers of simulated jobs: in every run of the tests, and in the exhaustive one."""
+"""Numbers of simulated jobs in a quick test run and in an exhaustive one."""
 ENOUGH = 400
 """Number of seeds within which the simulation finds a planted bug."""
 QUICK = [

@@ -1,4 +1,4 @@
-"""The number of threads of a rank, on which its sums depend, is the same by launch and under Slurm."""
+"""A rank has the same number of threads under launch and under Slurm, because its sums depend on the number."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ HANG_S = {"broken-device": 30.0, "long-call": 4.0}
 CALL_S = 7.0
 """Seconds of the long C call, longer than the limit for a hang."""
 LIMIT = 8
-"""Generations after which the device no longer breaks, so that the check ends."""
+"""Generation from which the script no longer breaks the device, so that the check ends."""
 
 
 class Troubled(Training):
-    """Training of one rank, whose first process has trouble.
+    """Training of one rank, whose first process fails or hangs on purpose.
 
     Args:
         trouble: ``broken-device`` or ``long-call``.
@@ -64,7 +64,7 @@ class Troubled(Training):
         if self._trouble == "long-call" and number == 0:
             # On GPUs the limit for a hang is longer until the first commit. On CPUs this context lengthens it.
             with nullcontext() if self.watching.devices else waiting_for_others():
-                ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the interpreter, and runs no Python code
+                ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the GIL, and runs no Python code
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=now.rank, world_size=len(now.roster.ranks))
         if self._trouble == "broken-device" and self._is_first and number < LIMIT:

@@ -133,9 +133,9 @@ def library() -> Any:
 
 @functools.cache
 def _check_on(device: int) -> None:
-    """Compare the kernel with FP32 products on an irregular problem that reuses every stage of the ring."""
+    """Compare the kernel with FP32 products on an irregular problem, in which every pipeline stage is used again."""
     generator = torch.Generator().manual_seed(7)
-    # The problem needs more steps than two rounds of the ring of stages, and more row tiles than a group has.
+    # The inner dimension has more steps than two rounds of pipeline stages. A group has fewer row tiles than there are.
     counts, inner, columns = [130, 0, 1, 1300], 840, 328
     place = torch.device("cuda", device)
     left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)

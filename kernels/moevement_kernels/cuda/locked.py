@@ -19,7 +19,7 @@ def locked(path: Path, limit_s: float) -> Iterator[None]:
     """Hold the exclusive lock of ``path``, a file that is created if it is missing.
 
     A blocking flock is one C call, during which the process can neither handle a restart's exception nor send a
-    heartbeat. Attempts that return at once allow both.
+    heartbeat. Short attempts with pauses allow both.
 
     Args:
         path: lock file; the process that holds the lock writes its process id into the file.

@@ -134,7 +134,7 @@ def _check(
 
 
 def _has_scales(weights: Weights, by_block: bool) -> bool:
-    if weights.format is Format.FP8_PER_TENSOR:  # A single block has the same format.
+    if weights.format is Format.FP8_PER_TENSOR:  # A weight of a single block has this format as well.
         return not by_block or max(weights.rows, weights.columns) <= BLOCK
     return by_block and weights.format is Format.FP8_PER_BLOCK
 

@@ -6,8 +6,9 @@
     dx = dh W1                      dh and W1 in FP8
 
 The recipes are those of Transformer Engine for Hopper. With delayed scaling, the matrix of an expert has one scale,
-from earlier matrices. With current scaling, it has one scale from the matrix itself. With blockwise scaling, every 128
-elements of a row, and every 128 x 128 elements of a weight, share a power of two as scale. Sums are in FP32.
+computed from earlier matrices. With current scaling, the one scale is computed from the matrix itself. With blockwise
+scaling, every 128 elements of a row, and every 128 x 128 elements of a weight, share a power of two as scale.
+Sums are in FP32.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class FP8InputGradient(NamedTuple):
     dh: Codes
     """Gradient of h in FP8, ``[T, G]``."""
     amax: torch.Tensor
-    """Largest magnitude of dh, FP32 ``[E]``, from which later scales follow; 0 for an expert without tokens."""
+    """Largest magnitude of dh, FP32 ``[E]``; 0 for an expert without tokens. Later scales are computed from it."""
 
 
 def input_gradient(

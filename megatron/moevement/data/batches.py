@@ -17,7 +17,7 @@ def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator
     """Return iterators over this rank's training micro-batches after the first ``consumed_train_samples`` samples.
 
     Each virtual stage has one iterator; it is None if this rank reads no data. The function does not communicate, and
-    advances no generator from which training draws. The job must use ``--dataloader-type single`` or ``cyclic``.
+    leaves the random generators of training unchanged. The job must use ``--dataloader-type single`` or ``cyclic``.
     """
     from megatron.training import get_args, training
 

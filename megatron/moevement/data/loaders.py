@@ -17,12 +17,12 @@ from moevement_core.restart.generation import waiting_for_others
 def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper of ``build_pretraining_data_loader`` whose loaders do not use the default generator.
 
-    A loader draws a seed for workers whenever an iterator is opened. On a machine without a GPU, dropout draws from the
-    default generator. Draws by loaders would change dropout there: only tensor-parallel rank 0 has a loader, and a
+    Whenever a loader opens an iterator, it draws a seed for its workers. On a machine without a GPU, dropout uses the
+    default generator. If seeds came from it too, dropout would change: only tensor-parallel rank 0 has a loader, and a
     recovery opens further iterators.
 
-    Workers of validation and test sets are forked at the first evaluation. Otherwise every recovery would fork all of
-    them, because a recovery enters training again.
+    Workers of validation and test sets are forked at the first evaluation. Otherwise every recovery would fork these
+    workers, because a recovery enters training again.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

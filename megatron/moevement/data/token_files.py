@@ -24,7 +24,7 @@ from moevement_core.errors import DataError
 END_OF_DOCUMENT = 256
 BYTE_VOCAB_SIZE = 257
 CHUNK_BYTES = 16 << 20
-"""Bytes of a document above which it is written as several sequences, cut at line ends. This bounds memory."""
+"""Size in bytes above which a document is split into several sequences at line ends, to bound memory."""
 
 DocumentUnit = Literal["file", "line", "paragraph"]
 

@@ -36,7 +36,7 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
     Args:
         record: iteration record of the other rank; empty if there is none.
         optimizer: Megatron's optimizer.
-        is_comparable: True if the recovery reproduces the bits of the first execution; False to leave out the losses.
+        is_comparable: True if the recovery reproduces the first execution bit for bit; False to leave out the losses.
     """
     if not record:
         return {}
@@ -51,9 +51,9 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
 
 
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return random states with this rank's own generator of expert weights. Without slots, return ``rng`` unchanged.
+    """Return ``rng`` with this rank's own state of the generator for expert weights; ``rng`` itself without slots.
 
-    Each expert-parallel rank has another state of this generator. Megatron draws from the generator only when it builds
+    Expert-parallel ranks have different states of this generator. Megatron draws from the generator only when it builds
     a model.
     """
     from megatron.core import tensor_parallel

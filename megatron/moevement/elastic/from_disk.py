@@ -16,7 +16,7 @@ from moevement_core.storage.manifest import Manifest
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """Return the conditions under which an elastic job loads windows of other sizes; None if the job is not elastic.
+    """Return the rules for loading windows of a job with another number of ranks; None if the job is not elastic.
 
     Args:
         args: Megatron's arguments.

@@ -34,7 +34,7 @@ class RoutedLoads:
         """Tokens of each expert by layer in the last iteration, on the device."""
 
     def committed(self) -> None:
-        """Add the tokens that were routed in the iteration that was just committed."""
+        """Add the token counts of the iteration that was just committed."""
         for layer, dispatcher in self._layers.items():
             routed, dispatcher.routed = dispatcher.routed, None
             if routed is not None:
@@ -43,7 +43,7 @@ class RoutedLoads:
                 self._committed[layer] = routed if before is None else before + routed
 
     def put(self, loads: dict[int, list[int]]) -> None:
-        """Set the counts to ``loads``, by layer; the next iterations are added to these counts."""
+        """Set the token counts of each layer to ``loads``. Later iterations add their tokens to these counts."""
         self._committed = {
             layer: torch.tensor(tokens, device=self._layers[layer].table.expert.device)
             for layer, tokens in loads.items()
@@ -64,7 +64,7 @@ class RoutedLoads:
         return float(np.mean(shares)) if shares else None
 
     def forget_replayed(self) -> None:
-        """Drop the tokens that were routed in re-executed iterations, so that no iteration counts twice."""
+        """Drop the token counts of re-executed iterations, so that no iteration is counted twice."""
         for dispatcher in self._layers.values():
             dispatcher.routed = None
 

@@ -145,7 +145,7 @@ def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankP
 def nearest_of_stage(
     offered: Mapping[RankPosition, Mapping[str, Any]], stand: RankPosition
 ) -> Mapping[str, Any] | None:
-    """Return a record for this rank's stage, if possible from the same parallel position in the stage. Collective.
+    """Return a record of this rank's stage, preferably from this rank's parallel position in the stage. Collective.
 
     Data-parallel replicas draw the same random numbers, so all replicas can continue with the record of one replica.
 

@@ -3,8 +3,8 @@
 The rebuild is needed if some part of the state has no replica or shard left. Snapshots of a window are cut for the
 present ranks: each rank gets the snapshots that it would have captured if the job had always had this size. Each rank
 then recovers inside the training loop as usual: by redo from logged gradients, or by replay of a sparse window. Redo
-reproduces the lost bits for any number of ranks, because an update is elementwise. Replay gives the bits of a job that
-has the present size and replays the window.
+reproduces the lost state bit for bit with any number of ranks, because an update is elementwise. Replay gives the state
+that a job of the present size computes from the window. It may differ from the lost state in the last bits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Kind:
     """Position of each operator in the stage's table. Snapshots of version 2 state no positions."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """Yield each operator whose state no rank has released, with the kind of state that the snapshots hold."""
+        """Yield each operator whose state is still in the snapshots, with the kind of that state."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:

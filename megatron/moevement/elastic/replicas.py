@@ -1,7 +1,7 @@
 """Reduction of gradients over the replicas of an expert, and norms that count each expert once.
 
 The rank of the first replica sums the gradients in the order of ranks and slots, and sends the sum to all replicas. All
-replicas therefore have the same bits, and runs with the same placement reproduce these bits.
+replicas of an expert therefore have identical gradients, and jobs with the same placement reproduce them bit for bit.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
     )
     sums = {slot: flat[slot].clone() for holder, slot in owner.values() if holder == rank}
     arrived = iter(received)
-    # The order of ranks and slots fixes the bits of the sum.
+    # Terms are added in the order of ranks and slots, so the sum is reproducible bit for bit.
     for source, row in enumerate(table):
         for slot, expert in enumerate(row):
             holder, first = owner[expert]

@@ -55,7 +55,8 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
     Every rank calls it after a failure and at a rebalance.
 
     Returns:
-        The token counts by expert on which the placement is based, by layer of this rank's stage; empty without slots.
+        For each layer of this rank's stage, the token counts of the experts, which determine the placement. The result
+        is empty without slots.
     """
     expert_slots = slots()
     if expert_slots is None:

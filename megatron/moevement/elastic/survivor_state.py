@@ -19,7 +19,7 @@ class SurvivorState:
     """State of one rank after an iteration: live state and snapshots."""
 
     lineage: str
-    """Name of the job start from which an unbroken sequence of iterations leads to this state."""
+    """Name of the job's start (:attr:`JobNames.start`) whose training led to this state."""
     mark: Mark | None
     """Newest iteration that the rank has committed, with boundary record; None if only snapshots hold state."""
     pieces: Sequence[Piece]

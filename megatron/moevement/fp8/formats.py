@@ -95,12 +95,12 @@ def by_tensor(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
 
 
 def by_rows_and_columns(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with a power-of-two scale for every 128 elements, by rows and by columns (blockwise, not weights)."""
+    """Quantise with a power-of-two scale for every 128 elements, by rows and by columns (blockwise activations)."""
     return Quantised(_in_blocks(matrix, dtype, (1, BLOCK)), _in_blocks(matrix, dtype, (BLOCK, 1)))
 
 
 def by_squares(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """Quantise with a power-of-two scale for every block of 128 x 128 elements (blockwise, weights)."""
+    """Quantise with a power-of-two scale for every block of 128 x 128 elements (blockwise weights)."""
     form = _in_blocks(matrix, dtype, (BLOCK, BLOCK))
     return Quantised(form, form)
 
@@ -144,7 +144,7 @@ def _in_mx_blocks(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, in
 
 
 def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return the amax of each block, FP32 ``[blocks of rows, blocks of columns]``. Incomplete blocks get zeros."""
+    """Return the amax of each block, FP32 ``[blocks of rows, blocks of columns]``. Incomplete blocks are padded."""
     rows, columns = matrix.shape
     down, across = -(-rows // block[0]), -(-columns // block[1])
     padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * block[1] - columns, 0, down * block[0] - rows))

@@ -57,7 +57,7 @@ def quantize_param_shard(
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
     """Update the inverse scales of weights with delayed scaling, after a gather of codes.
 
-    Every replica knows the scale that the rank with the shard used, because delayed scaling reduces amaxes.
+    Delayed scaling reduces amaxes over ranks. So every replica has the scale with which another rank computed codes.
     """
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:

@@ -67,9 +67,9 @@ class QuantisedTensor(torch.Tensor):
         return {self.codes_name: quantised.row.codes.view(torch.uint8), self.scales_name: quantised.row.scale_inv}
 
     def part(self, codes: torch.Tensor) -> QuantisedTensor:
-        """Return a view of some of this weight's codes, as a weight: the shard that an optimizer updates.
+        """Return a weight that is a view of some of this weight's codes: the shard that an optimizer updates.
 
-        Only delayed scaling permits such views, because its scale does not depend on the quantised part.
+        Only delayed scaling permits such views, because its scale does not depend on the values of the shard.
         """
         like = torch.empty(1, dtype=self.dtype, device=codes.device).expand(
             codes.shape

@@ -7,7 +7,8 @@ Megatron's chained step mixes reductions, updates and gathers. The replacement o
 2. The rank asks the job's store whether the generation was interrupted, because the result of an aborted reduction may
    be garbage.
 3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, gradients are clipped,
-   every chained optimizer executes its step, compute weights are copied, and the mark is set.
+   every chained optimizer executes its step, compute weights are copied, and the rank sets its mark (the newest
+   committed iteration).
 4. Parameters are gathered. The gather may be interrupted and repeated.
 
 See :mod:`moevement_core.trainer.commit`.
@@ -161,11 +162,11 @@ class CommittedOptimizer(Commit):
         return reduction
 
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
-        """Return a ``count_zeros`` that is already answered inside the update section.
+        """Return a ``count_zeros`` that returns an earlier count when it is called inside the update section.
 
         Megatron counts zeros after it clips gradients. That is inside the section, where ranks may not wait for each
-        other. So the zeros are counted before the section. The count differs only if clipping rounds a gradient down to
-        zero.
+        other. So the zeros are counted before the section. The result differs from Megatron's count only if clipping
+        rounds a gradient down to zero.
         """
 
         @functools.wraps(original)
@@ -179,7 +180,7 @@ class CommittedOptimizer(Commit):
     def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
         @functools.wraps(original)
         def update() -> bool:
-            if self._section is not None:  # Gradients of a trained or followed step are clipped from here on.
+            if self._section is not None:  # In a trained or followed step, gradients are already clipped.
                 self.updating()
             return self.mode.update(original)
 
@@ -264,9 +265,10 @@ class CommittedOptimizer(Commit):
             weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
 
     def making(self) -> AbstractContextManager[None]:
-        """Return the context in which FP8 weights are computed from the mark's master weights.
+        """Return the context in which FP8 weights are computed from the current master weights.
 
-        If the mark's iteration had no update, FP8 scales, and so FP8 codes, stay as they were before it.
+        If the newest committed iteration made no update, the context keeps the scales of the existing FP8 codes, so
+        the codes do not change.
         """
         outcome = self.mark.outcome if self.mark is not None else {}
         is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
@@ -275,7 +277,7 @@ class CommittedOptimizer(Commit):
     def _make_weights(self, member: Any) -> None:
         """Compute weights with the mark's scales, because an interrupted iteration may have changed the live scales.
 
-        The computation also updates amax histories. The mark receives copies of them.
+        The computation also updates the live amax histories, and the function copies these into the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)
@@ -321,7 +323,7 @@ class CommittedOptimizer(Commit):
 
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:
-        """Let ``mode`` determine the results of reductions inside the context, where steps are Megatron's own."""
+        """Let ``mode`` determine the results of reductions inside the context."""
         before, self.mode = self.mode, mode
         try:
             yield

@@ -5,10 +5,10 @@ would still move the weights by momentum and weight decay), so Adam skips them. 
 from the record, because they depended on all gradients: whether gradients overflowed, and the norms by which they were
 clipped.
 
-A **redo** uses logged gradients.
+A **redo** repeats the update from logged gradients.
 
-A rank **follows** a step that other ranks have executed, if it had finished every reduction of the step. It uses the
-results of those ranks.
+A rank **follows** a step if it had finished every reduction of the step and other ranks have executed the update. It
+then executes the update with the reduction results of those ranks.
 """
 
 from __future__ import annotations

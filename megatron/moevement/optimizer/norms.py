@@ -1,8 +1,8 @@
-"""Norms for gradient clipping, which are recorded and restored with the same type and the same bits.
+"""Norms for gradient clipping. Records keep the type and the exact value of each norm.
 
 Megatron's norm is a Python double, and the clip coefficient is computed in double arithmetic. With Transformer Engine,
 the norm is an FP32 tensor on the device, and the coefficient is computed in FP32 arithmetic. A conversion between the
-two types would change bits.
+two types would change the clipped gradients in their last bits.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 
 
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
-    """Restore the result of :func:`step_counts`; later steps count once each, whichever operators are frozen."""
+    """Restore the result of :func:`step_counts`; each later step adds 1, whichever operators are frozen."""
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for inner_optimizer, of_groups in zip(inner, counts, strict=True):
         for group, count in zip(inner_optimizer.param_groups, of_groups, strict=True):

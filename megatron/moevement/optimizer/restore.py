@@ -58,7 +58,7 @@ class Restore:
                 raise RecoveryError(
                     f"snapshot {snapshot.iteration} of rank {snapshot.header.rank} holds {entry.key} of "
                     f"{entry.operator}, {tensor.numel()} x {entry.dtype}, which this rank's model does not have; "
-                    "recover with the flags that the snapshot was taken with"
+                    "recover with the flags of the job that captured the snapshot"
                 )
             live.copy_(tensor)
         if not is_shared:
@@ -70,7 +70,7 @@ class Restore:
         for entry, tensor in snapshot.tensors_of(loads):
             if (
                 entry.saved is Saved.COMPUTE
-            ):  # Quantised weights were rebuilt from masters, which frozen operators do not have.
+            ):  # Recomputed FP8 weights of frozen operators are wrong: the snapshot has no masters of these.
                 self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
         self._gather()
 

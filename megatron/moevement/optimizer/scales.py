@@ -57,7 +57,7 @@ class Scales:
             _make_tensors(chunk, saved)
         live = fp8_scales(self._chunks)
         if len(every) != len(live) or not all(map(_fits, every, live)):
-            raise RecoveryError("the saved FP8 scales do not fit this model; use the flags of the run that saved them")
+            raise RecoveryError("the saved FP8 scales do not fit this model; use the flags of the job that saved them")
         for chunk, saved in zip(live, every, strict=True):
             for name, tensor in chunk.items():
                 if name in saved:

@@ -83,11 +83,11 @@ def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count of each tensor.
+    """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count per tensor.
 
-    The fully reshardable format keeps one step count for all parameters, and the count is set before. The original
-    setter asks for the count of each tensor, and skips values that are not tensors, such as None. In an FP32 run, it
-    sets a view of the weights, which are a leaf of autograd; hence ``no_grad``.
+    The fully reshardable format keeps one step count for all parameters, and the count is set before this call. The
+    original setter asks for the count of each tensor, and skips values that are not tensors, such as None. With FP32
+    weights, it writes into a view of the weights, which autograd permits only under ``no_grad``.
     """
 
     @functools.wraps(original)

@@ -114,7 +114,7 @@ def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> Op
             weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
             part = part_of(parameter)
             trained.setdefault(operator.name, []).append(_trained(parameter, part))
-            if part is None:  # Codes are gathered from the rank that owns the parameter, but scales are not.
+            if part is None:  # Megatron gathers codes from the rank that owns the parameter, but not scales.
                 for saved, tensors in ((Saved.COMPUTE, weights), (Saved.FULL, states)):
                     tensors += [
                         StateTensor(operator.name, saved, f"{number}.{name}[0:0]/{what}", tensor)
@@ -296,7 +296,7 @@ def part_of_rank(rank: int) -> Whose:
 
 
 def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of ``numel`` elements that replica ``rank`` of ``size`` saves; all save a single element."""
+    """Return the range of ``numel`` elements that replica ``rank`` of ``size`` saves; all save it if ``numel`` is 1."""
     return (0, 1) if numel == 1 else (numel * rank // size, numel * (rank + 1) // size)
 
 

@@ -63,9 +63,9 @@ def _write_weights(inner: Any) -> None:
 
 @torch.no_grad()
 def round_masters(member: Any) -> None:
-    """Round masters to the BF16 values from which MXFP8 weights are computed, and which snapshots save.
+    """Round masters to the BF16 values from which MXFP8 weights are computed.
 
-    Neither of the two forms of MXFP8 weights can be computed from the other.
+    Snapshots save these values, because neither form of an MXFP8 weight (by rows, by columns) determines the other.
     """
     for parameter in getattr(member, "model_param_gbuf_map", ()):
         if (half := getattr(parameter, HALF, None)) is not None:
@@ -97,8 +97,8 @@ def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
 def recompute_own_weights(optimizer: Any) -> None:
     """Recompute the weights of this rank's range if masters are narrow, without waiting for other ranks.
 
-    A replacement then has the state of the job's start. FP8 weights that follow from FP32 masters are correct when the
-    model is built, and the other ranges come with the next gather.
+    A replacement then has the state with which the job started. FP8 weights with FP32 masters are already correct on a
+    newly built model. The next gather fills the ranges of other ranks.
     """
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:

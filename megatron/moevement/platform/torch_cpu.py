@@ -155,7 +155,7 @@ def _answer_memory() -> None:
 
 
 def _answer_random_states() -> None:
-    """Let device and host draw from one generator.
+    """Make device and host use one random generator.
 
     On a GPU, Megatron draws the seeds of data loaders from the host's generator, and dropout from the device's.
     :mod:`megatron.moevement.data.loaders` separates the two purposes on a CPU.
@@ -171,10 +171,10 @@ def _answer_random_states() -> None:
         torch.default_generator.manual_seed(value)
 
     for owner in (torch.cuda, torch.cuda.random):
-        replace(owner, "get_rng_state", get_state, "the CPU generator draws dropout")
-        replace(owner, "set_rng_state", set_state, "the CPU generator draws dropout")
-        replace(owner, "manual_seed", seed, "the CPU generator draws dropout")
-        replace(owner, "manual_seed_all", seed, "the CPU generator draws dropout")
+        replace(owner, "get_rng_state", get_state, "dropout uses the CPU generator")
+        replace(owner, "set_rng_state", set_state, "dropout uses the CPU generator")
+        replace(owner, "manual_seed", seed, "dropout uses the CPU generator")
+        replace(owner, "manual_seed_all", seed, "dropout uses the CPU generator")
 
 
 _FACTORIES = (

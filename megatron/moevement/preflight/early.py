@@ -1,4 +1,4 @@
-"""Checks of a command's words before any rank starts.
+"""Checks of a script's arguments before any rank starts.
 
 Ranks run all checks, after they have imported Megatron and parsed every flag. The few checks here need neither Megatron
 nor all flags. They find the errors that a user's first short run usually has.

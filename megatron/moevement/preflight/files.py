@@ -123,7 +123,7 @@ def _full(name: str, folder: Path) -> Iterator[str]:
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:
-    """Yield a complaint if the run's figures have a port, but no process that outlives the ranks can serve them."""
+    """Yield a complaint if the flags ask for a metrics endpoint that no process outside the ranks can serve."""
     if (complaint := unserved(args.moevement_metrics_port)) is not None:
         yield complaint
 

@@ -14,13 +14,13 @@ class Refusal:
 
     flag: str
     value: Callable[[Namespace], Any]
-    """Function that returns the refused value; True to refuse a flag that has no value; None or False not to refuse."""
+    """Function that returns the refused value, or True for a flag without value. None or False means no refusal."""
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:
         """Yield ``text`` with ``{flag}`` and ``{reason}`` filled in, if the refusal applies.
 
-        The value of the flag follows its name.
+        ``{flag}`` becomes the name of the flag, followed by its value if the flag has one.
         """
         value = self.value(args)
         if value is not None and value is not False:

@@ -1,4 +1,4 @@
-"""Steps that every setup of a job shares: its first progress, and the bookkeeping after the model is built."""
+"""Steps of every setup of a job: restoring the first progress, and bookkeeping after the model is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FirstProgress:
         self._values: dict[str, Any] = {}
 
     def put(self) -> None:
-        """Restore the progress of the first start; the first call saves it instead."""
+        """Save the progress at the first call, and restore it at every later call."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.training import get_args
 
@@ -43,7 +43,7 @@ class FirstProgress:
 
 
 def has_built(job: Job, groups: Groups | None) -> None:
-    """Record this rank's position and the groups of its live objects. Collective, after the model is built."""
+    """Record the positions of all ranks and the process groups in use, after the model is built. Collective."""
     from megatron.training import get_args
 
     job.stand = RankPosition.now()

@@ -179,10 +179,10 @@ def _joined(job: Job, session: Session, until: int) -> None:
 
 
 def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: FirstProgress) -> bool:
-    """Build model, optimizer and scheduler on a replacement without communication; their state comes later.
+    """Build model, optimizer and scheduler on a replacement without communication; their state is restored later.
 
     Returns:
-        True if the new objects have the state from which the job started; False if the job's start took weights from a
+        True if the new objects have the state from which the job started; False if the job started with weights from a
             checkpoint or from other ranks.
     """
     first.put()  # This process may have advanced the progress in an earlier generation.
@@ -243,7 +243,7 @@ def enter_loop(process: Process) -> Wrapper:
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
-    """Complete the metrics, and do what is due after iteration ``until``, once all ranks have that state."""
+    """Complete the metrics up to iteration ``until``, and do what is due after it, once all ranks have its state."""
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)

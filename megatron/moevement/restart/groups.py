@@ -55,7 +55,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(old_groups: list[Any]) -> list[Any]:
-    """Return the groups to which objects other than ``old_groups`` and the groups' :class:`Groups` still refer."""
+    """Return the groups that are still in use by other objects than ``old_groups`` and their :class:`Groups`."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
     ]  # the argument of getrefcount is the third reference
@@ -82,7 +82,7 @@ def _holders_after_collection(old_groups: list[Any]) -> list[Any]:
 def _holders_among_all(old_groups: list[Any]) -> list[Any]:
     """Return the holders among all objects, including those from before training.
 
-    The garbage collector has ignored objects from before training since training began.
+    When training began, the garbage collector was told to ignore all objects that existed then.
     """
     gc.unfreeze()
     return _holders_after_collection(old_groups)
@@ -129,5 +129,5 @@ def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
     elif hasattr(holder, "__dict__"):
         for name, value in list(vars(holder).items()):
             if id(value) in replacement:
-                # This bypasses the class's __setattr__, whose side effects came with the first assignment.
+                # This bypasses the class's __setattr__. Its side effects happened at the first assignment.
                 vars(holder)[name] = replacement[id(value)]

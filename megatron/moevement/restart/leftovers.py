@@ -1,4 +1,4 @@
-"""Cleanup of a surviving rank after an exception between any two steps of the trainer.
+"""Cleanup of a surviving rank after an exception that interrupted the trainer at an arbitrary point.
 
 The restart raises its exception from outside, between any two bytecodes of the main thread. It can strike after
 autograd has accumulated a gradient and before Megatron's hook has run. It can also strike during the exit of a context
@@ -118,7 +118,7 @@ def _buffers_with_gradients(live: Live) -> Iterator[str]:
 
 
 def drop_references(live: Live) -> None:
-    """Drop references that would keep an unreferenced model in memory.
+    """Drop references that would keep a model in memory after its last use.
 
     Garbage collection does not follow autograd's graphs. Modules and their attributes keep tensors of the last forward
     pass. The tensors keep the graph, the graph keeps the gradient accumulators, and the accumulators' hooks keep the
@@ -282,8 +282,9 @@ def _reset_reductions(chunk: Any) -> None:
     """Reset the state of gradient reductions.
 
     Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
-    iteration twice. After the reset, every rank reduces after the backward pass in its first iteration, as a
-    replacement does. Overlapped reductions would have another order if groups of parameters share communicators.
+    iteration twice. In its first iteration after the reset, every rank reduces after the backward pass, as a
+    replacement does. Survivors that overlapped reductions with the pass would use another order than the replacement,
+    if groups of parameters share communicators.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -22,7 +22,7 @@ _DATA = "megatron.core.datasets"
 def building_without_others(undo: UndoStack) -> list[str]:
     """Make reductions and broadcasts do nothing while a replacement builds its model.
 
-    Tied embeddings, for example, are summed over two stages when a model is built.
+    For example, Megatron sums tied embeddings over two stages when it builds a model.
 
     Returns:
         A list that receives the name of each skipped call.
@@ -62,14 +62,14 @@ def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
 
 
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
-    """Record the parameter keys that Megatron's optimizer gathers from all ranks, or answer with ``kept`` keys.
+    """Record the parameter keys that Megatron's optimizer gathers from all ranks, or use ``kept`` keys instead.
 
-    The gathered keys are equal on all ranks. A replacement cannot gather them, because the other ranks do not. Other
-    gathers, when a dense checkpoint is loaded, are not affected.
+    The gathered keys are equal on all ranks. A replacement cannot gather them, because the other ranks do not gather.
+    Gathers by other functions, such as those that load a dense checkpoint, are not affected.
 
     Args:
         undo: stack that ends the replacement of Megatron's functions.
-        record: receives the result of each gather.
+        record: list to which the result of each gather is appended.
         kept: recorded results that are used in place of a gather; empty on a rank that gathers.
     """
     from megatron.training import training

@@ -1,4 +1,4 @@
-"""Boundary state, which is the state between two iterations beside model and optimizer, and its restoration."""
+"""Boundary state (the state between two iterations other than model and optimizer), and its restoration."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`boundary_state`; random states last, because restoring others may draw from them.
+    """Restore the result of :func:`boundary_state`. Random states come last: other restorations may draw numbers.
 
     Every loss scaler of the chained optimizers gets its own state, because the states may differ.
 
@@ -113,7 +113,7 @@ def put_progress(live: Live, state: Mapping[str, int]) -> None:
 
 
 def put_random_states(states: Mapping[str, Any]) -> None:
-    """Restore every generator from which training draws."""
+    """Restore every random generator that training uses."""
     from megatron.core import tensor_parallel
 
     version, numbers, gauss = states["python"]
@@ -138,7 +138,7 @@ def _router_buffers(live: Live) -> list[dict[str, Any]]:
 def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     if [list(chunk) for chunk in live] != [list(chunk) for chunk in saved]:
         raise RecoveryError(
-            "the saved buffers of the routers do not fit this model; use the flags of the run that saved them"
+            "the saved buffers of the routers do not fit this model; use the flags of the job that saved them"
         )
     for chunk, saved_chunk in zip(live, saved, strict=True):
         for name, tensor in chunk.items():
@@ -148,7 +148,8 @@ def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
 def put_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Restore a schedule from its ``state_dict``, including its position.
 
-    The scheduler's own ``load_state_dict`` compares settings, but a run may continue for longer than it was planned.
+    The scheduler's own ``load_state_dict`` compares its settings with the saved ones. Here they may differ, because a
+    job may train for longer than first planned.
     """
     for name, value in state.items():
         setattr(scheduler, name, value)

@@ -2,9 +2,9 @@
 
 Megatron saves one set of random states for each tensor- and pipeline-parallel rank, and gives it to all data-parallel
 ranks. These include expert-parallel ranks, each of which has its own random state for experts. After a resume, all
-expert-parallel ranks would draw the numbers of the first. Megatron saves the states of every data-parallel rank under
-``--data-parallel-random-init``, a flag that also changes the initial weights. This module sets that flag only while
-Megatron collects the states, and selects this rank's states when Megatron loads them.
+expert-parallel ranks would draw the same numbers. With ``--data-parallel-random-init``, Megatron saves the states of
+every data-parallel rank, but that flag also changes the initial weights. This module sets the flag only while Megatron
+collects the states, and selects this rank's states when Megatron loads them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Cal
 
 
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``dist_checkpointing.load`` that gives this rank its own random states, where Megatron takes the first.
+    """Return a ``dist_checkpointing.load`` that returns this rank's own random states instead of those of the first.
 
-    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states than there are ranks. The
-    remaining ranks use the last state, as all ranks use the only state in stock Megatron.
+    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states than there are ranks. Ranks
+    without a state of their own use the last state of the checkpoint.
     """
 
     @functools.wraps(original)

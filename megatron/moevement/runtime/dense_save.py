@@ -79,7 +79,7 @@ def finalize_or_report(process: Process) -> Wrapper:
 
 
 def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that no restart interrupts, for an original that starts a process and waits for it.
+    """Return a wrapper of a function that starts a process and waits for it; no restart interrupts the wrapper.
 
     An interruption would leave the process half started, and nothing would end it.
     """
@@ -93,9 +93,10 @@ def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Reported:
-    """Context that reports Megatron's error for a failed save, on which all ranks have agreed, and suppresses it.
+    """Context that reports and suppresses the error that Megatron raises on every rank if a save fails on any rank.
 
-    Any other exception interrupts the save. The save then counts as running until its leftovers are removed.
+    Any other exception leaves the context and interrupts the save. ``Live.is_saving`` then stays True until the
+    leftovers of the save are removed.
     """
 
     def __init__(self, job: Job, iteration: int | None) -> None:

@@ -2,9 +2,9 @@
 
 An evaluation may draw random numbers; a router, for example, may add jitter to its inputs. An evaluation runs between
 two iterations, and snapshots do not include it. A rank that fails after an evaluation and is replayed would continue
-with the random states from before the evaluation. Here, iterations draw the same numbers with and without an evaluation
-before them, in every run, with and without sparse checkpointing. So losses do not depend on how often a job is
-evaluated. In stock Megatron they do, if an evaluation draws.
+with the random states from before the evaluation. This module therefore restores the random states after each
+evaluation, with and without sparse checkpointing. So losses do not depend on how often a job is evaluated. In stock
+Megatron, losses depend on it if an evaluation draws random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an ``evaluate_and_print_results`` that restores the random states of all generators afterwards.
 
     These are the states of Python, NumPy, torch, the device and Megatron's tracker. An interrupted evaluation restores
-    nothing, because the boundary record does so before training continues.
+    nothing: before training continues, the recovery restores the random states from the boundary record.
     """
 
     @functools.wraps(original)
@@ -77,7 +77,7 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
                 for chunk in model:
                     chunk.train()
                 get_timers()("evaluate").stop()
-                # After a continuation, the next evaluation uses the samples after all samples of this one.
+                # All samples of this evaluation count as consumed, so a continued job next evaluates those after them.
                 before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
                 arguments = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
                 iterations = arguments.get("eval_iters") or settings.eval_iters

@@ -27,7 +27,7 @@ from moevement_core.session.session import Session
 
 @dataclass
 class Job:
-    """Job in this process, from one start to the next."""
+    """Job in this process, until :meth:`Process.start_over` replaces it by a new one."""
 
     live: Live = field(default_factory=Live)
     ledger: Ledger = field(init=False)
@@ -80,7 +80,7 @@ class Process:
     def __init__(self) -> None:
         self.job = Job()
         self.lineage = ""
-        """Name of the start from which this process's state has advanced without a gap in the iterations."""
+        """Name of the job's start (:attr:`JobNames.start`) whose training led to this process's state."""
         self.survivor: SurvivorState | None = None
         """State that this rank brings to the reassembly of an elastic job; None outside of a reassembly."""
         self.before: Sequence[FormationSnapshots] = ()

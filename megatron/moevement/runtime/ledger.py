@@ -18,13 +18,13 @@ from moevement_core.session.run_directory import number
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Data of one rank about an iteration whose metrics line a failure may have prevented."""
+    """Data that one rank has about the last committed iteration, whose metrics line may be missing after a failure."""
 
     written: int
     """Newest iteration whose line the rank has written."""
     is_last_stage: bool
     has_losses: bool
-    """True if the rank has the losses of each micro-batch of that iteration."""
+    """True if the rank has the losses of each micro-batch of the last committed iteration."""
     line: dict[str, Any] | None
 
 
@@ -40,18 +40,18 @@ class Ledger:
         """Seconds that the last training step of this rank took."""
         self.last_loss: float | str | None = None
         self.micro_batch_losses: tuple[int, Any] = (0, None)
-        """Iteration that ran forward and backward last, and the result of Megatron's schedule for that iteration."""
+        """Iteration of the last forward and backward passes, and what Megatron's schedule returned for them."""
         self.held_out: dict[str, Any] = {}
         """Last loss on the validation set and on the test set, by the name of the set."""
         self.evaluated_set = "validation"
         self._live = live
         self._replayed: dict[int, dict[str, Any]] = {}
-        """Lines of replayed iterations whose writer died or was interrupted."""
+        """Lines of replayed iterations, by iteration; the failure may have come before the last rank wrote them."""
 
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
         """Keep the line of an iteration that was re-executed or restored.
 
-        The schedule and the loss scalers must be in the state that the iteration left.
+        The caller first restores the learning-rate schedule and the loss scalers to their state after this iteration.
         """
         self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
 
@@ -66,7 +66,7 @@ class Ledger:
         skipped: bool,
         grad_norm: float | None,
     ) -> None:
-        """Write the line of an iteration as Megatron logs it; ranks without a record do nothing.
+        """Write the metrics line of an iteration when Megatron logs the iteration; ranks without a record do nothing.
 
         Args:
             iteration: iteration that was committed.
@@ -103,8 +103,8 @@ class Ledger:
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
         """Return the sums of losses over this rank's micro-batches, on the host.
 
-        The result is None in three cases: this rank did not execute ``iteration`` last, it has no losses, or it has
-        means, which Megatron's schedule returns for old scripts.
+        The result is None in three cases: the last iteration that this rank executed is not ``iteration``, the rank has
+        no losses, or Megatron's schedule returned means instead of sums, as it does for old scripts.
         """
         ran, micro_batches = self.micro_batch_losses
         if ran != iteration or not micro_batches:
@@ -116,10 +116,10 @@ class Ledger:
         return sums if all(total.numel() == 2 for total in sums.values()) else None
 
     def complete(self, until: int, outcome: Mapping[str, Any]) -> None:
-        """Write the lines up to ``until`` that a failure has prevented. Collective.
+        """Write the missing metrics lines up to iteration ``until`` after a failure. Collective.
 
         Args:
-            until: last committed iteration, whose state is live.
+            until: last committed iteration; the live state is the state after it.
             outcome: outcome of the optimizer step of ``until``.
         """
         from megatron.core import parallel_state
@@ -192,9 +192,10 @@ def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str,
 
 
 def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the losses of an iteration from those of its micro-batches. Collective over the ranks of the last stage.
+    """Average the losses of an iteration's micro-batches. Collective over the ranks of the last stage.
 
-    Megatron's schedule returns sums over tokens with numbers of tokens or, for old scripts, means.
+    For each micro-batch, Megatron's schedule returns the sum over tokens and the number of tokens. For old scripts, it
+    returns the mean.
     """
     from megatron.core import parallel_state
 

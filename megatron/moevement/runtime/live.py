@@ -50,7 +50,7 @@ class Live:
     boundary_log: BoundaryLog | None = None
     """Log of what this rank sends over stage boundaries; None without sparse checkpointing or with one stage."""
     feeds: Feeds | None = None
-    """Feeds that replace healthy neighbours in a replay; None in training."""
+    """Feeds of logged tensors, which replace neighbouring stages in a replay; None in training."""
     record: RunRecord | None = None
     """Record to which this rank writes events; None on ranks that write none, and without ``--run-dir``."""
     undo: UndoStack = field(default_factory=UndoStack)

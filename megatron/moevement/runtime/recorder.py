@@ -101,8 +101,8 @@ def record_iteration(process: Process) -> Wrapper:
             )  # fmt: skip
             _write_scalars(job.live.record, checkpointing, iteration)
             if kwargs.get("is_first_iteration") and iteration > 1:
-                # Megatron means the first iteration of its loop, which a recovery enters again. It would not reset its
-                # sums after that iteration's line, and the next line would be a mean of two iterations.
+                # A recovery enters Megatron's loop again. After the first line of a loop, Megatron does not reset its
+                # sums, so the next line would be a mean of two iterations.
                 kwargs["is_first_iteration"] = False
             return original(
                 loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
@@ -149,7 +149,7 @@ def record_evaluated(process: Process) -> Wrapper:
 
 
 def resume_record(job: Job, args: Namespace) -> None:
-    """Continue the record after a failure on the last rank, even if that rank has another process than before."""
+    """Continue the run's record on the last rank after a failure; that rank may have a replacement process."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
@@ -193,7 +193,7 @@ def _spare_training_its_writer() -> None:
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:
-    """Write the run's figures to TensorBoard on the last rank, which has Megatron's writer and the record."""
+    """Write this project's figures to TensorBoard. Only the last rank has Megatron's writer and the run's record."""
     from megatron.training.global_vars import get_tensorboard_writer
 
     if (writer := get_tensorboard_writer()) is None or (record is None and not checkpointing):

@@ -220,7 +220,7 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Restore the job's progress after the replay, which does not repeat the progress of evaluations."""
+        """Restore the job's progress after the replay, which repeats no evaluations and so lacks their samples."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -240,8 +240,8 @@ class MegatronTrainer(Trainer):
     def _own_schedule(self, undo: UndoStack) -> None:
         """Restore the planned schedule after the replay.
 
-        A replay uses the schedule of the original iterations. A job that continues for longer than it was planned has
-        another schedule.
+        A replay uses the schedule of the original iterations. If the job now trains for longer than first planned, its
+        present schedule differs from that schedule.
         """
         scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
@@ -266,7 +266,7 @@ class MegatronTrainer(Trainer):
     def _without_other_stages(self, undo: UndoStack) -> None:
         """Replace all communication with other stages, which do not take part in the replay.
 
-        Tensors come from the other stages' boundary logs, and numbers from the records.
+        Tensors come from the other stages' boundary logs. Norms, overflow flags and token counts come from records.
         """
         if self._feeding is None:
             return
@@ -287,7 +287,7 @@ class MegatronTrainer(Trainer):
             single = self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
             def end_group() -> None:
-                # After a failure, it was destroyed with all other groups.
+                # A failure has already destroyed this group with all other groups.
                 if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
                     dist.destroy_process_group(single)
 

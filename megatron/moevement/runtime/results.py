@@ -4,8 +4,8 @@ Megatron validates losses and local gradients, and computes an iteration a secon
 it ends the job, so that a scheduler can start it on other devices: with exit code 17 if the second result differs, and
 with 16 if it is equal. In this project no rank ends. If the second result differs, the ranks compute the iteration
 again from its beginning. If it is equal, they find the rank whose results became non-finite first, and a spare on
-another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). Once every such process was
-replaced in vain, the batch is at fault, and the job stops.
+another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). If results are not finite
+even after these replacements, the batch is at fault, and the job stops.
 
 The search for that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
 boundaries: values that are not finite flow forward through the stages to the loss, and from there backward.
@@ -33,7 +33,7 @@ NEVER = 1 << 30
 _GRADIENTS = "bucket"
 """Word that only messages of Megatron's gradient checks contain; all other checks are of losses."""
 TRANSIENT = 2
-"""Limit of rejected results that a second pass did not repeat; at the limit, the process is replaced."""
+"""Number of transient bad results at which a process is replaced. The second pass did not repeat these results."""
 
 
 def validate_first_iteration() -> None:
@@ -51,8 +51,8 @@ def validate_first_iteration() -> None:
 def locate_on_recomputation(process: Process) -> Wrapper:
     """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before a second pass.
 
-    The second pass replaces the values. It also sends over stage boundaries again, so the wrapper drops what the first
-    pass sent from the log.
+    The second pass overwrites these values. It also sends over stage boundaries again, so the wrapper drops the first
+    pass's tensors from the boundary log.
     """
 
     def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -126,8 +126,8 @@ def _place(job: Job, machine: Any) -> int:
     """Return the position in the flow of an iteration at which values of this rank were first not finite.
 
     Positions count the stages in the order of the forward pass, chunk by chunk; then the loss; then the stages in the
-    order of the backward pass; then gradients of weights, which flow nowhere. The result is :data:`NEVER` if all values
-    are finite.
+    order of the backward pass; then gradients of weights, which no stage receives. The result is :data:`NEVER` if all
+    values are finite.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args
@@ -146,7 +146,7 @@ def _place(job: Job, machine: Any) -> int:
 
 
 def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int | None:
-    """Return the first chunk of this stage, counted in a direction, that sent a value that is not finite."""
+    """Return the chunk that first sent a non-finite value in a direction, counted in that direction; None if none."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.utils import get_model_config

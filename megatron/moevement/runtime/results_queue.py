@@ -41,9 +41,9 @@ class PickledQueue:
 
 
 def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``get_write_results_queue`` that starts a server without imports, and without interruption.
+    """Return a ``get_write_results_queue`` that starts a server without imports; no restart interrupts it.
 
-    An interruption during the start would leave a process that nothing ends.
+    If a restart interrupted it, nothing would end the half-started server.
     """
 
     @functools.wraps(original)

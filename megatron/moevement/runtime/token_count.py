@@ -1,4 +1,4 @@
-"""Record of each batch's token count, which only the last stage counts, for a stage that replays alone."""
+"""Record of each batch's token count. Only the last stage counts tokens, but other stages may replay without it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
 
 
 def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a schedule that also keeps its losses here, because an interruption after the step would lose them."""
+    """Return a schedule that also stores its losses in the ledger, because an interruption may lose its result."""
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         result = schedule(*args, **kwargs)

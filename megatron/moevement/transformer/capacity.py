@@ -74,7 +74,7 @@ class RouterRoom:
                 replace_on(router, "routing", functools.partial(_routing_in, room=room))
 
     def open(self, operators: Collection[str]) -> None:
-        """Give these experts extra capacity, and all others the normal one."""
+        """Give these experts extra capacity, and all other experts normal capacity."""
         wanted, places = {self._table.index_of[name] for name in operators}, iter(self._places)
         for room in self._rooms:
             has_more = [next(places) in wanted for _ in range(len(room.has_more))]
@@ -82,7 +82,7 @@ class RouterRoom:
             room.has_more.copy_(torch.tensor(has_more))
 
     def take(self) -> torch.Tensor:
-        """Return how many tokens only extra capacity admitted on this rank since the last call, and reset the counts.
+        """Return and reset the counts of tokens on this rank that only extra capacity has admitted.
 
         The result is on the device, with one float64 count for each expert of all routers.
         """

@@ -1,8 +1,8 @@
 """Megatron's experts on this project's kernels.
 
 Modules, parameters and checkpoints stay the same; only the forward pass is replaced. Replays and normal training both
-use the kernels, because a replay with frozen experts has to give the bits of training with active experts. With these
-kernels it does (``moevement_kernels.op``).
+use the kernels. A replay with frozen experts has to equal training with active experts bit for bit, and these kernels
+ensure that (``moevement_kernels.op``).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _classes() -> dict[Any, Any]:
             if self.config.gradient_accumulation_fusion:  # type: ignore[attr-defined]
                 for weight in (*w1, *w2):
                     weight.fuse_weight_gradient = True
-            # Dropless dispatchers have the counts on the host. Otherwise this copies them, as Megatron's experts do.
+            # Counts of dispatchers without drops are on the host. This call copies others, as Megatron's experts do.
             counts = tokens_per_expert.tolist()
             kind = activation_of(self.config)  # type: ignore[attr-defined]
             assert kind is not None

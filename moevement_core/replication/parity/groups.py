@@ -34,14 +34,14 @@ Groups = tuple[Group, ...]
 
 
 def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Groups:
-    """Return groups of ranks that have the same local position on different nodes, with holders on further nodes.
+    """Return groups of ranks on different nodes, and the holders of each group's parity on other nodes.
 
-    All nodes hold about the same amount of parity.
+    The members of a group have the same local position on their nodes. All nodes hold about the same amount of parity.
 
     Args:
         nodes: node of each rank.
         members: G, most members of a group.
-        parities: M, blocks of parity of a group, and the number of its nodes that may be lost.
+        parities: M, number of blocks of parity of a group. The group survives the loss of any M of its nodes.
 
     Raises:
         ConfigError: there are too few nodes.
@@ -62,8 +62,8 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
     groups = []
     for place in range(max(map(len, here))):
         for first, last in pairwise(bounds):
-            # With each position, all groups move on by one node. If the nodes do not divide evenly, they thereby take
-            # turns as members of the smaller groups, and as holders of the larger groups' parity.
+            # For each next local position, all groups shift by one node. If some groups are smaller than others, the
+            # shift spreads their members, and the holders of the larger groups' parity, over all nodes.
             inside = [(node + place) % len(here) for node in range(first, last)]
             group_ranks = tuple(here[node][place] for node in inside if place < len(here[node]))
             if not group_ranks:
@@ -78,7 +78,7 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 WIDEST = 8
-"""Most members of a group in a parity scheme that the job proposes to save host memory."""
+"""Largest number of members of a group, if the job proposes parity in order to save host memory."""
 
 
 def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:

@@ -19,7 +19,8 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 class ParityReceiver(Receiver):
     """Receiver of one member's snapshots.
 
-    The answer GO flags the blocks that the member has to send: all blocks, or those that did not arrive whole before.
+    The answer GO comes with a flag for each block, which is set if the member has to send the block. After an
+    interrupted transfer, these are only the blocks that did not arrive whole.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ParityReceiver(Receiver):
     def _grow(self, nbytes: int) -> bool:
         """Allocate memory for a sum of ``nbytes`` bytes; return True if there is enough.
 
-        If members differ in size, their sums need more memory than the largest request of a member.
+        If snapshots of members differ in size, the sums need more memory than the largest request of a member.
         """
         arena, key = self._member.group.arena, self._member.key
         with self._member.growing:

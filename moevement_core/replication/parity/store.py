@@ -1,8 +1,8 @@
 """Store of a group's parity in this rank's host memory: for each iteration one block, the sum over the members.
 
 The receiver of each member adds the member's snapshot to the sum, block by block. It checks each block before it adds
-it, and keeps only the header of the snapshot. A sum that contains all members never changes again, so every recovery
-that it allows stays possible.
+it, and keeps only the header of the snapshot. A sum that contains all members never changes again, so recoveries can
+rely on it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GroupStore:
         """Lock that a member's receiver holds while it compares allocated with requested memory and allocates more."""
 
     def stripes(self) -> list[Stripe]:
-        """Return the stripes that contain every added snapshot wholly, by ascending iteration."""
+        """Return the stripes in which no snapshot is incomplete, by ascending iteration."""
         with self._lock:
             return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
@@ -89,8 +89,9 @@ class GroupStore:
     def begin(self, source: int, header: Header) -> Stripe | None:
         """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        Blocks of the same snapshot that were added earlier stay in the sum. If the sum contains a different snapshot of
-        ``source``, which cannot be removed, a new and empty sum takes its place. The caller has to call :meth:`end`.
+        Blocks of the same snapshot that were added earlier stay in the sum. A different snapshot of ``source`` cannot
+        be removed from the sum. If the sum contains one, a new and empty sum replaces the whole sum. The caller has to
+        call :meth:`end`.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)
@@ -161,7 +162,7 @@ class GroupStore:
             stripe.users += 1
         if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
             what = f"parity of iteration {iteration} of ranks {', '.join(map(str, self.group.members))}"
-            damage.report("the digest of a sum that is read", what, "planning again without it")
+            damage.report("the digest of a sum that is read", what, "the recovery is planned again without it")
             self.end_reading(stripe)
             return None
         return stripe

@@ -101,7 +101,7 @@ class Costs:
 
     @cached_property
     def copies(self) -> list[set[frozenset[int]]]:
-        """Nodes that keep copies, by node: the set of nodes of each rank's peers, without duplicates.
+        """Nodes that keep copies of each node's ranks: a set of nodes for each rank, without duplicate sets.
 
         The placement of copies is that of a live job.
         """
@@ -128,8 +128,8 @@ class Costs:
     def shares(self, operators: Sequence[OperatorShape]) -> Scores:
         """Return the share of a layer's tokens that reaches each operator, ``[expert-parallel ranks, operators]``.
 
-        The share is 1 for operators other than experts. Shares of experts are drawn for each layer with the given skew;
-        equal seeds give equal shares.
+        The share is 1 for operators other than experts. Shares of experts are random in each layer, with the given
+        skew; equal seeds give equal shares.
         """
         ranks = self.plan.inputs.job.expert_parallel
         drawn = np.ones((ranks, len(operators)))
@@ -144,7 +144,7 @@ class Costs:
 
 
 def popularity(skew: float, experts: int, layers: int, generator: np.random.Generator) -> Scores:
-    """Draw each expert's share of a layer's tokens, ``[layers, experts]``, from a Dirichlet distribution."""
+    """Return random shares of a layer's tokens for the experts, ``[layers, experts]``, by a Dirichlet distribution."""
     if experts < 2:
         return np.ones((layers, experts))
     return sample_shares(skew, experts, generator, layers)
@@ -164,7 +164,8 @@ class Recovery:
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
-    """Lost updates in iterations: for each iteration, the share of its tokens whose updates no checkpoint has."""
+    """Lost updates, counted in iterations: the sum over iterations of the share of tokens whose updates are in no
+    checkpoint."""
     from_storage: bool = False
     """True if no copy in memory was left, so that the state came from storage."""
 
@@ -233,7 +234,7 @@ class Strategy(ABC):
 
     @staticmethod
     def newest(committed: int, into: float, arrival: float) -> int:
-        """Return the newest iteration whose state has reached peers or storage, which takes ``arrival`` iterations."""
+        """Return the newest iteration whose state peers or storage have; states arrive ``arrival`` iterations late."""
         return math.floor(committed + into - arrival)
 
     @property

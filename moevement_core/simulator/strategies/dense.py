@@ -125,7 +125,7 @@ def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
 
 
 class DenseToPeers(Dense):
-    """Strategy that keeps the whole state in the memory of peers; only lost stages roll back, from logs."""
+    """Strategy that keeps the whole state in the memory of peers; only lost stages roll back, and replay from logs."""
 
     name = "dense-to-peers"
 

@@ -57,7 +57,8 @@ class Partial(Strategy):
     def overhead_s(self) -> float:
         """Mean seconds that saving adds to an iteration.
 
-        They are the time by which copies and sends exceed the interval, and slowed training.
+        They have two parts: the time by which copies and sends exceed the interval, and the slow-down of training by
+        copies beside it.
         """
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s

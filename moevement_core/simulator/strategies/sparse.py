@@ -106,9 +106,9 @@ class MoEvement(Strategy):
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the start of the newest recoverable run to a state, by position of the state in its period.
+        """Iterations from the start of the newest recoverable run to the present state, by position in the period.
 
-        The strategy of a live rank finds the run.
+        The code that a live rank uses finds the recoverable run.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -202,9 +202,10 @@ class Redo(MoEvement):
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the newest restorable state to a state, by position of the second state in its period.
+        """Iterations from the newest restorable state to the present state, by position in the period.
 
-        Without a rest all entries are 0. With a rest, updates restore only the state of the last snapshot of a window.
+        If windows follow each other without a pause, all entries are 0. Otherwise only the state of the last snapshot
+        of a window can be restored by updates.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]

@@ -13,9 +13,10 @@ from moevement_core.errors import ConfigError
 
 
 def test_a_worked_example() -> None:
-    """Check 12 slots and a floor of 2 replicas, in ascending order of loads.
+    """Check 12 slots and at least 2 replicas per expert. Experts get slots in ascending order of loads.
 
-    10 of 200 tokens are worth no slot, 40 of 190 are worth two of ten slots, and 50 of 150 two of eight.
+    The expert with 10 of 200 tokens gets the minimum. The next one has 40 of the other 190 tokens and gets two of the
+    other ten slots. The expert with 50 of the last 150 tokens gets two of the last eight slots.
     """
     assert allocate([100, 10, 40, 50], 12, 2).tolist() == [6, 2, 2, 2]
     assert allocate([0, 0, 0], 7, 1).tolist() == [2, 2, 3]

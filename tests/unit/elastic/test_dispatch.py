@@ -9,7 +9,7 @@ from tests.unit.elastic.whole_tokens import schedule
 
 
 def test_a_worked_example() -> None:
-    """Check one expert with replicas 1, 0, 2 and tokens 2, 5, 3 by rank; its replicas compute 4, 3 and 3 tokens."""
+    """Check one expert on three ranks: 1, 0 and 2 replicas; 2, 5 and 3 tokens. Replicas compute 4, 3 and 3 tokens."""
     sent = schedule(np.array([[2, 5, 3]]), np.array([[1, 0, 2]]))
     assert sent[0].tolist() == [[2, 0, 0], [2, 0, 3], [0, 0, 3]]
 

@@ -1,6 +1,6 @@
 """A migration sends each node the experts that it lacks, spread evenly over the owners.
 
-It never sends more than an assignment of places to nodes in order would send.
+It never sends more than if the wanted sets of experts were assigned to the nodes in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moevement_core.elastic.placement import maximum_rank_overlap
 
 
 def test_a_worked_example() -> None:
-    """Check that node 7 takes place 0, whose experts it has, and that the new node 2 gets an expert from each owner."""
+    """Check that nodes 5 and 7 keep their experts, and that the new node 2 gets one expert from each of them."""
     migration = migrate({2: (), 5: (0, 1), 7: (2, 3)}, ((2, 3), (0, 1), (1, 2)))
     assert migration.experts == {7: (2, 3), 5: (0, 1), 2: (1, 2)}
     assert set(migration.transfers) == {Transfer(1, 5, 2), Transfer(2, 7, 2)}

@@ -1,4 +1,4 @@
-"""Maximum rank overlap survives with the probability of its closed form, and no less than any other placement."""
+"""Maximum rank overlap survives node losses as often as its closed form says, and as often as any other placement."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_placement_survives_more(replicas: list[int], nodes: int, slots: int)
 def test_where_the_theorem_does_not_hold() -> None:
     """Check a case in which another placement survives more losses.
 
-    The last group has one node for both replicas of its expert, so the loss of that node loses the expert.
+    Maximum rank overlap puts both replicas of the last expert on one node, so the loss of that node loses the expert.
     """
     replicas = np.array([1, 1, 2, 2, 2])
     other = ((0, 1), (2, 3), (2, 4), (3, 4))
@@ -122,7 +122,7 @@ def test_maximum_rank_overlap_alone_would_not_survive_them() -> None:
 
 
 def test_placements_that_it_is_compared_with_survive_less() -> None:
-    """Check more experts than a node has slots, with skewed loads, as in figure 8 of the paper."""
+    """Compare placements of more experts than a node has slots, with skewed loads, as in figure 8 of the paper."""
     replicas = allocate([1, 1, 2, 2, 3, 4, 6, 8, 8, 9, 12, 14, 20, 30, 60, 90], 60, 2)
     of_overlap = survival(replicas, 10, 6, 4)
     of_spread, of_compact = (counted(placer(replicas, 10, 6), 4) for placer in (spread, compact))

@@ -25,7 +25,7 @@ def cut(ranks: int, seed: int) -> dict[int, list[Range]]:
 
 
 def test_a_worked_example() -> None:
-    """Check four shards that become three after the loss of rank 1, of whose shard rank 2 has a copy."""
+    """Check four shards that become three after the loss of rank 1. Rank 2 has a copy of the lost shard."""
     held = {0: [Range("m", 0, 3)], 2: [Range("m", 3, 6), Range("m", 6, 9)], 3: [Range("m", 9, 12)]}
     wanted = {0: [Range("m", 0, 4)], 2: [Range("m", 4, 8)], 3: [Range("m", 8, 12)]}
     assert reshard(held, wanted).moves == (

@@ -74,9 +74,9 @@ def test_half_a_unit_is_taken_apart() -> None:
 
 
 def test_where_a_rank_of_a_window_on_disk_stood() -> None:
-    """Check positions in a job of tensor 2, pipeline 2, expert 2 and expert tensor 2.
+    """Check a job whose tensor, pipeline, expert and expert tensor parallelism each have size 2.
 
-    Dense parts have two data-parallel ranks, and experts have one.
+    Dense parameters have two data-parallel ranks, and those of experts have one.
     """
     settings = {
         "world_size": 8, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2,

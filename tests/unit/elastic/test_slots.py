@@ -41,14 +41,14 @@ def test_every_token_is_in_one_slot_of_its_expert_and_replicas_are_even(seed: in
             for source in range(len(held)):
                 assert int(maps[source][:, here].sum()) == int(wanted[expert, source, rank])
         of_expert = computed[table.expert == expert]
-        # For each source rank, the loads of the replicas on one rank differ by one token at most.
+        # The replicas on one rank share the tokens of each source rank evenly, to one token.
         assert int(of_expert.max() - of_expert.min()) <= len(held) + 1
 
 
 def test_shares_of_a_worked_example() -> None:
     """Check expert 0 with two slots on rank 0 and one on rank 1.
 
-    The ranks route 5 tokens and 1 to it, so each slot computes two, and rank 0 sends one token to rank 1.
+    Rank 0 routes 5 tokens to the expert, and rank 1 routes 1. Each slot computes two, so rank 0 sends one to rank 1.
     """
     table = SlotTable.of([[0, 0], [0, 1]], 2)
     tokens = torch.tensor([[5, 0], [1, 2]])

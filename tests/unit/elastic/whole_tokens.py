@@ -1,8 +1,8 @@
 """Assignment of an expert's tokens to its replicas (Lazarus, algorithm 1), in whole tokens.
 
-All replicas of an expert compute the same number of tokens, to one token. A rank's own replicas take its tokens first.
-Then the remaining tokens, in order of ranks, fill the remaining capacities, in order of ranks. The paper divides the
-remaining tokens in proportion, into fractions. Whole tokens need another rule, and this one needs few messages.
+All replicas of an expert compute the same number of tokens, to one token. Replicas compute tokens of their own rank
+first. The remaining tokens then fill the remaining capacities, both in order of ranks. The paper divides the remaining
+tokens proportionally, which gives fractions. Whole tokens need another rule, and this one needs few messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schedule(tokens: Counts, replicas: Counts) -> Counts:
 
 
 def capacities(tokens: Counts, replicas: Counts) -> Counts:
-    """Return the tokens of each expert that each rank computes, ``[E, N]``; the first replicas share the remainder."""
+    """Return the tokens of each expert that each rank computes, ``[E, N]``. The first replicas get the remainder."""
     ends = replicas.cumsum(1)
     count = np.maximum(ends[:, -1:], 1)
     least, remainder = tokens[:, None] // count, tokens[:, None] % count

@@ -1,4 +1,4 @@
-"""Statuses of runs and snapshots to free, case by case, without a thread, a buffer or a process."""
+"""Statuses of recoverable runs, and snapshots that a rank may free, without threads, buffers and processes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks()
     ("name", "acknowledged", "captured", "given_up"),
     [
         ("aligned", range(3), range(5), [3, 4]),
-        ("aligned", range(3), range(6), []),  # complete, so it only has to be delivered
+        ("aligned", range(3), range(6), []),  # the window is complete, and peers only have to get it
         ("aligned", range(0), range(2), [0, 1]),
         ("rolling", range(3), range(5), []),
         ("dense", range(1), range(5), []),

@@ -1,4 +1,4 @@
-"""Adam with narrow state agrees with torch's, with itself in FP32 state, and with plain numbers."""
+"""Adam with narrow state agrees with torch's Adam, with FP32 master weights, and with rounding by hand."""
 
 from __future__ import annotations
 

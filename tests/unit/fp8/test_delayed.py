@@ -61,14 +61,14 @@ class Layer(torch.nn.Module):
 
 
 def pairs(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
-    """Run the layers in two parts, each of which the backward pass recomputes."""
+    """Run the layers in two parts. The backward pass recomputes each part."""
     for pair in (layers[:2], layers[2:]):
         tokens = autocast.checkpoint(lambda x, pair=pair: pair[1](pair[0](x)), False, None, None, tokens)
     return tokens
 
 
 def nested(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
-    """Run the layers in one recomputed part, which contains another one."""
+    """Run the layers in one part that the backward pass recomputes. It contains another such part."""
 
     def all_of_it(x: torch.Tensor) -> torch.Tensor:
         x = layers[0](x)

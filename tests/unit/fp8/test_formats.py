@@ -97,7 +97,7 @@ def test_one_form_quantises_to_itself(quantiser: object, seed: int) -> None:
 
 
 def test_neither_form_of_mxfp8_can_be_made_from_the_other() -> None:
-    """Check that quantising MXFP8 again changes 3.6% of its codes, so snapshots must keep the BF16 weights.
+    """Check that quantising dequantised MXFP8 changes 3.6% of the codes, so snapshots must keep the BF16 weights.
 
     Most changed codes stand for the same number with another exponent, but not all do.
     """

@@ -92,9 +92,9 @@ def test_an_iteration_updates_all_scales_after_an_interruption_too(monkeypatch: 
 
 
 def test_survivors_and_a_replacement_enter_the_same_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check several virtual stages, which fill an empty registry stage by stage.
+    """Check that a survivor begins with an empty registry, as a replacement does. Virtual stages fill it in turn.
 
-    A survivor with a full registry would reduce more amaxes than a replacement.
+    If the survivor kept its full registry, it would reduce more amaxes than the replacement.
     """
     survivor, replacement, group, later = Rank(3, 2), Rank(3, 2), Group("generation 0"), Group("generation 1")
     survivor.iterate(group, 2.0)

@@ -64,7 +64,7 @@ def test_no_limit_is_no_problem(limits: dict[str, tuple[int, int]]) -> None:
 
 
 def test_processes_started_later_have_the_raised_limit() -> None:
-    """Check a new process that lowers its real limit, raises it again, and starts another process."""
+    """Let a new process lower and raise its real limit. Check the limit of the process that it then starts."""
     program = (
         "import resource, subprocess; from moevement_core.launching.limits import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

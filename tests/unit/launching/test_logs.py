@@ -1,4 +1,4 @@
-"""Logs of a job's processes keep to their bounds while they are written, and are followed through a rotation."""
+"""Logs of a job's processes are rotated while they are written, and a reader loses no line by a rotation."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_what_ends_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_tasks_that_end_again_and_again_before_the_job_begins_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a node whose tasks end at once, as without the program; other nodes would wait for it forever."""
+    """Check a node whose tasks end at once, as if it lacks the program. Other nodes would wait for it forever."""
     monkeypatch.setattr(node_tasks, "FIRST_DELAY_S", 0.05)
     script = "import sys, time; sys.argv[1] == 'n1' and time.sleep(600); sys.exit(127)"
     tasks = NodeTasks(_command(["n1", "n2"], script), {}, print)

@@ -100,7 +100,7 @@ def test_what_holds_the_device_of_a_rank_that_ended_is_ended_before_the_death_is
 def test_a_device_that_is_not_let_go_holds_back_a_death_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check an orphan that does not end, as the driver may keep a killed process."""
+    """Check an orphan that does not end when it is killed, because the driver holds it."""
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
     monkeypatch.setattr(orphans, "RELEASE_S", 0.2)
     monkeypatch.setattr(psutil.Process, "kill", lambda self: None)

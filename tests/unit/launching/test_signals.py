@@ -32,7 +32,7 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
 
 
 def test_the_first_request_may_be_to_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a repetition within a second is the same request, and that a later signal ends the job at once."""
+    """Check that all signals within a second are one request, and that a later signal ends the job at once."""
     now = 100.0
     monkeypatch.setattr(signals_module.time, "monotonic", lambda: now)
     with Signals() as signals:

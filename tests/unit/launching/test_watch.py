@@ -42,7 +42,7 @@ class Job:
             self._start, self.store, 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
         )
         for number, child in enumerate(self.children):
-            # A client waits with its connection locked, so no two threads share one.
+            # A client keeps its connection locked while it waits, so each member needs a client of its own.
             client = SignedStore(dist.TCPStore("127.0.0.1", base.port, is_master=False), token)
             self.members.append(Member(client, MemberInfo(number, child.pid, "host", "node")))
             self.members[-1].join()
@@ -132,7 +132,7 @@ if (pid := os.fork()) == 0:
 def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the orphan of a killed rank has ended first; else the replacement finds no memory on the device."""
+    """Check that a killed rank's orphan ends before the report. Else the replacement finds no device memory."""
     (device := tmp_path / "nvidia0").touch()
     (held := tmp_path / "held").mkdir()
     monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))

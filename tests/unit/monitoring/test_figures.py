@@ -91,7 +91,7 @@ def test_a_record_is_followed_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_is_counted_from_its_record_alone(tmp_path: Path) -> None:
-    """Check that lines of repeated iterations leave the file, and their amounts leave the figures."""
+    """Check that a resumed run removes the lines of repeated iterations, and that the figures exclude them."""
     run = recovered_run(tmp_path)
     watched = WatchedRun(tmp_path)
     assert values(watched)["copied_bytes"] == 10_000

@@ -1,4 +1,4 @@
-"""``moevement top`` shows a run as it stands, in a terminal and elsewhere."""
+"""``moevement top`` shows the present state of a run, in a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_ranks_in_a_row_are_a_range() -> None:
 
 
 class Terminal:
-    """Terminal of its own in which the command runs."""
+    """Pseudo-terminal in which ``moevement top`` runs."""
 
     def __init__(self, folder: Path, *, has_keyboard: bool = True) -> None:
         self.keyboard, command_end = pty.openpty()
@@ -317,7 +317,7 @@ class Terminal:
         self.text = ""
 
     def until(self, text: str) -> None:
-        """Read until the terminal shows ``text`` after all that was read before."""
+        """Read on until the terminal shows ``text`` in new output."""
         begin, deadline = len(self.text), time.monotonic() + 60
         while text not in self.text[begin:]:
             assert time.monotonic() < deadline, self.text

@@ -47,7 +47,7 @@ def test_bytes_fall_above_the_cap_and_grow_below_half_of_it(evidence: Evidence |
 @pytest.mark.parametrize("slope", [0.5, 0.05, 0.002])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cost_in_proportion_to_bytes_settles_below_the_cap(slope: float, noise: float, seed: int) -> None:
-    """Check a job that saves 1/64 of its state or more in an iteration; saving all of it costs ``slope``.
+    """Check a job that saves at least 1/64 of its state in each iteration. Saving all of its state costs ``slope``.
 
     After 40 decisions the bandwidth of its links halves, so the cost doubles.
     """

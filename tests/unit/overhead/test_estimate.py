@@ -14,7 +14,7 @@ QUIET_S = 0.2
 
 
 def saving_share(iterations: int) -> float:
-    """Return the share of the newest iterations beside which something is saved."""
+    """Return the share of the newest iterations that are not quiet."""
     newest = range(max(1, iterations - ITERATIONS + 1), iterations + 1)
     return sum(not is_quiet(iteration, 0) for iteration in newest) / len(newest)
 
@@ -33,11 +33,11 @@ def estimated(
 
     Args:
         iterations: number of iterations of the job.
-        cost: cost of saving in an iteration, as a share of its quiet time, by its number.
-        speed: factor of the machine on an iteration's time, by its number.
+        cost: function of an iteration's number. It returns the cost of saving, as a share of the quiet time.
+        speed: function of an iteration's number. It returns the factor by which the machine lengthens the iteration.
         noise: standard deviation of an iteration's time, as a share.
-        copy_s: seconds of the training thread in each iteration.
-        stall_s: seconds of waiting in each iteration.
+        copy_s: seconds for which the training thread issues copies in each iteration.
+        stall_s: seconds for which training waits for copies in each iteration.
         seed: seed of the noise.
     """
     draw, estimate = Random(seed), OverheadEstimate()

@@ -1,4 +1,4 @@
-"""A pause stops digests and sends, and nothing else; a thread that waits for digests ends it."""
+"""A pause stops only digests and sends. A thread that has to wait for digests ends the pause."""
 
 from __future__ import annotations
 

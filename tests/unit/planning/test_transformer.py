@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused(model: dict[str, object], layout: dict[str, o
 
 
 def test_presets_are_their_own_sizes() -> None:
-    """Check that presets of the models in MoEvement's section 5.4 have their parameters, within 2%."""
+    """Check that presets have as many parameters as the models in MoEvement's section 5.4, within 2%."""
     from moevement_cli.simulate import SCENARIOS
     from moevement_core.simulator.scenario import load
 

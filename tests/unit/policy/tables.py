@@ -23,7 +23,7 @@ def table_of(sizes: list[tuple[int, int]]) -> OperatorTable:
 
 @st.composite
 def stages(draw: st.DrawFn, most: int = 12) -> OperatorTable:
-    """Draw the table of a stage of one to three ranks; some ranks hold nothing of some operators."""
+    """Draw a random operator table of a stage of one to three ranks. A rank may hold no part of an operator."""
     ranks = draw(st.integers(1, 3))
     count = draw(st.integers(1, most))
     rows = []

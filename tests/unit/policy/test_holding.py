@@ -87,7 +87,7 @@ def test_a_failure_at_any_moment_finds_what_it_needs_and_no_more_is_held_than_is
 
 
 def check_way_back(schedule: Schedule, held: Mapping[int, Contents], first: int, last: int) -> None:
-    """Check that snapshots of all peers restore the persisted run or a newer one, with every part that they need."""
+    """Check that snapshots which all peers have restore the persisted run or a newer one, and lack no part for it."""
     runs = list(redo_runs(held)) if schedule.supersedes and schedule.snapshots > 1 else list(restore_points(held))
     assert runs
     assert runs[0].last >= last
@@ -105,7 +105,7 @@ def check_way_back(schedule: Schedule, held: Mapping[int, Contents], first: int,
 
 
 def bytes_of(schedule: Schedule, kept: np.ndarray, iteration: int, contents: Contents) -> int:
-    """Return the bytes that a live rank holds of a snapshot, from the number of slots that superseded its parts."""
+    """Return the bytes of a snapshot that a live rank still holds after later slots superseded some of its parts."""
     slot = schedule.slot(iteration)
     row = schedule.slots().index(slot)
     if not schedule.supersedes:

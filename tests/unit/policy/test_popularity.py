@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_ranks_are_saved_evenly_and_each_by_popularity(ranks: int, experts: int, random: Random) -> None:
-    """Check that no rank is more than an expert ahead of another, and that its experts come by popularity."""
+    """Check that ranks save equally many experts, to one, and that each rank saves its popular experts first."""
     rows = [
         [Operator(expert_name(0, rank * experts + number), OperatorKind.EXPERT, SOME) for number in range(experts)]
         for rank in range(ranks)

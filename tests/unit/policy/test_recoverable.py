@@ -104,7 +104,7 @@ def test_across_reorders_new_windows_and_gaps_the_newest_run_is_found_and_recove
 
 
 def _recovers_from(first: int, snapshots: dict[int, Contents]) -> bool:
-    """Return True if loading and replaying from ``first`` makes all operators active; the slow, obvious way."""
+    """Return True if all operators become active when snapshots from ``first`` on are loaded one after the other."""
     active = np.zeros(len(snapshots[first]), dtype=bool)
     iteration = first
     while not active.all():

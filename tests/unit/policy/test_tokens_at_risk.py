@@ -55,7 +55,7 @@ def test_all_that_the_budget_has_is_shared_in_proportion() -> None:
         allotted = shares(risk, experts, total)
         assert sum(allotted.values()) == min(total, sum(experts.values())), seed
         assert all(0 <= allotted[layer] <= experts[layer] for layer in layers), seed
-        # No layer is more than an expert ahead of a layer with more tokens at risk and experts left.
+        # A layer with more tokens at risk gets at most one expert less than another, unless it has no more experts.
         for more in layers:
             for less in layers:
                 if risk[more] > risk[less] and allotted[more] < experts[more]:

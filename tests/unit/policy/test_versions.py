@@ -1,4 +1,4 @@
-"""Versions of different age that a recovery restores, and the tokens that it loses with them."""
+"""Versions of different ages that a recovery restores, and the tokens whose updates these versions lack."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table(layers: int = 4, experts: int = 6, expert_parallel: int = 3) -> Operat
 
 
 def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:
-    """Check figure 5 of MoC-System: four layers with experts on three ranks, one of each layer in a checkpoint."""
+    """Check figure 5 of MoC-System: experts of four layers on three ranks. A checkpoint has one expert per layer."""
     stage = table()
     order = turns(stage)
     rank_of = {int(place): int(np.flatnonzero(stage.full[:, place])[0]) for place in np.flatnonzero(stage.is_expert)}
@@ -108,7 +108,7 @@ def test_slices_of_other_strategies_are_no_versions() -> None:
 
 
 def test_what_may_still_be_needed_is_kept() -> None:
-    """Check that a rank keeps a run that all peers have until a newer one exists, with some snapshots missing."""
+    """Check that a rank keeps the newest recoverable run that all peers have, although some snapshots are missing."""
     for seed in range(50):
         random = Random(seed)
         schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6), 6)
@@ -170,7 +170,7 @@ def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
 
 
 def test_what_was_lost_already_is_not_lost_again() -> None:
-    """Compare with sets of single tokens, where experts go back behind an earlier loss."""
+    """Compare the losses with sets of single tokens, also if an expert returns to a version before an earlier loss."""
     seed = Random().randrange(1 << 32)
     random = Random(seed)
     stage = table(layers=1, experts=6, expert_parallel=1)
@@ -244,7 +244,7 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
 
 
 def test_another_k_is_in_force_with_the_next_snapshot() -> None:
-    """Check that a change does not wait until every expert has had its turn, because failures come sooner."""
+    """Check that a change takes effect before every expert has been saved once, because failures come sooner."""
     strategy = MoC(table(layers=1, experts=8, expert_parallel=1), 10, 1)
     history = ScheduleHistory(strategy.first(0, 0))
     changed = history.change(40, strategy.propose(history.newest, (4,)).schedules[0])
@@ -269,7 +269,7 @@ def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_his
 
 
 def test_a_stage_with_fewer_experts_saves_when_the_others_do() -> None:
-    """Check that runs of all stages begin and end alike, also those of a stage without experts."""
+    """Check that recoverable runs of all stages begin and end in the same iterations, also without experts."""
     few = MoC(table(experts=3), 2, 1, most=6).first(0, 9)
     many = MoC(table(), 2, 1).first(0, 9)
     assert (few.start, few.checkpoints, few.last_of_run(0)) == (many.start, many.checkpoints, many.last_of_run(0))

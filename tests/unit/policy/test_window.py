@@ -39,7 +39,7 @@ def budget_of(size: float) -> Budget:
         (6, 32.0, PaperWindow(3, 2, True)),  # figure 6: two of six in each of three slots
         (6, 31.9, PaperWindow(3, 2, False)),  # `while O_Active > 2` stops here, fitting or not
         (100, 1e-9, PaperWindow(50, 2, False)),
-        (2, 1e-9, PaperWindow(1, 2, False)),  # two operators are never cut
+        (2, 1e-9, PaperWindow(1, 2, False)),  # two operators are never divided
         (1, 1e-9, PaperWindow(1, 1, False)),
     ],
 )
@@ -196,7 +196,7 @@ def test_windows_of_no_iterations_and_orders_that_are_none_are_refused() -> None
 
 
 def _weights(table: OperatorTable, order: np.ndarray, ends: tuple[int, ...], kind: WindowKind) -> np.ndarray:
-    """Return the bytes of each slot on each rank, computed the slow, obvious way."""
+    """Return the bytes of each slot on each rank, added up operator by operator."""
     weights = np.zeros((len(table.full), len(ends)), dtype=np.int64)
     for slot, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         for place, operator in enumerate(order):

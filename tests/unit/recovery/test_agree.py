@@ -1,4 +1,4 @@
-"""Iteration that a job resumes, for every kind of failure that kill tests have found so far."""
+"""Iteration at which a job resumes after each kind of failure that kill tests have found so far."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_where_there_is_nothing_to_resume_the_job_restarts(statuses: list[RankSt
 
 
 def test_who_follows_goes_by_a_rank_of_its_own_replica_where_one_is_left() -> None:
-    """Check that a follower uses the norm of its own replica, which may clip by another norm than other replicas."""
+    """Check that a follower follows a rank of its own replica, because replicas may clip by different norms."""
     statuses = [
         _at(7, 0, replica=0), _at(7, 0, replica=1),
         _at(8, 1, begun=False, replica=0), _at(8, 1, begun=False, replica=1),

@@ -1,4 +1,4 @@
-"""The upstream log keeps sent tensors in order for as long as a recovery may need them, and feeds them undamaged."""
+"""The boundary log keeps sent tensors in order while a recovery may need them, and returns them undamaged."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_long_iteration_is_allocated_by_calls_of_a_bounded_size(monkeypatch: p
 
 
 def test_two_types_of_one_size_do_not_share_a_buffer() -> None:
-    """Check that no view of wider elements begins in the middle of an element."""
+    """Check that a view as a wider type begins at a multiple of its element size."""
     log, _ = log_of()
     for iteration in range(1, 4):
         log.begin(iteration)

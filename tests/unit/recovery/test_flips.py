@@ -115,7 +115,7 @@ DAMAGE = str(Damage("a digest", "snapshot 3", "another one"))
 def test_only_what_is_found_after_it_was_flipped_counts(
     tmp_path: Path, entries: list[tuple[float, str]], code: int, is_right: bool, after_s: float | None
 ) -> None:
-    """Judge the flip of a job that ended with a reason."""
+    """Judge the flipped bit of a job whose output says why it ended."""
     lines(tmp_path / "own", *entries)
     (tmp_path / "own.console").write_text("moevement: why\n")
     result = drill._found(FlipKind.OWN, tmp_path / "own", code, "digest")

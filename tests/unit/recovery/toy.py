@@ -1,6 +1,6 @@
-"""Job without Megatron: a few numbers for each operator, whose update depends on all weights, as in a model.
+"""Job without Megatron. Each operator has a few numbers, whose updates depend on all weights, as in a model.
 
-Its floating-point results are reproducible, so a replay that computes anything else gives other bits.
+Its floating-point results are reproducible, so a replay that computes something else ends with different bits.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: An
 
 
 def test_each_death_is_given_the_whole_time(store: Any) -> None:
-    """Check that a replacement for a rank that dies late has as long to join as one for the first."""
+    """Check that each death starts the spare timeout again, so that every replacement has the full time to join."""
     job = Job(store, 3, 3, spare_timeout_s=4.0)
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2)
@@ -272,7 +272,7 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_name
 
 
 def test_what_supervisors_hear_of_progress_counts_too(store: Any) -> None:
-    """Kill all ranks repeatedly; they progress between kills, which only their supervisors report."""
+    """Kill all ranks repeatedly. Between kills they make progress, which reaches the coordinator only in leases."""
     job = Job(store, 1, 1)
     for kill in range(2 * attempts.DEATHS):
         job.join(kill + 1)
@@ -450,7 +450,7 @@ def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(store:
 
 
 def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> None:
-    """Join many members while the coordinator forms the job; each gets a rank after all before it have died."""
+    """Let members join while the coordinator forms the job. Each gets the rank once the members before it have died."""
     job = Job(store, 1, 1)
     got: list[int] = []
 
@@ -599,7 +599,7 @@ def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(store: Any
 
 
 def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(store: Any) -> None:
-    """Replace one suspect at a time, because two could hold all copies; then blame the batch and stop the job."""
+    """Replace suspects singly, because two could hold all copies. If the fault remains, blame the batch and stop."""
     job = Job(store, 2, 6)
     job.coordinator.renew({0: 41, 1: 41})
     for lost, others in ((0, (0, 1)), (1, (1, 2))):
@@ -681,7 +681,7 @@ def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(store: Any, noti
 
 
 def test_a_process_that_waits_on_the_same_node_takes_over_at_once(store: Any) -> None:
-    """Use a single host, on which all spares are."""
+    """Use one host for all ranks and spares."""
     job = blocks(store, "aaaaaa")
     job.coordinator.died(1, 1001, KILLED)
     job.leave(0, 2, 3)
@@ -739,7 +739,7 @@ def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
 
 
 def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(store: Any) -> None:
-    """Place four ranks of expert parallelism on two nodes on purpose, and two of tensor parallelism on one."""
+    """Use groups of two ranks, which fit into a node and stay on one, and groups of four, which span two nodes."""
     job = blocks(store, "aabbcc", sizes="2,4")
     assert (job.coordinator.roster.split, job.reported) == ((), [])
     job.coordinator.died(1, 1001, KILLED)

@@ -11,7 +11,7 @@ LEFT = json.dumps({"at": 1.0}).encode()
 
 
 def test_a_member_has_left_though_its_word_is_destroyed_right_after_it_was_seen() -> None:
-    """Check that a report counts once seen, else the coordinator would give up a member with the only state left."""
+    """Check that a report stays valid once it was read. Else the coordinator would give up the only state left."""
     values = iter([LEFT, None, LEFT, LEFT, LEFT, LEFT])  # the store reads a forged value as None
     store = Mock(read=lambda key: next(values), has_rung=lambda bell: True)
     store.check = lambda keys: all(store.read(key) is not None for key in keys)

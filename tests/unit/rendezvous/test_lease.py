@@ -205,7 +205,7 @@ def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -
             again.sendall(recorded)
             for _ in range(20):
                 both.server.poll(0.005, both.answer)
-        onward.sendall(recorded.split(b"\n", 1)[1])  # lines do not count twice on one connection, either
+        onward.sendall(recorded.split(b"\n", 1)[1])  # the server ignores lines that come twice on one connection, too
         for _ in range(20):
             both.server.poll(0.005, both.answer)
         assert both.holder.dead == []

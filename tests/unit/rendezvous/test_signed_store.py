@@ -1,4 +1,4 @@
-"""Signed values in a real store that an unauthenticated peer changes: only the job's values count, and they stay."""
+"""Signed values in a real store that an unauthenticated peer changes. Members read only the job's own values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory for copies is one allowance for all sources, however they differ."""
+"""Host memory for copies is one allowance, which all ranks whose copies a host keeps share in any proportion."""
 
 from __future__ import annotations
 

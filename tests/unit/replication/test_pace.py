@@ -17,7 +17,7 @@ from moevement_core.replication.pace import PATIENCE, PROFILED, Pace, Profile
 
 @pytest.mark.parametrize("longest_s", [0.002, 0.02])
 def test_it_is_learned_when_training_communicates(longest_s: float) -> None:
-    """Profile iterations of 100 ms that send in their first half, at the irregular moments at which threads look."""
+    """Profile iterations of 100 ms that send in their first half. Threads read the counter at irregular moments."""
     random = Random(7)
     profile, spans = Profile(), IdleSpans()
     began_s, moved = 1e6, 5 << 30

@@ -39,7 +39,7 @@ def test_groups_survive_at_least_as_many_sets_as_a_ring(nodes: int, replicas: in
 
 
 def test_the_papers_example() -> None:
-    """Lose two of 16 machines in pairs at once: 8 of the 120 sets are pairs."""
+    """Lose two of 16 machines that keep copies in pairs. Of the 120 sets of two machines, 8 are such a pair."""
     assert surviving_sets(16, 1, 2) == 120 - 8
     assert surviving_sets(16, 1, 1) == 16
 

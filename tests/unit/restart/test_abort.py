@@ -1,4 +1,4 @@
-"""A shutdown of connections frees the threads that wait on them; connections of the store stay."""
+"""A shutdown of connections frees the threads that wait on them, and leaves connections to the store open."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_user_buffers_are_destroyed_and_the_registry_of_fp8_stays(monkeypatch: p
 
 
 def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
-    """Reproduce a coincidence of large jobs: a connection on another host has the number of the store's port."""
+    """Reproduce a coincidence of large jobs: a connection to a peer has the same port number as the store."""
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.3", 0)) as peers:
         port = store.getsockname()[1]
         peer = socket.create_connection(peers.getsockname(), source_address=("127.0.0.2", port))
@@ -80,7 +80,7 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
 
 
 def test_who_waits_for_a_caller_is_freed_and_other_servers_go_on() -> None:
-    """Free a thread in ``accept``, where a rank that creates an NCCL communicator may wait; no exception ends that."""
+    """Free a thread in ``accept``, as in the creation of an NCCL communicator. No exception can end that wait."""
     with socket.create_server(("127.0.0.1", 0)) as script_server:
         kept = listening()
         assert os.fstat(script_server.fileno()).st_ino in kept
@@ -134,7 +134,7 @@ def test_nothing_but_connections_is_touched(tmp_path: Path) -> None:
 
 
 def test_many_connections_end_while_others_go() -> None:
-    """Check that connections which another thread closes meanwhile hide none of the others."""
+    """Check that all other connections are shut down although another thread closes some meanwhile."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
         pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]
         going = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]

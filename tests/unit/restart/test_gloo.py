@@ -92,7 +92,7 @@ def test_what_is_made_and_what_fails_is_handed_on() -> None:
 
 
 def test_a_rank_is_freed_that_waits_for_a_member_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeat until the rank waits for a call; by chance of addresses, it may call instead and be refused at once."""
+    """Repeat until the rank waits for a connection. If it happens to connect itself, it is refused at once."""
     make_gloo_interruptible()
     assert any(_is_left_while_it_waits(monkeypatch) for _ in range(50))
 

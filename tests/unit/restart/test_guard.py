@@ -1,4 +1,4 @@
-"""A rank that hangs is interrupted and reports where it hung; torch's count of groups starts again after it."""
+"""A rank that hangs is interrupted and reports where it hung. Afterwards torch counts process groups from zero."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_long_call_before_the_first_iteration_is_no_hang(set_up_s: float | Non
 
 
 def test_groups_are_named_from_the_beginning_after_an_interruption() -> None:
-    """Interrupt the creation of the default group, which leaves torch's count of groups and no group to destroy."""
+    """Let the creation of the default group fail. That increases torch's count of groups, but leaves no group."""
     assert not dist.is_initialized()
     with pytest.raises(dist.DistError):
         dist.init_process_group(

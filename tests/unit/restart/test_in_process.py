@@ -29,7 +29,7 @@ FAILS_AT = (3, 6)
 WRONG = -1.0
 STOPPED = "stopped"
 _OVER = "test/over"
-"""Key in the job's store, set when a process has ended; nothing replaces it here."""
+"""Key in the job's store that a process sets when it ends, because this job has no replacement for it."""
 
 
 class _Sums(Training):
@@ -143,7 +143,7 @@ def _train(late: float | str) -> Any:
     if number == RANKS:
         return _coordinate()
     os.environ[MEMBER_ENV] = str(number)
-    sys.argv = [__file__]  # the script of this process, which a job compares
+    sys.argv = [__file__]  # all processes of a job must have the same script
     if number == 1 and isinstance(late, float):
         wait = GenerationStore.wait_for_interrupted
 
@@ -168,7 +168,7 @@ def _end_abruptly() -> Any:
     if number == RANKS:
         return _coordinate()
     os.environ[MEMBER_ENV] = str(number)
-    sys.argv = [__file__]  # the script of this process, which a job compares
+    sys.argv = [__file__]  # all processes of a job must have the same script
     try:
         return run_through_failures(_Sums(KeyboardInterrupt))
     except SystemExit:  # the job was stopped while this rank waited for the next generation
@@ -183,7 +183,7 @@ def _end_abruptly() -> Any:
 
 
 def test_a_process_that_is_to_end_interrupts_the_others_before_it_drops_its_groups() -> None:
-    """Check that the store has word of the interruption first, because dropping groups aborts the other ranks."""
+    """Check that the process reports the interruption first, because the loss of its groups aborts other ranks."""
     ended, interrupted, coordinator = run_ranks(_end_abruptly, RANKS + 1, init_process_group=False)
     assert ended.result == (True, True)
     assert interrupted.result is None

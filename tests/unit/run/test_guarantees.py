@@ -1,4 +1,4 @@
-"""Guarantees after a failure: the table of the docs, a job's own row, and the widest sum of a layout."""
+"""Guarantees after a failure: the table of the docs, the row of a job, and the ranks of a layout's widest sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings whose nodes leave and join: lost work, waits, and elastic experts that use every node."""
+"""Training runs whose nodes leave and join: lost work, waits, and elastic experts that use every node."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_without_changes_all_train_alike(system: System) -> None:
 
 def test_elastic_experts_use_three_nodes_of_four_and_lose_nothing() -> None:
     done = trained(System.LAZARUS, [Change(150.0, removed=frozenset("d"))], 310.0).done
-    # 12 slots for 8 experts: four have one replica, which are on one node together, and four have two.
+    # Of 8 experts in 12 slots, four have one replica, all on the same node, and four have two.
     slowest = 1.5
     assert done.iterations == pytest.approx(150.0 + 150.0 * 3 / 4 / (0.5 + 0.5 * slowest))
     assert (done.changes, done.fallbacks, done.lost_s["regroup"]) == (1, 0, 10.0)
 
 
 def test_expert_parallelism_uses_two_of_three() -> None:
-    """Use groups of two nodes, which hold every expert once; a restart also loses the work after the checkpoint."""
+    """Use groups of two nodes; each group holds every expert once. A restart also loses work since the checkpoint."""
     trace = [Change(150.0, removed=frozenset("d"))]
     assert trained(System.REGROUP, trace, 310.0).done.iterations == pytest.approx(150.0 + 150.0 / 2)
     restarted = trained(System.RESTART, trace, 310.0).done

@@ -64,7 +64,7 @@ def test_a_faster_machine_is_never_slower(
 
 
 def test_the_slowest_node_sets_the_pace() -> None:
-    """Use four nodes, one for each stage; one slow node costs less than four."""
+    """Use four nodes, one for each stage. One slow node costs less than four slow nodes."""
     job = describe("made", MODEL, LAYOUT)
     even = from_machines(job, A100).total_s
     slow_last, slow_all = (
@@ -85,7 +85,7 @@ def test_replicas_on_different_nodes_are_pipelines_of_their_own() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SCENARIOS.glob("*.yaml")))
 def test_closed_form_and_event_simulation_agree(name: str) -> None:
-    """Compare both: they agree for equal stages, and else the closed form takes every stage for the slowest."""
+    """Compare them: they agree for equal stages. Else the closed form takes the slowest stage's time for each stage."""
     scenario = load(SCENARIOS / f"{name}.yaml")
     even = from_total(3.0, scenario.job)
     assert even.total_s == pytest.approx(even.closed_form_s, rel=0.005)

@@ -100,7 +100,7 @@ def test_every_second_is_accounted_for(mtbf_s: float, seed: int, name: str) -> N
 @given(d2h=st.floats(0.2, 5), more=st.floats(1, 4), mtbf_s=st.floats(600, 7200))
 @settings(max_examples=30, deadline=None)
 def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> None:
-    """Fix the interval of CheckFreq: its own is the shortest within its cap, and a shorter one may cost more."""
+    """Fix CheckFreq's interval. With more bandwidth it would choose a shorter one, which may cost more."""
     slow_costs, fast_costs = (costs(d2h=bandwidth, network=16 * bandwidth) for bandwidth in (d2h, d2h * more))
     interval = CheckFreq(slow_costs).interval
     fixed = [CheckFreq(job, interval).analytic_ettr(mtbf_s) for job in (slow_costs, fast_costs)]
@@ -127,8 +127,8 @@ def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
 def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wanted: set[int]) -> None:
     """Check values computed by hand, for W 3 and a slot that arrives after a tenth of an iteration.
 
-    Two iterations make the state dense, and up to two follow. Only a failure in the first tenth of an iteration finds
-    one snapshot fewer.
+    Two replayed iterations make the state dense; aligned windows replay up to two more. A failure in the first tenth of
+    an iteration finds one snapshot fewer, which may add one replayed iteration.
     """
     strategy = MoEvement(costs(kind=kind, window=3, d2h=50.0, network=400.0))
     assert 0 < strategy.arrival < 0.2
@@ -195,7 +195,7 @@ def test_copies_are_where_a_live_job_would_place_them() -> None:
 
 
 def test_moetion_saves_what_both_budgets_carry() -> None:
-    """Check values computed by hand: 4 layers of 8 experts with 96 MB of full state each, 577 MB besides, 3 s."""
+    """Check values by hand: 4 layers of 8 experts of 96 MB full state, 577 MB of other state, iterations of 3 s."""
     for d2h, saved in ((0.3, 1), (0.5, 2), (0.6, 3), (1.0, 6), (2.0, 8)):
         strategy = MoEtion(costs(d2h=d2h, network=64.0))
         assert strategy.experts_saved == saved, d2h

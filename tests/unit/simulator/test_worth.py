@@ -1,4 +1,4 @@
-"""Monthly costs: both sides have the same failures, spares are paid for, and a failure rate breaks even."""
+"""Monthly costs: compared strategies have the same failures, spares cost GPU hours, and a failure rate breaks even."""
 
 from __future__ import annotations
 

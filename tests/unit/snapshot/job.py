@@ -150,7 +150,7 @@ class Job:
         self.order = None
 
     def settle(self, timeout_s: float = 10.0) -> None:
-        """Wait until every captured snapshot is acknowledged, or waits until a peer frees memory of older ones."""
+        """Wait until every captured snapshot is acknowledged, or until the remaining ones wait for memory of a peer."""
         deadline = time.monotonic() + timeout_s
         for rank in self.members:
             had, since = -1, time.monotonic()
@@ -163,7 +163,7 @@ class Job:
                 time.sleep(0.001)
 
     def check(self) -> None:
-        """Check that the run agreed on as persisted is whole on every rank and peer, and that memory is bounded."""
+        """Check that each rank and peer has all snapshots of the agreed persisted run, and that memory is bounded."""
         for rank in self.members:
             own = rank.checkpointer.own.snapshots()
             persisted = rank.checkpointer.progress.persisted

@@ -1,4 +1,4 @@
-"""Device on host memory that works only while a thread waits for it, so copies are under way as long as they can be."""
+"""Device in host memory that works only while a thread waits for it, so copies take as long as they possibly can."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Loopback(Transport):
 
 
 class SharedAgreement(Agreement):
-    """Agreement of ranks that are stepped in turn in one thread; like the real one, it is an iteration late."""
+    """Agreement of ranks that one thread steps in turn. Its results come an iteration late, as in a real job."""
 
     def __init__(self, ranks: int, board: dict[int, dict[int, Mapping[int, RunStatus]]], rank: int) -> None:
         self._ranks, self._board, self._rank = ranks, board, rank

@@ -1,4 +1,4 @@
-"""Thread that copies, when an exception from outside interrupts its end."""
+"""Shutdown of the copying thread, when an exception interrupts it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_memory_for_lag_comes_again_when_a_peer_lags() -> None:
 
 @pytest.mark.usefixtures("small_slabs")
 def test_memory_that_was_given_back_does_not_come_again_after_a_failure() -> None:
-    """Check that remembered schedules of larger windows do not bring their memory back."""
+    """Check that no rank allocates memory for remembered schedules of larger windows again after a failure."""
     with job(ranks=2, replicas=1, size=6) as training:
         training.run(13)
         training.change_window(1)
@@ -552,7 +552,7 @@ def test_whatever_lags_and_breaks_the_persisted_window_stays_and_the_job_gets_go
 
 
 def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
-    """Use a run that spans a reorder; without room, every new window would be abandoned, one snapshot short."""
+    """Use a recoverable run across a reorder. Without more memory, each new window would lack its last snapshot."""
     with job(ranks=2, size=4, kind=WindowKind.ROLLING) as training:
         training.run(6)
         checkpointer = training.members[0].checkpointer

@@ -140,7 +140,7 @@ def test_a_copy_that_fails_leaves_nothing_that_writes_and_nothing_that_counts(en
 
 
 def interrupted_at(line: int, function: Callable[[], object]) -> bool:
-    """Raise at the ``line``-th line that ``function`` executes in the module; return True if it got there."""
+    """Raise an exception at the ``line``-th line of ``copies`` that ``function`` executes; return True if raised."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

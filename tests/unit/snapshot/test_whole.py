@@ -19,7 +19,7 @@ def host(tensors: list[torch.Tensor]) -> str:
 
 
 def device(tensors: list[torch.Tensor]) -> str:
-    """Return the digest that a GPU computes, computed on the CPU."""
+    """Compute on the CPU the digest that a GPU computes."""
     return _hexadecimal(_sums(tensors))
 
 

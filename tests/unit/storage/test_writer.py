@@ -121,7 +121,7 @@ def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> No
 
 
 class PartLender:
-    """Source of snapshots of four operators: the first and one of the others in turn go to disk."""
+    """Source of snapshots of four operators. On disk, each holds the first operator and, in turn, one of the others."""
 
     def __call__(self, first: int, last: int) -> Sequence[SnapshotLease]:
         return [SnapshotLease(self.snapshot(iteration), lambda: None) for iteration in range(first, last + 1)]
@@ -228,7 +228,7 @@ def test_what_is_not_provably_ours_is_never_deleted(tmp_path: Path, lender: Lend
 def test_a_writer_whose_folder_another_job_has_taken_over_stops(
     tmp_path: Path, lender: Lender, reports: list[str]
 ) -> None:
-    """Check that it writes no window or manifest, deletes nothing, and reports the reason."""
+    """Check that the writer writes no window or manifest, deletes nothing, and reports the reason."""
     holders: list[str] = []
     writer = writer_to(tmp_path, lender, reports, taken_over=lambda: next(iter(holders), None))
     writer.begin(4, 5)
@@ -402,7 +402,7 @@ def test_a_disk_that_stays_full_is_not_reported_with_every_window(
 
 
 def test_a_late_answer_is_not_taken_for_the_next_window(writer: WindowWriter, tmp_path: Path) -> None:
-    """Let another rank fail: the window ends only once this rank is done, too, and its files are deleted."""
+    """Let another rank fail. This rank begins the next window after it has written the failed one and deleted it."""
     writer.begin(4, 5)
     writer.learn(Writing.BUSY)
     writer.begin(6, 7)

@@ -6,7 +6,7 @@ from moevement_core.topology.topology import tied_stages
 
 
 def test_stages_with_copies_of_one_embedding_are_tied() -> None:
-    """Use four stages of two ranks; Megatron names the ranks of one pipeline to each of its ranks."""
+    """Use four stages of two ranks. Each rank lists the ranks of its own pipeline that have the embedding."""
     stages = [0, 0, 1, 1, 2, 2, 3, 3]
     alone: tuple[int, ...] = ()
     assert tied_stages(stages, [alone] * 8) == frozenset()

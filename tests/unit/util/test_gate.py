@@ -26,7 +26,7 @@ def wait_a_while() -> None:
 
 
 def interrupt_while_waiting(lock: Any, does: Callable[[], Any]) -> None:
-    """Post an exception to a thread that does something and waits for ``lock``, which is held meanwhile."""
+    """Post an exception to a thread while ``does`` waits there for ``lock``, which the calling thread holds."""
     raised = list[BaseException]()
 
     def run() -> None:
@@ -67,7 +67,7 @@ def test_an_arena_and_a_transport_can_be_used_again() -> None:
 
 
 def test_a_condition_would_keep_its_lock() -> None:
-    """Show why gates are needed; on a Python that enters conditions in C, this test fails and they are not."""
+    """Show why gates are needed. A Python that enters conditions in C needs none, and this test fails there."""
     condition = threading.Condition(threading.Lock())
 
     def enter() -> None:

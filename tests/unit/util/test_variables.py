@@ -1,4 +1,4 @@
-"""Environment variables that processes of a job read: their valid values, and refusals that name others."""
+"""Environment variables that processes of a job read: valid values are accepted, all others are refused by name."""
 
 from __future__ import annotations
 
