@@ -183,7 +183,7 @@ def _assumed(
     yield f"A failure every {span(result.mtbf_s)}: {rate}."
     yield (
         f"The scheduler gives another node {span(restart_s)} after a failure. A restarted job loads its checkpoint at "
-        f"that time ({source('restart')}). With 0 spares, each strategy waits until an operator adds a new node, at "
+        f"that time ({source('restart')}). With 0 spares, each strategy waits until somebody adds a new node, at "
         f"most for --spare-timeout (docs/runbook.md, No spare is left). "
         f"Here a failure is noticed in {saved.detect_s:g} s ({source('detect', saved.detect_s == usual.detect_s)}) and "
         f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; not "

@@ -26,7 +26,7 @@ from tests.launching import finished, launch, logs
 from tests.training import ROOT, SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port, scraped
 
-ITERATIONS, KILLED_AFTER = 60, 10
+ITERATIONS, KILLED_AFTER = 36, 10
 """Iterations of the job, and those after which rank 1 is killed.
 
 The test counts the latter at the endpoint, so the order of events does not depend on the machine.
