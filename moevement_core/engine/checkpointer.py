@@ -213,9 +213,9 @@ class Checkpointer:
     def end_gradients(self) -> None:
         """Block until the current stream may overwrite the logged gradients.
 
-        Only a trainer that overwrites gradients before :meth:`wait_for_gradient_copies` calls this method.
-        :meth:`wait_for_gradient_copies` then returns the stall of both calls. Gradients that are not logged before this
-        call are lost.
+        A trainer calls this method only if it overwrites gradients earlier than its call of
+        :meth:`wait_for_gradient_copies`. That method then returns the stall of both calls. Gradients that are not
+        logged before this call are lost.
         """
         self._final = None
         self._waited_s += self.capturer.order_after_gradient_copies()

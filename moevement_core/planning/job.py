@@ -139,7 +139,7 @@ class JobShape:
     boundary_bytes: int
     """Bytes of one tensor that a rank sends over a stage boundary."""
     regime: Regime
-    """Number formats that the flags of the job set."""
+    """Number formats, as the job's flags give them."""
     stages: tuple[StageShape, ...]
     chunks: int = 1
     """Number of virtual stages of each stage."""

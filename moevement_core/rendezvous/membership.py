@@ -34,7 +34,7 @@ class Membership:
         self.dead: set[int] = set()
         self.lease_s = lease_s
         self.joined_at = clock()
-        """Time in seconds of the clock at which the newest member joined."""
+        """Value of the clock, in seconds, when the newest member joined."""
         self._store, self._clock = store, clock
         self._look = Backoff(clock)
         self._renewed: dict[int, float] = {}

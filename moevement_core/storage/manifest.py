@@ -155,7 +155,7 @@ def _check(path: Path, manifest: Manifest) -> None:
     """
     numbers = (manifest.first, manifest.last, manifest.reaches)
     if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-        raise SnapshotError(f"{path}: first, last and reaches are {numbers}; all three must be whole numbers")
+        raise SnapshotError(f"{path}: 'first', 'last' and 'reaches' are {numbers}; all three must be whole numbers")
     if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
         raise SnapshotError(f"{path}: first is {manifest.first} and last is {manifest.last}; these form no window")
     if not isinstance(manifest.progress, dict) or not all(

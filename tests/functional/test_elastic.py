@@ -224,7 +224,7 @@ def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Pa
 @pytest.mark.full
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_experts_move_where_loads_ask_for_it(tmp_path: Path) -> None:
-    """Rebalance experts: replicas move with their bits, and the job goes on as a fresh job with that placement."""
+    """Rebalance experts. The job then computes the results of a new job that starts with the moved replicas."""
     saved = tmp_path / "saved"
     flags = {"moevement_expert_slots": 3, "moevement_rebalance_interval": 4, "save": str(saved), "save_interval": 1}
     survived = survive(3, 0, tmp_path / "elastic", options=GONE, **SLOTS | flags)

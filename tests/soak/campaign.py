@@ -4,9 +4,9 @@
     python -m tests.soak.campaign --out runs/campaign --report      # writes its table into benchmarks/soak.md
 
 The campaign ends after 10,000 killed ranks and 1,000 lost nodes. Every job must end with the bits of a failure-free
-one. The first job that does not ends the campaign with exit code 1, and its run directory stays. ``OUT/jobs.jsonl`` has
-a line for each job that is over. A report also copies this file to ``benchmarks/soak.jsonl``, from which a campaign in
-a new folder goes on.
+one. At the first job with other bits the campaign ends with exit code 1. The run directory of that job stays.
+``OUT/jobs.jsonl`` has a line for each job that is over. A report also copies this file to ``benchmarks/soak.jsonl``,
+from which a campaign in a new folder goes on.
 """
 
 from __future__ import annotations

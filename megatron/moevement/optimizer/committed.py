@@ -275,9 +275,10 @@ class CommittedOptimizer(Commit):
         return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
-        """Compute weights with the mark's scales, because an interrupted iteration may have changed the live scales.
+        """Recompute the weights with the scales of the last commit, which the mark holds.
 
-        The computation also updates the live amax histories, and the function copies these into the mark.
+        An interrupted iteration may have changed the live scales. The computation updates the live amax histories, and
+        the function copies the updated histories into the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)

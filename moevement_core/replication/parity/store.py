@@ -250,7 +250,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory for its first member; 0 for the others."""
+        """Bytes of the whole group's memory if the rank is its first member, else 0; a sum counts the memory once."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property

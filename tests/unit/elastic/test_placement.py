@@ -58,7 +58,7 @@ def bags(left: tuple[int, ...], size: int, first: int = 0) -> Iterator[tuple[int
 
 
 def test_the_papers_example() -> None:
-    """Check plan B of figure 4: 4 experts on 5 nodes of 4 slots survive 7 of the 10 losses of 3 nodes."""
+    """Check plan B of figure 4: 4 experts on 5 nodes of 4 slots. It survives 7 of the 10 ways to lose 3 nodes."""
     replicas = np.array([2, 4, 6, 8])
     placement = maximum_rank_overlap(replicas, 5, 4)
     assert all(set(node) == {0, 1, 2, 3} for node in placement[:2])
