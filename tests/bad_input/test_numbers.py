@@ -114,7 +114,7 @@ def test_plan(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.M
     number("elastic {trace}", "--segment", 1e-9, 100_000),
     text("elastic {trace}", "--skew", "x"),
     Row("elastic {folder}", ["{folder}", IS_A_FOLDER]),
-    Row("elastic {binary}", ["{binary}", "no text"]),
+    Row("elastic {binary}", ["{binary}", "text"]),
     Row("elastic {digits}", ["{digits}", "line 1", "'\u00b2,add,a'"]),
     Row("elastic {trace} --routing {binary}", ["--routing", "{binary}", "tokens_per_expert"]),
     Row("elastic {trace} --routing {folder}", ["--routing", "{folder}", IS_A_FOLDER]),

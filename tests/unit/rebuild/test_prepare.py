@@ -29,7 +29,7 @@ class Moving(SnapshotSource):
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, source: Moving, last: Source) -> module.Prepared:
-    def fetch(rank: int, plan: RecoveryPlan, *_: Any) -> dict[int, Any]:
+    def fetch(rank: int, plan: RecoveryPlan, **_: Any) -> dict[int, Any]:
         planned: Fetch = plan.fetches[0]
         if len(source.places) > 1:
             source.places.pop(0)

@@ -450,7 +450,7 @@ def test_a_snapshot_that_is_gone_is_reported(writer: WindowWriter, lender: Lende
     lender.missing = True
     writer.begin(4, 5)
     assert writer.writing is Writing.FAILED
-    assert re.search(r"\bwindow\b.*\biteration 4\b.*\bsnapshot\b", reports[0])
+    assert re.search(r"\bwindow\b.*\biteration 4\b.*\bsnapshots\b", reports[0])
     writer.learn(Writing.FAILED)
     close(writer)
 
