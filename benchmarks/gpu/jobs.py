@@ -79,6 +79,20 @@ def _jobs() -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
+def _record_of(report: Report, name: str, job: Future[RunRecord]) -> RunRecord | None:
+    """Wait for a job, and report whether it goes on after its failures. Return None if it does not.
+
+    A job that fails must not hide the results of the other jobs of its check.
+    """
+    try:
+        record = job.result()
+    except (JobFailed, TimeoutError) as error:
+        report.figure(f"{name}: end of the job", str(error)[-300:])
+        record = None
+    report.claim(f"{name}: the job goes on", record is not None)
+    return record
+
+
 def _training_phase() -> str:
     """Return the phase in the middle of an iteration. The trainer in plain torch has no backward phase."""
     return "backward" if torch.cuda.is_available() else "reduce"
@@ -119,7 +133,8 @@ def late_monitor(report: Report) -> None:
             for late_s in LATE_S for number in range(REPEATS)
         }  # fmt: skip
         for name, job in killed.items():
-            report.claim(f"{name}: equal bits", is_equal(free.result(), job.result()))
+            if (record := _record_of(report, name, job)) is not None:
+                report.claim(f"{name}: equal bits", is_equal(free.result(), record))
 
 
 def kills(report: Report) -> None:
@@ -136,13 +151,16 @@ def kills(report: Report) -> None:
             *_fault(1, _training_phase()),
         )  # fmt: skip
         for phase, job in killed.items():
-            failures = events(job.result(), "failure")
-            report.claim(f"{phase}: the job goes on", len(failures) == 1)
+            if (record := _record_of(report, phase, job)) is None:
+                continue
+            failures = events(record, "failure")
+            report.claim(f"{phase}: one failure", len(failures) == 1)
             for event in failures:
                 for before, after, name in MOMENTS:
                     report.figure(f"{phase}: {name}", float(str(event[after])) - float(str(event[before])), "s")
-            report.claim(f"{phase}: equal bits", is_equal(free.result(), job.result()))
-        report.claim("updates from logged gradients: equal bits", is_equal(free.result(), redone.result()))
+            report.claim(f"{phase}: equal bits", is_equal(free.result(), record))
+        if (record := _record_of(report, "updates from logged gradients", redone)) is not None:
+            report.claim("updates from logged gradients: equal bits", is_equal(free.result(), record))
 
 
 def second_kill(report: Report) -> None:
@@ -157,13 +175,9 @@ def second_kill(report: Report) -> None:
             for name, environment in settings.items()
         }
         for name, job in started.items():
-            try:
-                record = job.result()
-            except (JobFailed, TimeoutError) as error:
-                report.figure(f"{name}: the job", str(error)[-300:])
-                report.claim(f"{name}: the job goes on", False)
+            if (record := _record_of(report, name, job)) is None:
                 continue
-            report.claim(f"{name}: the job goes on", bool(events(record, "end")))
+            report.claim(f"{name}: the job ends well", bool(events(record, "end")))
             report.figure(f"{name}: failures", len(events(record, "failure")))
             report.figure(f"{name}: restarts because all state was lost", len(events(record, "restart")))
 

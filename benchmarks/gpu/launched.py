@@ -55,11 +55,14 @@ def launch(
     """Run ``moevement launch`` with these arguments, and return its exit code and the end of its output.
 
     Raises:
-        TimeoutError: the job exceeds ``limit_s``.
+        TimeoutError: the job exceeds ``limit_s``; the message has the end of its output.
     """
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # Else torch warns at each poll of the store.
     with Process(_launch, {"words": list(words)}, {**quiet, **(environment or {})}) as process:
-        code = process.result(limit_s) if process.wait(limit_s) == 0 else process.wait(0)
+        try:
+            code = process.result(limit_s) if process.wait(limit_s) == 0 else process.wait(0)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; the output ends with: {process.tail(40)}") from None
         return int(code), process.tail(40)
 
 

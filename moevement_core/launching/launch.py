@@ -357,6 +357,9 @@ _WITH_ABORTS = {
     # After a connection error, torch's watchdog of the group sleeps for four times this value, 60 s by default, so that
     # all ranks can write their records. An abort waits for the watchdog, and neighbours of a lost rank leave late.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # After such an error, torch's heartbeat thread writes a record of the last collectives, and then sleeps for 480 s.
+    # The destructor of the process group waits for that thread, so survivors would hang in their next generation.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # By default, torch's watchdog ends the process after an error. Here the guard handles the error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }

@@ -12,6 +12,7 @@ from moevement_core.launching.worker import TORCH, Trainer
 ABORTS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }  # fmt: skip
 COPIES = {"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8"}
 ON_GPUS = replace(TORCH, uses_gpus=lambda: True)
