@@ -1,4 +1,7 @@
-"""Allocation of replicas to experts: a share by tokens, but at least a minimum number (Lazarus, equation 1)."""
+"""Allocation of replicas to experts: a share by tokens, but at least a minimum number (Lazarus, equation 1).
+
+A running job allocates anew only if the slowest replica gains enough (section 4.1).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import numpy.typing as npt
 from moevement_core.errors import ConfigError
 
 Replicas = npt.NDArray[np.int64]
+
+GAIN = 0.1
+"""Share of the slowest replica's tokens that a new allocation must save, so that it is worth a migration."""
 
 
 def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor: int) -> Replicas:
@@ -55,3 +61,20 @@ def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Rep
     loads = np.asarray(tokens, dtype=np.float64)
     mean = loads.sum() / replicas.sum()
     return float((loads / replicas).max() / mean) if mean else 1.0
+
+
+def better_allocation(
+    tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas, floor: int, gain: float = GAIN
+) -> Replicas | None:
+    """Return an allocation with the same total number of replicas that is worth a migration, int64 ``[E]``, or None.
+
+    Args:
+        tokens: recent tokens of each expert of a layer, summed over all ranks, ``[E]``.
+        replicas: present number of replicas of each expert, int64 ``[E]``.
+        floor: least number of replicas of each expert.
+        gain: share of the slowest replica's tokens that the allocation must save. It keeps a job from migrating at
+            every fluctuation of its routing.
+    """
+    better = allocate(tokens, int(replicas.sum()), floor)
+    is_worth_it = slowest_share(tokens, better) <= (1.0 - gain) * slowest_share(tokens, replicas)
+    return better if is_worth_it and not np.array_equal(better, replicas) else None

@@ -41,8 +41,8 @@ class ElasticConfig:
     )  # fmt: skip
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
-        help="with --moevement-expert-slots: each expert has at least F replicas if the slots suffice, so that any "
-        f"F - 1 ranks may fail at once (default: {MIN_REPLICAS})",
+        help="with --moevement-expert-slots: each expert has at least F replicas, on F nodes, if slots and nodes suffice, "
+        f"so that any F - 1 nodes may fail at once; on fewer nodes, any F - 1 ranks (default: {MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(
         "--moevement-rebalance-interval", type=int, default=REBALANCE_INTERVAL, metavar="N", check=at_least(1),

@@ -6,7 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from moevement_core.elastic.placement import Placement
+
+Held = Mapping[int, Sequence[int]]
+"""Experts on each node that takes part; empty for a new node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """Migration of a cluster to a new placement.
+    """Migration of one layer to a new placement.
 
     Attributes:
         experts: experts in the slots of each node after the migration.
@@ -34,25 +40,52 @@ class Migration:
     missing: Mapping[int, tuple[int, ...]]
 
 
-def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
-    """Return a migration that gives each node the experts of one place in ``wanted``, with few transfers.
+def assign_places(held: Sequence[Held], wanted: Sequence[Placement]) -> dict[int, int]:
+    """Return the number of the place that each node gets in all layers, so that few experts have to move.
 
-    The function assigns places to nodes greedily. If fewer transfers are needed with the k-th place for the k-th node,
-    it assigns the places so. An expert comes from the holder that has sent the fewest experts so far.
+    All layers get the same mapping. If each layer had its own, the loss of few nodes would cost one layer or another an
+    expert: the groups of different layers would be on different nodes.
+
+    A node only gets a place with as many slots as the place of its own position. The function assigns places to nodes
+    greedily. If no more transfers are needed with the k-th place for the k-th node, it assigns the places so. The work
+    is quadratic in the number of nodes, in array operations.
 
     Args:
-        held: experts on each node that takes part; empty for a new node.
-        wanted: experts of each place; there are as many places as nodes.
+        held: for each layer, experts on each node that takes part; the nodes are the same in all layers.
+        wanted: for each layer, experts of each place; there are as many places as nodes.
 
     Raises:
         ValueError: the numbers of nodes and of places differ.
     """
+    nodes = sorted(held[0])
+    for placement in wanted:
+        if len(nodes) != len(placement):
+            raise ValueError(f"{len(nodes)} nodes, but {len(placement)} places; both numbers must be equal")
+    fetched = np.zeros((len(nodes), len(nodes)), dtype=np.int64)
+    for of_layer, placement in zip(held, wanted, strict=True):
+        fetched += _fetched([of_layer[node] for node in nodes], placement)
+    sizes = [len(place) for place in wanted[0]]
+    greedy = _greedy(fetched, sizes)
+    in_order = range(len(nodes))
+    order = np.arange(len(nodes))
+    places = in_order if fetched[order, order].sum() <= fetched[order, greedy].sum() else greedy
+    return dict(zip(nodes, map(int, places), strict=True))
+
+
+def migrate(held: Held, wanted: Placement, places: Mapping[int, int] | None = None) -> Migration:
+    """Return the migration of one layer. An expert comes from the holder that has sent the fewest experts so far.
+
+    Args:
+        held: experts on each node that takes part; empty for a new node.
+        wanted: experts of each place; there are as many places as nodes.
+        places: place of each node, as :func:`assign_places` returns it for all layers. None: chosen for this layer.
+
+    Raises:
+        ValueError: the numbers of nodes and of places differ.
+    """
+    places = assign_places([held], [wanted]) if places is None else places
     nodes = sorted(held)
-    if len(nodes) != len(wanted):
-        raise ValueError(f"{len(nodes)} nodes, but {len(wanted)} places; both numbers must be equal")
-    in_order = dict(zip(nodes, wanted, strict=True))
-    greedy = _greedy(held, wanted)
-    experts = min(greedy, in_order, key=lambda mapping: _fetched(held, mapping))
+    experts = {node: wanted[places[node]] for node in nodes}
     owners: dict[int, list[int]] = {}
     for node in nodes:
         for expert in set(held[node]):
@@ -72,25 +105,32 @@ def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
     return Migration(experts, tuple(transfers), missing)
 
 
-def _greedy(held: Mapping[int, Sequence[int]], wanted: Placement) -> dict[int, tuple[int, ...]]:
-    """Return the experts of each node. The pair of node and place with the fewest missing experts is assigned first."""
-    pairs = sorted(
-        (len(set(place) - set(held[node])), node, number) for node in held for number, place in enumerate(wanted)
-    )
-    mapping: dict[int, tuple[int, ...]] = {}
-    taken: set[int] = set()
-    for _, node, number in pairs:
-        if node not in mapping and number not in taken:
-            mapping[node] = wanted[number]
-            taken.add(number)
-    return mapping
+def _fetched(held: Sequence[Sequence[int]], wanted: Placement) -> npt.NDArray[np.int64]:
+    """Return how many experts each node would fetch with each place, int64 ``[nodes, places]``."""
+    experts = 1 + max((expert for rows in (held, wanted) for row in rows for expert in row), default=0)
+
+    def present(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        table = np.zeros((len(rows), experts), dtype=np.float32)
+        for number, row in enumerate(rows):
+            table[number, list(row)] = 1.0
+        return table
+
+    return np.rint((1.0 - present(held)) @ present(wanted).T).astype(np.int64)
 
 
-def _fetched(held: Mapping[int, Sequence[int]], mapping: Mapping[int, Sequence[int]]) -> int:
-    return sum(len(set(place) - set(held[node])) for node, place in mapping.items())
+def _greedy(fetched: npt.NDArray[np.int64], sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the place of each node. The pair of node and place with the fewest missing experts is assigned first."""
+    count = len(sizes)
+    places = np.full(count, -1, dtype=np.int64)
+    is_taken = np.zeros(count, dtype=bool)
+    for pair in np.argsort(fetched, axis=None, kind="stable").tolist():
+        node, place = divmod(pair, count)
+        if places[node] < 0 and not is_taken[place] and sizes[node] == sizes[place]:
+            places[node], is_taken[place] = place, True
+    return places
 
 
-def _needed(held: Mapping[int, Sequence[int]], mapping: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+def _needed(held: Held, mapping: Held) -> dict[int, list[int]]:
     """Return the nodes that need each expert and do not hold it, by expert."""
     needed: dict[int, list[int]] = {}
     for node in sorted(mapping):

@@ -1,18 +1,19 @@
 """Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
 
-Experts are sorted by their number of replicas and cut into groups. The size of a group is the number of slots of a
-node. A group gets one node for each replica of the group's scarcest expert. Each of these nodes holds all experts of
-the group, and no other group gets the node. So a group is lost only if all its nodes fail. The remaining replicas fill
-the vacant slots.
+A node has as many slots as its ranks have together, so nodes may differ. Experts are sorted by their number of replicas
+and cut into groups. The size of a group is the number of slots of a node. A group gets one node for each replica of the
+group's scarcest expert. Each of these nodes holds all experts of the group, and no other group gets the node. So a
+group is lost only if all its nodes fail. The remaining replicas fill the vacant slots.
 
-The theorem says that no placement survives more failures. It holds if the last group gets a node for each replica of
-its scarcest expert. If fewer nodes remain, several replicas of that expert share a node, and another placement may
-survive more failures. In this case an expert may even be lost although fewer nodes fail than the minimum number of its
-replicas. Tests have small cases of this, and :func:`place` checks for it.
+The theorem says that no placement survives more failures. It holds for nodes with equally many slots, if the last group
+gets a node for each replica of its scarcest expert. If fewer nodes remain, several replicas of that expert share a
+node, and another placement may survive more failures. In this case an expert may even be lost although fewer nodes fail
+than the minimum number of its replicas. Tests have small cases of this, and :func:`place` checks for it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import comb
@@ -27,73 +28,115 @@ Placement = tuple[tuple[int, ...], ...]
 """Experts in the slots of each node, in ascending order; an expert may be in several slots of a node."""
 
 
-def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placement:
+def maximum_rank_overlap(replicas: Replicas, slots: Sequence[int]) -> Placement:
     """Return the placement by maximum rank overlap, as Lazarus defines it.
 
+    Nodes with more slots come first, so scarce experts get large nodes.
+
     Args:
-        replicas: replicas of each expert, int64 ``[E]``; their sum is ``nodes * slots``.
-        nodes: number of nodes, N.
-        slots: slots of each node, c.
+        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        slots: slots of each node, ``[N]``.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
     """
-    _check(replicas, nodes, slots)
+    _check(replicas, slots)
     left = replicas.copy()
-    placed: list[list[int]] = [[] for _ in range(nodes)]
-    first = 0
-    for group, count in _groups(replicas, nodes, slots):
-        for node in placed[first : first + count]:
-            node.extend(group)
-        left[group] -= count
-        first += count
+    placed: list[list[int]] = [[] for _ in slots]
+    for group, nodes in _groups(replicas, slots):
+        for node in nodes:
+            placed[node].extend(group)
+        left[group] -= len(nodes)
     _fill(placed, left, slots)
     return tuple(tuple(sorted(node)) for node in placed)
 
 
-def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
-    """Return Lazarus's placement if it survives the loss of any ``floor - 1`` nodes, else the placement by round robin.
+def place(replicas: Replicas, slots: Sequence[int], floor: int) -> Placement:
+    """Return a placement that survives the loss of any ``floor - 1`` nodes, if there is such a placement.
 
-    Round robin (:func:`spread`) always survives this loss.
+    The function returns Lazarus's placement if it survives this loss, else a placement by round robin. If no placement
+    survives it, as many nodes may be lost as any placement survives.
 
     Args:
-        replicas: replicas of each expert, int64 ``[E]``, at least ``floor`` if slots allow; their sum is
-            ``nodes * slots``.
-        nodes: number of nodes, N.
-        slots: slots of each node, c.
-        floor: least number of replicas of each expert, f.
+        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        slots: slots of each node, ``[N]``.
+        floor: least number of nodes that should hold each expert, f.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
     """
-    _check(replicas, nodes, slots)
-    lost = min(floor, int(replicas.min()), nodes) - 1
-    return (maximum_rank_overlap if survival(replicas, nodes, slots, lost) == 1 else spread)(replicas, nodes, slots)
+    _check(replicas, slots)
+    # A second replica on the same node is no use here. So all E experts can be on f nodes each only with f * E slots
+    # that hold different experts of their node.
+    useful = sum(min(node, replicas.size) for node in slots)
+    needed = min(floor, int(replicas.min()), useful // replicas.size)
+    for placement in (maximum_rank_overlap(replicas, slots), spread(replicas, slots)):
+        if min(nodes_by_expert(placement).values()) >= needed:
+            return placement
+    return spread(replicas, slots, most=needed)
 
 
-def spread(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Return the placement by round robin, which puts the replicas of an expert on consecutive nodes."""
-    _check(replicas, nodes, slots)
-    every = np.repeat(np.arange(replicas.size), replicas)
-    return tuple(tuple(every[node::nodes].tolist()) for node in range(nodes))
+def spread(
+    replicas: Replicas, slots: Sequence[int], loads: Sequence[float] | None = None, most: int | None = None
+) -> Placement:
+    """Return the placement by round robin, which puts the replicas of an expert on different nodes.
+
+    Each replica goes to a node with the most vacant slots. On nodes with equally many slots, every expert gets as many
+    nodes as it has replicas, or all nodes.
+
+    Args:
+        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        slots: slots of each node, ``[N]``.
+        loads: tokens of each replica, by expert, ``[E]``. Among nodes with equally many vacant slots the one with the
+            fewest tokens comes first; without loads, the first one.
+        most: number of different nodes that each expert gets for certain, if the slots allow. The experts' other
+            replicas are placed afterwards. None: all nodes that the expert's replicas allow.
+
+    Raises:
+        ConfigError: replicas do not fill the slots, or an expert has no replica.
+    """
+    _check(replicas, slots)
+    vacant = np.array(slots, dtype=np.int64)
+    tokens = np.zeros(len(slots))
+    placed: list[list[int]] = [[] for _ in slots]
+    left = replicas.copy()
+    # With loads, heavy replicas come first, because the order of the light ones can even them out.
+    order = range(replicas.size) if loads is None else np.argsort(-np.asarray(loads), kind="stable").tolist()
+
+    def put(expert: int, count: int, candidates: npt.NDArray[np.int64]) -> None:
+        chosen = candidates[np.lexsort((candidates, tokens[candidates], -vacant[candidates]))][:count]
+        for node in chosen.tolist():
+            placed[node].append(expert)
+        vacant[chosen] -= 1
+        tokens[chosen] += 0.0 if loads is None else loads[expert]
+        left[expert] -= chosen.size
+
+    for expert in order:
+        put(expert, int(left[expert]) if most is None else min(most, int(left[expert])), np.flatnonzero(vacant))
+    while left.any():
+        for expert in order:
+            without = np.array([node for node in np.flatnonzero(vacant) if expert not in placed[node]], dtype=np.int64)
+            put(expert, int(left[expert]), without if without.size else np.flatnonzero(vacant))
+    return tuple(tuple(sorted(node)) for node in placed)
 
 
-def compact(replicas: Replicas, nodes: int, slots: int) -> Placement:
+def compact(replicas: Replicas, slots: Sequence[int]) -> Placement:
     """Return the placement that fills one node after the other in order of experts, for comparisons."""
-    _check(replicas, nodes, slots)
+    _check(replicas, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
-    return tuple(tuple(every[node * slots : (node + 1) * slots].tolist()) for node in range(nodes))
+    return tuple(tuple(node.tolist()) for node in np.split(every, np.cumsum(slots)[:-1]))
 
 
 def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
     """Return the probability that every expert keeps a replica if ``lost`` random nodes fail.
 
-    The experts are placed by :func:`maximum_rank_overlap`. So the function counts the sets of ``lost`` nodes that leave
-    at least one node of each group, and divides this number by the number of all sets of ``lost`` nodes.
+    The experts are placed by :func:`maximum_rank_overlap` on ``nodes`` nodes with ``slots`` slots each. So the function
+    counts the sets of ``lost`` nodes that leave at least one node of each group, and divides this number by the number
+    of all sets of ``lost`` nodes.
     """
     if not 0 <= lost <= nodes:
         return Fraction(0)
-    sizes = [count for _, count in _groups(replicas, nodes, slots)]
+    sizes = [len(group_nodes) for _, group_nodes in _groups(replicas, [slots] * nodes)]
     # ``alive[k]`` is the number of sets of k surviving nodes that contain a node of each group so far.
     alive = [comb(nodes - sum(sizes), kept) for kept in range(nodes - sum(sizes) + 1)]
     for size in sizes:
@@ -113,6 +156,11 @@ def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[i
     return max(float(each[list(node)].sum()) for node in placement) * len(placement) / total if total else 1.0
 
 
+def nodes_by_expert(placement: Sequence[Sequence[int]]) -> Counter[int]:
+    """Return the number of nodes that hold each expert."""
+    return Counter(expert for experts in placement for expert in set(experts))
+
+
 def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> list[int]:
     """Return the experts that have no replica outside the nodes ``lost``."""
     failed = set(lost)
@@ -120,25 +168,31 @@ def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> lis
     return sorted({expert for experts in placement for expert in experts} - left)
 
 
-def _groups(replicas: Replicas, nodes: int, slots: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the experts of each group, and the number of its nodes."""
-    ascending = np.argsort(replicas, kind="stable")
-    free = nodes
-    for start in range(0, replicas.size, slots):
-        group = ascending[start : start + slots].tolist()
-        count = min(int(replicas[group[0]]), free)
-        free -= count
-        yield group, count
+def _groups(replicas: Replicas, slots: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the experts of each group, and its nodes.
+
+    The smallest of the nodes decides the size of a group. Experts for which no node is left belong to no group.
+    """
+    ascending = np.argsort(replicas, kind="stable").tolist()
+    free = sorted(range(len(slots)), key=lambda node: -slots[node])
+    while ascending and free:
+        nodes = free[: int(replicas[ascending[0]])]
+        free = free[len(nodes) :]
+        size = slots[nodes[-1]]
+        yield ascending[:size], nodes
+        ascending = ascending[size:]
+    if ascending:
+        yield ascending, []
 
 
-def _fill(placed: list[list[int]], left: Replicas, slots: int) -> None:
+def _fill(placed: list[list[int]], left: Replicas, slots: Sequence[int]) -> None:
     """Fill the vacant slots in ``placed`` with the replicas in ``left``; both change in place.
 
     Each node in turn gets the expert with the most replicas left, preferably an expert that the node does not have yet.
     """
     while left.any():
-        for node in placed:
-            if len(node) < slots and left.any():
+        for node, size in zip(placed, slots, strict=True):
+            if len(node) < size and left.any():
                 elsewhere = left.copy()
                 elsewhere[node] = 0
                 expert = int((elsewhere if elsewhere.any() else left).argmax())
@@ -146,9 +200,10 @@ def _fill(placed: list[list[int]], left: Replicas, slots: int) -> None:
                 left[expert] -= 1
 
 
-def _check(replicas: Replicas, nodes: int, slots: int) -> None:
-    if nodes < 1 or slots < 1 or int(replicas.sum()) != nodes * slots or replicas.min() < 1:
+def _check(replicas: Replicas, slots: Sequence[int]) -> None:
+    if not slots or min(slots) < 1 or int(replicas.sum()) != sum(slots) or replicas.min() < 1:
+        sizes = ", ".join(map(str, sorted(set(slots))))
         raise ConfigError(
-            f"{replicas.tolist()} replicas on {nodes} nodes of {slots} slots; needs at least one replica of each "
-            f"expert, and {nodes * slots} replicas in total"
+            f"{replicas.tolist()} replicas on {len(slots)} nodes of {sizes} slots; needs at least one replica of each "
+            f"expert, and {sum(slots)} replicas in total"
         )

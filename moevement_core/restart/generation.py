@@ -6,7 +6,7 @@ A process is in one generation at a time, so this module holds it. Any thread ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +72,13 @@ _generation: Generation | None = None
 def generation() -> Generation | None:
     """Return the generation of this process; None in a job without spares, which ends with its first failure."""
     return _generation
+
+
+def nodes_of(ranks: Iterable[int]) -> tuple[str, ...]:
+    """Return the node of each rank. Outside of generations nobody knows the nodes, so each rank counts as a node."""
+    if _generation is None:
+        return tuple(f"rank {rank}" for rank in ranks)
+    return tuple(_generation.roster.nodes[rank] for rank in ranks)
 
 
 def enter_generation(roster: Roster, rank: int) -> Generation:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_core.elastic.allocation import allocate
-from moevement_core.elastic.migration import migrate
+from moevement_core.elastic.migration import assign_places, migrate
 from moevement_core.elastic.placement import experts_lost, place, slowest_node
 from moevement_core.simulator.availability import Change
 
@@ -112,7 +112,9 @@ class Trained:
 
 
 class ElasticTraining:
-    """Simulation of one system on nodes that come and go; every layer has its own allocation.
+    """Simulation of one system on nodes that come and go.
+
+    Every layer has its own allocation. All layers assign places to nodes in the same way.
 
     Args:
         job: job to simulate.
@@ -195,16 +197,16 @@ class ElasticTraining:
         if not self._members:  # the job saves a checkpoint, and waits for nodes
             self._layers, self._since_checkpoint = [{} for _ in self._layers], 0.0
             return 0.0
-        slots, sends = job.slots_used(self.system), np.zeros(len(self._members), dtype=np.int64)
-        for number, held in enumerate(self._layers):
-            wanted = (
-                self._loads_now()[number] if self.system is System.LAZARUS else np.ones(job.experts, dtype=np.int64)
-            )
-            replicas = allocate(wanted, len(self._members) * slots, job.floor)
-            numbered = {place_: held.get(name, ()) for place_, name in enumerate(self._members)}
-            migration = migrate(numbered, place(replicas, len(self._members), slots, job.floor))
-            self._layers[number] = {self._members[place_]: experts for place_, experts in migration.experts.items()}
-            if held:  # otherwise state comes from storage
+        node_slots = [job.slots_used(self.system)] * len(self._members)
+        loads = self._loads_now() if self.system is System.LAZARUS else np.ones_like(self._loads[0])
+        wanted = [place(allocate(tokens, sum(node_slots), job.floor), node_slots, job.floor) for tokens in loads]
+        held = [{node: layer.get(name, ()) for node, name in enumerate(self._members)} for layer in self._layers]
+        places = assign_places(held, wanted)
+        sends = np.zeros(len(self._members), dtype=np.int64)
+        for number, layer in enumerate(self._layers):
+            migration = migrate(held[number], wanted[number], places)
+            self._layers[number] = {self._members[node]: experts for node, experts in migration.experts.items()}
+            if layer:  # otherwise state comes from storage
                 self.done.moved += len(migration.transfers)
                 sends += np.bincount([transfer.source for transfer in migration.transfers], minlength=len(sends))
         return int(sends.max()) * job.expert_bytes / job.bytes_per_s

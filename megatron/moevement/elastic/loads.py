@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron.moevement.elastic.replicas import slot_layers
 from megatron.moevement.elastic.slots import Slots
+from moevement_core.elastic.allocation import better_allocation
 from moevement_core.elastic.placement import slowest_node
-from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
 from moevement_core.restart.generation import Regroup
 
 
@@ -90,7 +90,7 @@ class RoutedLoads:
         self._committed.clear()
 
     def _proposes(self, layer: int) -> bool:
-        monitor = LoadMonitor(self._slots.experts, Hysteresis(interval=1))
-        monitor.count(np.array(self._committed[layer].tolist(), dtype=np.int64))
         held = [expert for row in self._slots.tables[layer] for expert in row]
-        return monitor.proposed(np.bincount(held, minlength=self._slots.experts), self._slots.floor) is not None
+        replicas = np.bincount(held, minlength=self._slots.experts)
+        tokens = np.array(self._committed[layer].tolist(), dtype=np.int64)
+        return better_allocation(tokens, replicas, self._slots.floor) is not None

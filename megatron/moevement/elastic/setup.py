@@ -7,12 +7,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.elastic.meeting import Meeting
-from megatron.moevement.elastic.pieces import RankPosition
-from megatron.moevement.elastic.slots import Slots, Table, slots, use_slots
+from megatron.moevement.elastic.meeting import Meeting, OfferedState
+from megatron.moevement.elastic.slots import Slots, slots, use_slots
 from moevement_core.comms.exchange import all_gather_objects
 from moevement_core.elastic.config import ElasticConfig
+from moevement_core.elastic.tables import StageExperts, Table
 from moevement_core.errors import ConfigError
+from moevement_core.restart.generation import nodes_of
 from moevement_core.run.run_record import RunRecord
 from moevement_core.util.flags import from_args
 
@@ -63,17 +64,38 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
         return {}
     from megatron.core import parallel_state
 
-    stand = RankPosition.now()
-    here = range(stand.world)[stand.rank - stand.expert :][: parallel_state.get_expert_model_parallel_world_size()]
-    of_stage = [brought for brought in meeting.held if brought.stand is not None and brought.stand.stage == stand.stage]
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    stages = [
+        _stage_experts(meeting, stage, range(stage * ranks, (stage + 1) * ranks), expert_slots.experts)
+        for stage in range(parallel_state.get_pipeline_model_parallel_world_size())
+    ]
+    own = parallel_state.get_pipeline_model_parallel_rank()
+    expert_slots.place(stages[own], [stage for number, stage in enumerate(stages) if number != own])
+    return {layer: list(tokens) for brought in _of_stage(meeting, own)[:1] for layer, tokens in brought.loads.items()}
+
+
+def _of_stage(meeting: Meeting, stage: int) -> list[OfferedState]:
+    """Return what ranks bring that were in a stage before the meeting."""
+    return [brought for brought in meeting.held if brought.stand is not None and brought.stand.stage == stage]
+
+
+def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> StageExperts:
+    """Return loads and held experts of a stage that now has these ranks. With slots, a stage is a block of ranks.
+
+    A layer without counted tokens is placed for equal loads.
+    """
+    of_stage = _of_stage(meeting, stage)
     layers = sorted({layer for brought in of_stage for layer in brought.experts})
-    loads = {layer: list(tokens) for brought in of_stage[:1] for layer, tokens in brought.loads.items()}
-    held = [meeting.held[rank] for rank in here]
-    expert_slots.tables.clear()
-    expert_slots.place(
-        layers, loads, {rank: brought.experts if brought in of_stage else {} for rank, brought in enumerate(held)}
+    counted = of_stage[0].loads if of_stage else {}
+    held = [meeting.held[rank] for rank in ranks]
+    return StageExperts(
+        nodes=nodes_of(ranks),
+        loads={layer: counted.get(layer, [1] * experts) for layer in layers},
+        held={
+            layer: [brought.experts.get(layer, ()) if brought in of_stage else () for brought in held]
+            for layer in layers
+        },
     )
-    return loads
 
 
 def record_placement(record: RunRecord | None, iteration: int) -> None:

@@ -7,17 +7,11 @@ a job may have any number of replicas. Megatron passes no shared object to its l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
+from moevement_core.elastic.tables import StageExperts, Table, tables_of
 
-from moevement_core.elastic.allocation import allocate
-from moevement_core.elastic.migration import migrate
-from moevement_core.elastic.placement import place
-
-Table = tuple[tuple[int, ...], ...]
-"""Expert in each slot of a layer, with one row for each expert-parallel rank."""
 Loads = Mapping[int, Sequence[int]]
 """Tokens that each expert received recently, by layer."""
 
@@ -31,37 +25,33 @@ class Slots:
     of_rank: int
     """Number of slots of a rank in each layer; c in Lazarus."""
     floor: int
-    """Smallest number of replicas of an expert, if there are enough slots; f in Lazarus."""
+    """Smallest number of replicas of an expert, on as many nodes, if there are enough slots; f in Lazarus."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Tables by number of the layer in the model, counted from 0."""
 
-    def table(self, layer: int, ranks: int) -> Table:
+    def table(self, layer: int, nodes: Sequence[str]) -> Table:
         """Return the table of a layer.
 
         A layer without a table for this number of ranks gets a table for equal loads of all experts.
-        """
-        table = self.tables.get(layer)
-        if table is None or len(table) != ranks:
-            table = self.tables[layer] = self._placed([1] * self.experts, {rank: () for rank in range(ranks)})
-        return table
-
-    def place(self, layers: Iterable[int], loads: Loads, held: Mapping[int, Mapping[int, Sequence[int]]]) -> None:
-        """Allocate and place the experts of some layers anew, with as few moves as possible.
 
         Args:
-            layers: layers of this stage, by number in the model.
-            loads: recent loads; a layer without an entry is placed for equal loads.
-            held: experts that each expert-parallel rank has in its slots, by layer; empty for a new rank.
+            layer: number of the layer in the model, counted from 0.
+            nodes: node of each expert-parallel rank of the stage.
         """
-        for layer in layers:
-            tokens = loads.get(layer, [1] * self.experts)
-            self.tables[layer] = self._placed(tokens, {rank: of_rank.get(layer, ()) for rank, of_rank in held.items()})
+        table = self.tables.get(layer)
+        if table is None or len(table) != len(nodes):
+            stage = StageExperts(nodes, loads={layer: [1] * self.experts}, held={})
+            table = self.tables[layer] = tables_of(stage, (), self.of_rank, self.floor)[layer]
+        return table
 
-    def _placed(self, tokens: Sequence[int], held: Mapping[int, Sequence[int]]) -> Table:
-        ranks = len(held)
-        replicas = allocate(np.asarray(tokens, dtype=np.int64), ranks * self.of_rank, self.floor)
-        wanted = place(replicas, ranks, self.of_rank, self.floor)
-        return tuple(in_place(held[rank], experts) for rank, experts in sorted(migrate(held, wanted).experts.items()))
+    def place(self, stage: StageExperts, others: Sequence[StageExperts]) -> None:
+        """Allocate and place the experts of all layers of this rank's stage anew, with few moves.
+
+        Args:
+            stage: stage of this rank.
+            others: all other stages of the job.
+        """
+        self.tables = tables_of(stage, others, self.of_rank, self.floor)
 
     def expert(self, layer: int, rank: int, slot: int) -> int:
         """Return the expert in a slot."""
@@ -76,22 +66,6 @@ class Slots:
             for number, held in enumerate(row)
             if held == expert
         )
-
-
-def in_place(held: Sequence[int], experts: Sequence[int]) -> tuple[int, ...]:
-    """Return ``experts`` ordered by slot, so that experts that the rank already holds stay in the same slot.
-
-    Args:
-        held: expert in each slot of the rank now.
-        experts: experts that the rank will hold.
-    """
-    left = list(experts)
-    slots: list[int | None] = [None] * len(left)
-    for slot, expert in enumerate(held[: len(slots)]):
-        if expert in left:
-            slots[slot] = expert
-            left.remove(expert)
-    return tuple(left.pop(0) if expert is None else expert for expert in slots)
 
 
 _slots: Slots | None = None

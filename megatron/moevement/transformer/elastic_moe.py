@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moevement_kernels.dispatch import SlotTable, shares, to_slots
 
 from megatron.moevement.elastic.slots import Slots, slots
+from moevement_core.restart.generation import nodes_of
 
 
 def layer_with_slots(original: Any) -> Callable[..., Any]:
@@ -114,7 +115,7 @@ def _classes() -> _Classes:
         def set_layer_number(self, layer_number: int) -> None:
             """Set the layer's number in the model, counted from 1, and look up the slots of this layer."""
             super().set_layer_number(layer_number)
-            table = self._slots.table(layer_number - 1, self.ep_group.size())
+            table = self._slots.table(layer_number - 1, nodes_of(dist.get_process_group_ranks(self.ep_group)))
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             self.token_dispatcher.table = SlotTable.of([list(row) for row in table], self._slots.experts, device)
 

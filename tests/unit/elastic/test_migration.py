@@ -37,7 +37,7 @@ def test_every_node_gets_what_it_is_to_have(seed: int) -> None:
     experts = int(draw.integers(1, nodes * slots))
 
     def placement(count: int) -> tuple[tuple[int, ...], ...]:
-        return maximum_rank_overlap(allocate(draw.integers(0, 50, experts), count * slots, 2), count, slots)
+        return maximum_rank_overlap(allocate(draw.integers(0, 50, experts), count * slots, 2), [slots] * count)
 
     if (nodes - 1) * slots < experts:
         return

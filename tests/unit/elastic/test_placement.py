@@ -60,7 +60,7 @@ def bags(left: tuple[int, ...], size: int, first: int = 0) -> Iterator[tuple[int
 def test_the_papers_example() -> None:
     """Check plan B of figure 4: 4 experts on 5 nodes of 4 slots. It survives 7 of the 10 ways to lose 3 nodes."""
     replicas = np.array([2, 4, 6, 8])
-    placement = maximum_rank_overlap(replicas, 5, 4)
+    placement = maximum_rank_overlap(replicas, [4] * 5)
     assert all(set(node) == {0, 1, 2, 3} for node in placement[:2])
     assert survival(replicas, 5, 4, 3) == counted(placement, 3) == Fraction(7, 10)
 
@@ -71,7 +71,7 @@ def test_the_closed_form_counts_every_set_of_nodes(seed: int) -> None:
     nodes, slots = int(draw.integers(1, 8)), int(draw.integers(1, 5))
     experts = int(draw.integers(1, nodes * slots + 1))
     replicas = allocate(np.floor(draw.pareto(1.0, experts) * 50).astype(int), nodes * slots, int(draw.integers(1, 4)))
-    placement = maximum_rank_overlap(replicas, nodes, slots)
+    placement = maximum_rank_overlap(replicas, [slots] * nodes)
     assert Counter(expert for node in placement for expert in node) == dict(enumerate(replicas.tolist()))
     assert all(len(node) == slots for node in placement)
     for lost in range(nodes + 1):
@@ -86,7 +86,7 @@ def test_the_closed_form_counts_every_set_of_nodes(seed: int) -> None:
 )  # fmt: skip
 def test_no_placement_survives_more(replicas: list[int], nodes: int, slots: int) -> None:
     counts = np.array(replicas)
-    survivals = [counted(maximum_rank_overlap(counts, nodes, slots), lost) for lost in range(nodes + 1)]
+    survivals = [counted(maximum_rank_overlap(counts, [slots] * nodes), lost) for lost in range(nodes + 1)]
     seen = 0
     for placement in every_placement(counts, nodes, slots):
         seen += 1
@@ -111,26 +111,26 @@ def test_fewer_losses_than_the_floor_are_survived(seed: int) -> None:
     nodes, slots, floor = (int(draw.integers(low, high)) for low, high in ((1, 8), (1, 5), (1, 4)))
     experts = int(draw.integers(1, nodes * slots // min(floor, nodes) + 1))
     replicas = allocate(np.floor(draw.pareto(1.0, experts) * 50).astype(int), nodes * slots, floor)
-    survived = counted(place(replicas, nodes, slots, floor), min(floor, int(replicas.min()), nodes) - 1)
+    survived = counted(place(replicas, [slots] * nodes, floor), min(floor, int(replicas.min()), nodes) - 1)
     assert survived == 1, (replicas, nodes, slots, floor)
 
 
 def test_maximum_rank_overlap_alone_would_not_survive_them() -> None:
     replicas = np.array([2, 2, 2])
     assert survival(replicas, 3, 2, 1) == Fraction(2, 3)
-    assert counted(place(replicas, 3, 2, 2), 1) == 1
+    assert counted(place(replicas, [2] * 3, 2), 1) == 1
 
 
 def test_placements_that_it_is_compared_with_survive_less() -> None:
     """Compare placements of more experts than a node has slots, with skewed loads, as in figure 8 of the paper."""
     replicas = allocate([1, 1, 2, 2, 3, 4, 6, 8, 8, 9, 12, 14, 20, 30, 60, 90], 60, 2)
     of_overlap = survival(replicas, 10, 6, 4)
-    of_spread, of_compact = (counted(placer(replicas, 10, 6), 4) for placer in (spread, compact))
+    of_spread, of_compact = (counted(placer(replicas, [6] * 10), 4) for placer in (spread, compact))
     assert of_overlap > of_spread > of_compact
 
 
 @pytest.mark.parametrize("placer", [maximum_rank_overlap, spread, compact])
-@pytest.mark.parametrize(("replicas", "nodes", "slots"), [([1, 2], 2, 2), ([0, 4], 2, 2), ([2, 2], 0, 2)])
+@pytest.mark.parametrize(("replicas", "nodes", "slots"), [([1, 2], 2, 2), ([0, 4], 2, 2), ([2, 2], 2, 0)])
 def test_what_cannot_be_is_said(placer: object, replicas: list[int], nodes: int, slots: int) -> None:
     with pytest.raises(ConfigError, match=rf"{re.escape(str(replicas))}.*\b{nodes} nodes\b.*\b{slots} slots\b"):
-        placer(np.array(replicas), nodes, slots)  # type: ignore[operator]
+        placer(np.array(replicas), [slots] * nodes)  # type: ignore[operator]

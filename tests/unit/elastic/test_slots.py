@@ -7,7 +7,8 @@ import pytest
 import torch
 from moevement_kernels.dispatch import SlotTable, shares, to_slots_reference
 
-from megatron.moevement.elastic.slots import Slots, in_place
+from megatron.moevement.elastic.slots import Slots
+from moevement_core.elastic.tables import StageExperts
 from tests.unit.elastic.whole_tokens import schedule
 
 
@@ -57,18 +58,12 @@ def test_shares_of_a_worked_example() -> None:
     assert (second.begin.tolist(), second.end.tolist()) == ([0, 0, 0, 0], [0, 0, 1, 2])
 
 
-def test_what_a_rank_has_stays_in_its_slots() -> None:
-    assert in_place([3, 1, 2], [0, 2, 3]) == (3, 0, 2)
-    assert in_place([], [1, 0]) == (1, 0)
-    assert in_place([1, 1, 0], [0, 1, 2]) == (1, 2, 0)
-
-
 def test_experts_are_placed_for_the_ranks_that_are_left() -> None:
     slots = Slots(experts=4, of_rank=2, floor=2)
-    before = slots.table(0, 4)
+    before = slots.table(0, ["a", "b", "c", "d"])
     assert sorted(expert for rank in before for expert in rank) == [0, 0, 1, 1, 2, 2, 3, 3]
     left = [rank for rank in range(4) if rank != 1]
-    slots.place([0], {0: [10, 20, 30, 60]}, {new: {0: before[old]} for new, old in enumerate(left)})
+    slots.place(StageExperts(["a", "c", "d"], {0: [10, 20, 30, 60]}, {0: [before[old] for old in left]}), [])
     after = slots.tables[0]
     assert len(after) == 3
     assert {expert for rank in after for expert in rank} == {0, 1, 2, 3}
