@@ -340,6 +340,9 @@ class Replay(ft.Trainer):
 class RouterCounts:
     """Counts of tokens by expert. The strategy orders operators by these counts, and saves popular experts last."""
 
+    tokens_of_run = None
+    """Unknown, because the model does not know the length of the run."""
+
     def __init__(self, model: Model, table: ft.OperatorTable) -> None:
         self.routers = [layer.moe for layer in model.blocks]
         self.width = len(table)

@@ -166,7 +166,11 @@ class MegatronBinding(Binding):
 
     @override
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
-        return RouterCounts(self._chunks(), table, ordering)
+        from megatron.training import get_args
+
+        args = get_args()
+        samples = args.train_samples or args.train_iters * args.global_batch_size
+        return RouterCounts(self._chunks(), table, ordering, samples * args.seq_length * args.moe_router_topk)
 
     @override
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:

@@ -41,8 +41,9 @@ class ElasticConfig:
     )  # fmt: skip
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
-        help="with --moevement-expert-slots: each expert has at least F replicas, on F nodes, if slots and nodes suffice, "
-        f"so that any F - 1 nodes may fail at once; on fewer nodes, any F - 1 ranks (default: {MIN_REPLICAS})",
+        help="with --moevement-expert-slots: each expert has at least F replicas, on F nodes, if slots and nodes "
+        "suffice, so that any F - 1 nodes may fail at once; on fewer nodes, any F - 1 ranks (default: "
+        f"{MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(
         "--moevement-rebalance-interval", type=int, default=REBALANCE_INTERVAL, metavar="N", check=at_least(1),

@@ -195,7 +195,7 @@ class Capturer:
             header = Header(
                 rank=self._rank, iteration=iteration, schedule=schedule.id, slot=slot,
                 contents=contents_text(layout.contents), entries=entries, record=marked, state=state,
-                whole=done.whole or None, on_disk=_on_disk(schedule, slot),
+                whole=done.whole or None, on_disk=_on_disk(schedule, slot, self._states),
             )  # fmt: skip
             self._done(held, Snapshot(header, buffer))
 
@@ -266,9 +266,23 @@ class Capturer:
         return {name: tensors for name, tensors in every.items() if tensors}
 
 
-def _on_disk(schedule: Schedule, slot: int) -> OnDisk | None:
+def _on_disk(schedule: Schedule, slot: int, states: Mapping[str, Any]) -> OnDisk | None:
+    """Return which part of a snapshot is written to disk; None for the whole snapshot.
+
+    An operator that has no tensors on this rank counts as written, because nothing of it is missing. So each expert is
+    restored from the newest version that its owners have, in memory or on disk (MoC-System, section 5.1).
+
+    Args:
+        schedule: schedule of the snapshot.
+        slot: slot of the snapshot in the schedule.
+        states: states of the operators with tensors on this rank, by name.
+    """
     wanted, held = schedule.on_disk_of_slot(slot), schedule.contents_of_slot(slot)
-    if wanted is None or held is None or np.array_equal(wanted, held):
+    if wanted is None or held is None:
         return None
     names = schedule.table.names
+    has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
+    wanted = np.where(has_tensors, wanted, held)
+    if np.array_equal(wanted, held):
+        return None
     return OnDisk(contents_text(wanted), tuple(names[place] for place in np.flatnonzero(wanted != held)))

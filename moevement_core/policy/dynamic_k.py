@@ -20,7 +20,7 @@ class DynamicK:
     most: int
     """E, the number of experts, which K never exceeds."""
     limit: float
-    """Share of all tokens that may be lost before K is E; 1 keeps K constant."""
+    """Share of the run's tokens that may be lost before K is E; 1 keeps K constant."""
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
@@ -32,7 +32,7 @@ class DynamicK:
 
         Args:
             experts: present K.
-            proportion: share of all tokens that recoveries have lost.
+            proportion: share of the tokens of the whole run that recoveries have lost (equation 7).
         """
         while self.limit < 1 and experts < self.most and proportion > self._share_of_limit(experts):
             experts = min(2 * experts, self.most)

@@ -93,10 +93,16 @@ class LostTokens:
     """Number of routed tokens whose updates were lost, by operator; operators without losses are left out."""
     shares: Mapping[int, float] = field(default_factory=dict)
     """Lost tokens of this recovery and all earlier ones, as a share of all tokens so far, by layer with experts."""
+    shares_of_run: Mapping[int, float] = field(default_factory=dict)
+    """Lost tokens of this recovery and all earlier ones, as a share of the tokens of the whole run, by layer."""
 
     def __or__(self, other: LostTokens) -> LostTokens:
         """Return the union of the losses of two stages, or of two reports about one stage."""
-        return LostTokens({**self.by_expert, **other.by_expert}, {**self.shares, **other.shares})
+        return LostTokens(
+            {**self.by_expert, **other.by_expert},
+            {**self.shares, **other.shares},
+            {**self.shares_of_run, **other.shares_of_run},
+        )
 
     @property
     def total(self) -> int:
@@ -105,8 +111,13 @@ class LostTokens:
 
     @property
     def proportion(self) -> float:
-        """PLT (equation 7): lost share of all tokens so far, as a mean over layers with experts."""
-        return float(np.mean(list(self.shares.values()))) if self.shares else 0.0
+        """PLT (equation 7): lost share of the tokens of the whole run, as a mean over layers with experts."""
+        return _mean(self.shares_of_run)
+
+    @property
+    def proportion_so_far(self) -> float:
+        """Lost share of all tokens so far, as a mean over layers with experts."""
+        return _mean(self.shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,15 +153,28 @@ class TokenAccount:
         """
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
-    def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
-        """Return the tokens lost since the account ``before``, and the share of all tokens that is lost in total."""
+    def lost_since(self, before: TokenAccount, table: OperatorTable, tokens_of_run: int | None = None) -> LostTokens:
+        """Return the tokens lost since the account ``before``, and the share of all tokens that is lost in total.
+
+        Args:
+            before: account before the recovery.
+            table: operators of the stage.
+            tokens_of_run: tokens that each layer routes in the whole run, counting a token once for each of its
+                experts. None: the length of the run is unknown, and its tokens so far stand for all.
+        """
         lost = self.lost - before.lost
         by_expert = {name: int(count) for name, count in zip(table.names, lost.tolist(), strict=True) if count}
-        shares = {}
+        shares, shares_of_run = {}, {}
         for layer in np.unique(table.layers[table.is_expert]).tolist():
             experts = table.is_expert & (table.layers == layer)
-            shares[layer] = float(self.lost[experts].sum() / max(1, self.routed[experts].sum()))
-        return LostTokens(by_expert, shares)
+            lost_tokens, routed = int(self.lost[experts].sum()), int(self.routed[experts].sum())
+            shares[layer] = lost_tokens / max(1, routed)
+            shares_of_run[layer] = lost_tokens / max(1, routed, tokens_of_run or 0)
+        return LostTokens(by_expert, shares, shares_of_run)
+
+
+def _mean(shares: Mapping[int, float]) -> float:
+    return float(np.mean(list(shares.values()))) if shares else 0.0
 
 
 def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:

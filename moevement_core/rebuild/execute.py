@@ -74,7 +74,8 @@ def execute(
         recomputed=len(check.recomputed), restored=len(check.restored), largest_difference=check.largest_difference,
         losses_until=check.losses_until, sends=len(check.sends), sources=_sum_sources(prepared.plans),
         replayed_by_stage={str(parts.topology.stage): replayed}, redone=redone, lost_tokens=lost.by_expert,
-        proportion_lost=lost.proportion, ranks=sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
+        proportion_lost=lost.proportion, proportion_lost_so_far=lost.proportion_so_far,
+        ranks=sorted(rank for each_plan in prepared.plans for rank in each_plan.ranks),
         fed_bytes=sum(feeder.fed_bytes for feeder in feeders), fetch_s=prepared.fetch_s,
         replay_s=time.perf_counter() - began, replay_cpu_s=time.process_time() - began_cpu,
     )  # fmt: skip

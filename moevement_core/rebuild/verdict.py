@@ -82,6 +82,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
         lost_tokens=lost.by_expert,
         proportion_lost=lost.proportion,
+        proportion_lost_so_far=lost.proportion_so_far,
         fed_bytes=sum(recovery.fed_bytes for recovery in recoveries),
         verified_until=None if known == NONE or not recomputed else known,
         restored_until=None if known == NONE else known,

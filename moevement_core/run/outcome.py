@@ -47,7 +47,10 @@ class Recovery:
     lost_tokens: Mapping[str, int]
     """Number of routed tokens whose updates are lost, for each expert that is older than the rest of the state."""
     proportion_lost: float
-    """PLT of MoC-System: share of all routed tokens so far that recoveries have lost, as a mean over layers."""
+    """PLT of MoC-System (equation 7): lost share of the routed tokens of the whole run, as a mean over layers.
+    If the trainer does not know the length of the run, the lost share of all tokens so far."""
+    proportion_lost_so_far: float
+    """Share of all routed tokens so far that recoveries have lost, as a mean over layers."""
     ranks: Sequence[int]
     """Ranks whose state was restored; the other ranks kept their state."""
     fed_bytes: int
@@ -75,7 +78,8 @@ class Recovery:
             return ""
         return (
             f"updates by {lost:,} routed tokens are lost, because {len(self.lost_tokens)} experts are older than the "
-            f"rest of the state ({self.proportion_lost:.2%} of all tokens so far, including earlier losses)"
+            f"rest of the state ({self.proportion_lost:.2%} of the run's tokens, {self.proportion_lost_so_far:.2%} of "
+            "those so far, including earlier losses)"
         )
 
     @property

@@ -191,8 +191,7 @@ class WindowDecisions:
         """
         self._drop_counts()
         self._counts_again = True
-        lost = self.strategy.restored(run, learned)
-        return lost
+        return self.strategy.restored(run, learned, self._counts.tokens_of_run if self._counts is not None else None)
 
     def _drop_counts(self) -> None:
         self._sums.clear()

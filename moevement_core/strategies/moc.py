@@ -223,7 +223,7 @@ class MoC(Strategy):
         """Return a warning if checkpoints leave experts out."""
         return caution_of(self.experts, self.most)
 
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the checkpoint's token account, and return the tokens whose updates the restored experts lack.
 
         K grows if too many tokens are lost.
@@ -232,7 +232,7 @@ class MoC(Strategy):
         self.experts = max(self.experts, learned[run.last]["experts"])
         versions = kept_at(run.version_at, learned)
         self.account = account.rolled_back_to(np.where(self.table.is_expert, versions, account.kept))
-        lost = self.account.lost_since(account, self.table)
+        lost = self.account.lost_since(account, self.table, tokens_of_run)
         self.experts = self._dynamic.after(self.experts, lost.proportion)
         return lost
 

@@ -68,9 +68,9 @@ class MoCByLoad(Selecting):
         """Return a warning if snapshots leave experts out."""
         return caution_of(self.experts, self.most)
 
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore K, raise the wanted K if too many tokens are lost, and return the lost tokens."""
-        lost = super().restored(run, learned)
+        lost = super().restored(run, learned, tokens_of_run)
         self.experts = learned[run.last]["experts"]
         self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)
         return lost

@@ -111,12 +111,12 @@ class MoEtion(Selecting):
 
     # After a failure
 
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the snapshot's S and token account, and return the lost tokens; :attr:`tokens_owed` includes them."""
         then = learned[run.last]
         if not self._is_given:
             self.experts, self.settled = then["experts"], then["settled"]
-        lost = super().restored(run, learned)
+        lost = super().restored(run, learned, tokens_of_run)
         self._owed = _owed(then, len(self.table))
         for name, tokens in lost.by_expert.items():
             self._owed[self.table.index_of[name]] += tokens

@@ -245,7 +245,7 @@ class Selecting(Strategy):
 
     # After a failure
 
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the snapshot's token account, and return the tokens whose updates the restored experts lack."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
@@ -255,7 +255,7 @@ class Selecting(Strategy):
             held=run.version_at == run.last,
             saved=account.routed,  # the live state equals the saved state
         )  # fmt: skip
-        return account.lost_since(then.account, self.table)
+        return account.lost_since(then.account, self.table, tokens_of_run)
 
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int

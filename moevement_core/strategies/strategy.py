@@ -200,7 +200,7 @@ class Strategy(ABC):
         """Return a warning to log before training begins; None if there is none."""
         return None
 
-    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the learned state from the time when the snapshots of ``run`` were taken, and count the lost tokens.
 
         The session calls it only if :attr:`loses_updates` is true.
@@ -208,6 +208,7 @@ class Strategy(ABC):
         Args:
             run: restored run of the stage; versions of some operators may be older than others.
             learned: results of :meth:`learned` from the times when these snapshots were taken, by iteration.
+            tokens_of_run: tokens that each layer routes in the whole run (:attr:`Counts.tokens_of_run`).
 
         Returns:
             Tokens whose updates are lost, by expert of the stage.

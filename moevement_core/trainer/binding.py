@@ -79,6 +79,13 @@ class Counts(Protocol):
     paused: bool
     """True while tokens are not counted, so that a replay does not count them twice."""
 
+    @property
+    def tokens_of_run(self) -> int | None:
+        """Tokens that each layer routes in the whole run, counting a token once for each of its experts.
+
+        None if the length of the run is unknown.
+        """
+
     def take(self) -> torch.Tensor:
         """Return the numbers of tokens that this rank counted since the last call, and reset the counters."""
 

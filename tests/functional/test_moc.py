@@ -67,7 +67,9 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert recovery["lost_tokens"] == wanted
     assert recovery["first"] == reached - (EXPERTS - 1) * INTERVAL
     total = sum(count for (iteration, *_), count in tokens.items() if iteration <= reached)
-    assert recovery["proportion_lost"] == pytest.approx(sum(wanted.values()) / total)
+    assert recovery["proportion_lost_so_far"] == pytest.approx(sum(wanted.values()) / total)
+    of_run = 16 * flags_["global_batch_size"] * positions * experts_per_token * LAYERS
+    assert recovery["proportion_lost"] == pytest.approx(sum(wanted.values()) / of_run)
     assert re.search(rf"\b{sum(wanted.values()):,} routed tokens\b", survived.out)
 
 

@@ -86,7 +86,7 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert wanted, "one of four experts of a layer cannot be all that got tokens"
     assert recovery["lost_tokens"] == wanted
     total = sum(count for (iteration, *_), count in tokens.items() if iteration <= reached)
-    assert recovery["proportion_lost"] == pytest.approx(sum(wanted.values()) / total)
+    assert recovery["proportion_lost_so_far"] == pytest.approx(sum(wanted.values()) / total)
     assert re.search(rf"\b{sum(wanted.values()):,} routed tokens\b", survived.out)
 
 

@@ -51,6 +51,8 @@ class RouterRoom:
     def __init__(self, chunks: list[Any], table: OperatorTable, share: float) -> None:
         self.paused = False
         """True while admitted tokens are not counted."""
+        self.tokens_of_run = None
+        """Unknown here, because only the tokens that extra capacity admits are counted."""
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []

@@ -24,9 +24,11 @@ class RouterCounts:
         chunks: this rank's unwrapped virtual stages.
         table: operators of the stage, which include the counted experts.
         ordering: ordering of operators. It decides whether tokens or probabilities are counted.
+        tokens_of_run: tokens that each router assigns in the whole run, counting a token once for each of its experts.
     """
 
-    def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
+    def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering, tokens_of_run: int | None) -> None:
+        self.tokens_of_run = tokens_of_run
         self.paused = False
         """True while nothing is counted. Replays set it, so that no token is counted twice."""
         self._soft = ordering is Ordering.SOFT_COUNT

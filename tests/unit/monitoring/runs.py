@@ -36,6 +36,7 @@ RECOVERY = Recovery(
     first=3, until=5, replayed=2, verified_until=5, restored_until=5, recomputed=4, restored=4,
     largest_difference=0.0, losses_until=5, sends=2,
     sources={"memory": 2, "peer": 1}, replayed_by_stage={"0": 0, "1": 2}, redone=0, lost_tokens={}, proportion_lost=0.0,
+    proportion_lost_so_far=0.0,
     ranks=[2, 3], fed_bytes=4096, fetch_s=0.1, replay_s=1.0, replay_cpu_s=1.5,
 )  # fmt: skip
 STANDSTILL = NothingPersisted("no newer window has come to all peers for 9 iterations", 9, 3)

@@ -217,6 +217,9 @@ def test_the_proportion_is_the_mean_over_layers() -> None:
     lost[experts & (stage.layers == 1)] = [0, 50]
     account = TokenAccount(routed, lost)
     assert account.lost_since(account, stage).proportion == pytest.approx((0.1 + 0.05) / 2)
+    of_run = account.lost_since(account, stage, tokens_of_run=2000)
+    assert of_run.proportion_so_far == pytest.approx((0.1 + 0.05) / 2)
+    assert of_run.proportion == pytest.approx((10 / 2000 + 50 / 2000) / 2), "equation 7: of all tokens of the run"
 
 
 def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:

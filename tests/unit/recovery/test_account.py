@@ -12,7 +12,7 @@ from moevement_core.run.account import PARTS, Account, trace_events
 from moevement_core.run.outcome import Recovery
 
 RECOVERY = Recovery(
-    6, 8, 2, 8, 8, 9, 4, 0.0, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 0, {}, 0.0,
+    6, 8, 2, 8, 8, 9, 4, 0.0, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 0, {}, 0.0, 0.0,
     [2, 3], 2_000_000, 0.1,
     0.5, 0.4,
 )  # fmt: skip
