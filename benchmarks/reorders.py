@@ -148,7 +148,7 @@ def report(replays: Sequence[Replay], tokens: npt.NDArray[np.float64], iteration
 
 Gate decisions of a real GPT-MoE run ({tokens.shape[1]} layers, {tokens.shape[2]} experts, a record at every tenth iteration from {iterations[0]} to
 {iterations[-1]}, from the expert-selection dataset of the SmartMoE artifact) are replayed through the trigger. With its defaults, it
-reorders if more than 25% of experts have changed by more than 10%. It decides at {windows} window boundaries, one per record. "Frozen
+reorders if at least 25% of experts have changed by more than 10%. It decides at {windows} window boundaries, one per record. "Frozen
 share" is the share of the next record's expert tokens that a conversion with W = {WINDOW} sends to frozen experts, with the order of
 that time. A blind order gives 0.5, and an order made from the replayed counts themselves gives {best:.3f}. The record has no gate
 probabilities, so the soft count could not be replayed.

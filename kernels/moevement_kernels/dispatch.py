@@ -1,8 +1,9 @@
 """Assignment of a rank's tokens to replicas of experts (Lazarus, algorithm 1).
 
 Replicas of experts are in *slots*, and every rank has the same number of slots. The tokens of an expert are divided
-evenly among all replicas, up to a remainder. Tokens go to replicas on their own rank first. All functions run on the
-device of the routing map, and the host does not wait for the device.
+evenly among all replicas, up to a remainder. Tokens go to replicas on their own rank first. The tokens that a rank has
+left go to the other ranks in proportion to what these can still take, up to fewer tokens than there are ranks. All
+functions run on the device of the routing map, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -71,15 +72,41 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
     routed = tokens.T
     room = _capacities(routed.sum(1), table.replicas)
     own = torch.minimum(room, routed)
-    left, free = routed - own, room - own
-    left_end, free_end = left.cumsum(1)[:, rank, None], free.cumsum(1)
-    left_begin, free_begin = left_end - left[:, rank, None], free_end - free
-    sent = (torch.minimum(left_end, free_end) - torch.maximum(left_begin, free_begin)).clamp_min(0)
+    sent = _in_proportion(routed - own, room - own, rank)
     sent[:, rank] += own[:, rank]
     here = (table.expert, table.rank)
     each, more = sent[here] // table.replicas[here], sent[here] % table.replicas[here]
     begin = (sent.cumsum(1) - sent)[here] + table.ordinal * each + torch.minimum(table.ordinal, more)
     return Shares(begin, begin + each + (table.ordinal < more))
+
+
+BLOCK = 1 << 24
+"""Largest number of elements of an intermediate tensor in :func:`_in_proportion`."""
+
+
+def _in_proportion(left: torch.Tensor, free: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the tokens that one rank sends to each rank, ``[E, N]``, of those that are left.
+
+    Ranks send whole parts of their proportional shares. The tokens that rounding leaves over fill the room that it
+    leaves, both in the order of ranks. So every token is sent and no rank gets too many. Sums over all pairs of ranks
+    take E * N * N operations, in blocks of :data:`BLOCK` elements.
+
+    Args:
+        left: tokens that each rank has left, ``[E, N]``.
+        free: tokens that each rank can still take, ``[E, N]``; the sum over ranks is that of ``left``.
+        rank: rank that sends the tokens.
+    """
+    total = left.sum(1, keepdim=True).clamp_min(1)
+    sent_whole, got_whole = torch.zeros_like(left), torch.zeros_like(free)
+    step = max(1, BLOCK // free.numel())
+    for first in range(0, left.shape[1], step):
+        whole = left[:, first : first + step, None] * free[:, None, :] // total[:, :, None]
+        sent_whole[:, first : first + step] = whole.sum(2)
+        got_whole += whole.sum(1)
+    rest_end, room_end = (left - sent_whole).cumsum(1)[:, rank, None], (free - got_whole).cumsum(1)
+    rest_begin, room_begin = rest_end - (left - sent_whole)[:, rank, None], room_end - (free - got_whole)
+    rounded = (torch.minimum(rest_end, room_end) - torch.maximum(rest_begin, room_begin)).clamp_min(0)
+    return left[:, rank, None] * free // total + rounded
 
 
 def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:

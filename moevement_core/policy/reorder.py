@@ -19,7 +19,7 @@ class ReorderThresholds:
     share_change: float = 0.10
     """Relative change of an expert's activation share. The expert counts as changed if its share changes by more."""
     fraction: float = 0.25
-    """Fraction of the experts. A new order is made if more than this fraction has changed."""
+    """Fraction of the experts. A new order is made if at least this fraction has changed (MoEvement, section 3.5)."""
 
     def __post_init__(self) -> None:
         for name, most in (("share_change", np.inf), ("fraction", 1.0)):
@@ -65,7 +65,8 @@ class ReorderTrigger:
 
     def should_reorder(self, scores: Scores) -> bool:
         """Return True if enough experts have changed. The caller then makes a new order and calls :meth:`ordered`."""
-        return self.changed_fraction(scores) > self.thresholds.fraction
+        changed = self.changed_fraction(scores)
+        return changed > 0.0 and changed >= self.thresholds.fraction
 
 
 def _layer_totals(scores: Scores, layers: npt.NDArray[np.int64]) -> Scores:

@@ -49,7 +49,7 @@ class CopiesConfig:
         check=lambda name, value: None if value is None else PlacementKind(value),
         help="choice of the peers that keep copies. spread: ranks on other nodes, with even load; redundancy: "
         "data-parallel peers first; groups: nodes form groups, and the nodes of a group keep each other's copies "
-        "(default: groups for --moevement-strategy gemini, else spread)",
+        "(default: groups for --moevement-strategy gemini, redundancy for moetion, else spread)",
     )  # fmt: skip
     same_node: bool = flag(
         "--moevement-replicas-on-same-node", action="store_true",

@@ -144,7 +144,7 @@ class StrategyConfig:
     )  # fmt: skip
     reorder_fraction: float = flag(
         "--moevement-reorder-fraction", type=float, default=0.25, check=within(0.0, 1.0), metavar="F",
-        help="fraction of experts; operators are reordered when a larger fraction has changed (default: 0.25)",
+        help="fraction of experts; operators are reordered when at least this fraction has changed (default: 0.25)",
     )  # fmt: skip
     has_experts: bool = True
     """True if the model has experts."""

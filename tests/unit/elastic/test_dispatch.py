@@ -29,6 +29,11 @@ def test_every_token_is_computed_once_and_replicas_alike(seed: int) -> None:
     assert (computed[replicas == 0] == 0).all()
     own = np.einsum("eii->ei", sent)
     assert (own == np.minimum(tokens, computed)).all(), "nothing is sent away that could be computed here"
+    left, free = tokens - own, computed - own
+    proportional = left[:, :, None] * free[:, None, :] / np.maximum(left.sum(1), 1)[:, None, None]
+    others = sent.copy()
+    np.einsum("eii->ei", others)[...] = 0
+    assert (np.abs(others - proportional) < ranks).all(), "the rest is sent in proportion to what ranks can take"
 
 
 def test_tokens_without_a_replica_are_an_error() -> None:

@@ -1,8 +1,8 @@
 """Assignment of an expert's tokens to its replicas (Lazarus, algorithm 1), in whole tokens.
 
 All replicas of an expert compute the same number of tokens, to one token. Replicas compute tokens of their own rank
-first. The remaining tokens then fill the remaining capacities, both in order of ranks. The paper divides the remaining
-tokens proportionally, which gives fractions. Whole tokens need another rule, and this one needs few messages.
+first. The remaining tokens are divided in proportion to the remaining capacities, as in the paper, and rounded down.
+What rounding leaves over fills what it leaves of the capacities, both in order of ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def schedule(tokens: Counts, replicas: Counts) -> Counts:
         raise ValueError(f"experts {unserved.tolist()} have tokens and no replica; needs one of each")
     capacity = capacities(tokens.sum(1), replicas)
     own = np.minimum(capacity, tokens)
-    sent = _overlaps(tokens - own, capacity - own)
+    left, free = tokens - own, capacity - own
+    sent = left[:, :, None] * free[:, None, :] // np.maximum(left.sum(1), 1)[:, None, None]
+    sent += _overlaps(left - sent.sum(2), free - sent.sum(1))
     ranks = np.arange(tokens.shape[1])
     sent[:, ranks, ranks] += own
     return sent
