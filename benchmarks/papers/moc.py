@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
+from benchmarks.papers.fault_overhead import Faults, saving_s
 from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import Cluster
@@ -27,6 +28,8 @@ A800 = Cluster(8, 1 * GB, 100 * GB, storage_bytes_per_s=25 * GB, flops=312e12, u
 H100 = Cluster(8, 2 * GB, 200 * GB, storage_bytes_per_s=25 * GB, flops=989e12, utilization=0.2, link_bytes_per_s=450 * GB,
                memory_bytes_per_s=3350 * GB)  # fmt: skip
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+MTBF_S, RESTART_S = 3600.0, 120.0
+"""Mean seconds between failures and seconds of a restart, for the table of the total overhead."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,27 @@ def draw(axis: Any, name: str, points: list[Point]) -> None:
     axis.set(title=f"{name}: seconds of an iteration", yscale="log")
 
 
+OVERHEAD = (
+    "GPUs", "saving, s", "of an eighth, s", "interval", "full", "an eighth, same interval", "an eighth, same ratio",
+    "its interval", "cheaper",
+)  # fmt: skip
+
+
+def overhead_rows(points: list[Point]) -> list[list[str]]:
+    """Return rows with the total overhead of full and partial checkpoints, as shares of training time."""
+    rows = []
+    for place in points:
+        faults = Faults(place.compute_s / MTBF_S, RESTART_S, place.compute_s)
+        full_s, partial_s = (saving_s(snapshot_s, place.compute_s) for snapshot_s in (place.full_s, place.partial_s))
+        full = faults.best_interval(full_s)
+        closer = max(1, round(full * partial_s / full_s)) if full_s else full
+        row = [place.label, f"{full_s:.2f}", f"{partial_s:.2f}", str(full)]
+        for saved_s, interval in ((full_s, full), (partial_s, full), (partial_s, closer)):
+            row.append(f"{faults.total_s(saved_s, interval, iterations=1) / place.compute_s:.2%}")
+        rows.append([*row, str(closer), "yes" if faults.is_cheaper(partial_s, closer, full_s, full) else "no"])
+    return rows
+
+
 def report(by_panel: dict[str, list[Point]]) -> str:
     """Return the text of the page."""
     parts = []
@@ -157,6 +181,19 @@ network a node, 200 and 450 GB/s of NVLink, state of 12 bytes a parameter, which
 
 With more GPUs, an iteration gets longer only because of all-to-all over the network. How much longer, and where the curves cross,
 depends on bandwidths that the paper does not give.
+
+## Total overhead
+
+Equations 4 and 10 to 16 of the paper, with a failure every {MTBF_S / 60:.0f} minutes and {RESTART_S:.0f} s to restart (both assumed). *saving* is what a
+snapshot adds to an iteration after the passes have hidden their part. Full checkpoints have the interval with the least overhead.
+The paper names two ways to use smaller checkpoints: the same interval, or one with the same ratio of saving to interval, its
+interval is beside it. The last column is the paper's condition, equation 16.
+
+{table(OVERHEAD, overhead_rows(first))}
+
+H100:
+
+{table(OVERHEAD, overhead_rows(h100))}
 
 {measured_on("numpy")}.
 """
