@@ -1,6 +1,6 @@
 """Pages that only compute are what their scripts write today. Measured pages are not made again here.
 
-Three pages read recorded data, which this repository does not hold. Their tests need ``MOEVEMENT_DATA``: a folder with
+Four pages read recorded data, which this repository does not hold. Their tests need ``MOEVEMENT_DATA``: a folder with
 ``routing/expert_loads_24layers_32experts.npz``, ``traces/gcp.csv`` and ``traces/aws-p3.csv``.
 """
 
@@ -20,6 +20,7 @@ QUICK = ("table3", "table6", "moetion", "redo")
 SLOW = ("table7", "moc", "windows")
 WITH_DATA = {
     "benchmarks.papers.figures": "--trace {data}/traces/gcp.csv",
+    "benchmarks.papers.popularity": "{data}/routing/expert_loads_24layers_32experts.npz",
     "benchmarks.elastic": "{data}/routing/expert_loads_24layers_32experts.npz {data}/traces/aws-p3.csv --output {page}",
     "benchmarks.reorders": "{data}/routing/expert_loads_24layers_32experts.npz --output {page} --plot {page}.png",
 }
