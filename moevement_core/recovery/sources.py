@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moevement_core.engine.checkpointer import Checkpointer
@@ -42,10 +42,15 @@ class SnapshotSource(ABC):
 
 
 class MemorySource(SnapshotSource):
-    """Snapshots in this rank's host memory: its own, and those that it keeps for others."""
+    """Snapshots in this rank's host memory: its own, and those that it keeps for others.
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
+    Args:
+        checkpointer: checkpointer of this rank.
+        durable: own snapshots by iteration that stay in memory only because files lack some of their operators.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, durable: Mapping[int, Snapshot] | None = None) -> None:
+        self._checkpointer, self._durable = checkpointer, durable or {}
         self._leases: list[SnapshotLease] = []
 
     def release(self) -> None:
@@ -60,7 +65,8 @@ class MemorySource(SnapshotSource):
         To check every byte of all kept snapshots would take longer than the rest of a recovery. A damaged snapshot is
         found when it is fetched; the recovery is then planned again without it.
         """
-        own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
+        snapshots = {**self._durable, **self._checkpointer.own.snapshots()}
+        own = [(Source.MEMORY, snapshot) for snapshot in snapshots.values()]
         kept = [
             (Source.PEER, snapshot)
             for store in self._checkpointer.replicator.stores
@@ -72,7 +78,7 @@ class MemorySource(SnapshotSource):
         """Return one snapshot, leased if it is this rank's own; None if it was dropped meanwhile."""
         if source is Source.MEMORY:
             if (lease := self._checkpointer.own.lease(iteration)) is None:
-                return None
+                return self._durable.get(iteration)
             self._leases.append(lease)  # Without a lease, the snapshot would be dropped once all peers have it.
             return lease.snapshot
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)

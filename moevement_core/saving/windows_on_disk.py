@@ -6,6 +6,7 @@ report the problem. They try the folder after the next failure and at the beginn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from moevement_core.comms.exchange import all_gather_objects, from_rank_zero
@@ -24,6 +25,7 @@ from moevement_core.saving.identity import JobNames
 from moevement_core.saving.reports import Reports
 from moevement_core.saving.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.storage.writer import Folder, WindowWriter
 from moevement_core.topology.topology import Topology
 from moevement_core.trainer.binding import Binding
@@ -68,6 +70,9 @@ class WindowsOnDisk:
         """Folder of this rank; None while the folder of any rank is unusable."""
         self._lock: FolderLock | None = None
         """Lock of the folder, on the first rank that shares the folder; None on other ranks."""
+        self._kept: Sequence[SnapshotLease] = ()
+        """Own snapshots of the newest window that is durable on every rank, if memory holds operators that files lack.
+        """
         self._misses = self._wait = self._failed = 0
         """Numbers of consecutive failed tries, of windows until the next try, and of windows that were not written."""
         self._is_missing = False
@@ -81,6 +86,14 @@ class WindowsOnDisk:
     def written_bytes(self) -> int:
         """Bytes written since this rank last began to write to the folder."""
         return self._writer.written_bytes if self._writer is not None else 0
+
+    @property
+    def durable_snapshots(self) -> dict[int, Snapshot]:
+        """Own snapshots of the newest durable window by iteration, as memory holds them (MoC-System, section 5.1).
+
+        Empty if files hold whole snapshots.
+        """
+        return {lease.snapshot.iteration: lease.snapshot for lease in self._kept}
 
     def start(self) -> None:
         """Begin to write windows to the folder, from the next iteration on; do nothing if no flag names a folder.
@@ -161,6 +174,7 @@ class WindowsOnDisk:
             writer.finish(_least, TIMEOUT_S)
             self._checkpointer.agree_at_end(self._binding.iteration)
             writer.close(_least, TIMEOUT_S)
+        self._keep(())
         if self._lock is not None:
             self._lock.release()
         return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
@@ -197,6 +211,13 @@ class WindowsOnDisk:
         # The next tries come 1, 2, 4, 8, ... windows later, because each takes seconds if the disk does not answer.
         self._wait = 1 << min(self._misses - 1, 6)
 
+    def _keep(self, leased: Sequence[SnapshotLease]) -> None:
+        """Keep this rank's own snapshots of a durable window instead of those of the window before."""
+        before, own = self._kept, [lease for lease in leased if lease.snapshot.header.rank == self.topology.rank]
+        self._kept = own
+        for lease in (*before, *(lease for lease in leased if lease not in own)):
+            lease.release()
+
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
         """Return a writer of windows to ``place``. Every rank calls it."""
         current = [store for store in self._checkpointer.replicator.stores if store.source in self.topology.sources]
@@ -212,7 +233,8 @@ class WindowsOnDisk:
             report=self._reports.report,
             taken_over=lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
             left_behind=self._left_behind,
-            leaves_out=self._config.strategy.persisted is not None,
+            leaves_out=(leaves_out := self._config.strategy.persisted is not None),
+            keep=self._keep if leaves_out else None,
         )
 
 

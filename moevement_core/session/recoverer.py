@@ -80,7 +80,7 @@ class Recoverer:
         """
         parts = self._saving.parts
         self._release()  # an interrupted recovery may have left snapshots open
-        topology, memory = parts.topology, MemorySource(parts.checkpointer)
+        topology, memory = parts.topology, MemorySource(parts.checkpointer, self._disk.durable_snapshots)
         self._memory = memory
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
         live_replicas = LiveReplicas(parts.binding, topology, mark)

@@ -62,6 +62,8 @@ class _Window:
     """Files of the previous window to which this window has links, in the same form."""
     writing: Writing = Writing.BUSY
     """Progress of this rank with the window."""
+    leased: Sequence[SnapshotLease] = ()
+    """Snapshots that stay in memory until it is known whether the window is durable on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class WindowWriter:
         left_behind: writers of earlier generations. While a stalled disk blocks one of them, no window begins.
             Otherwise more and more stalled writers would keep buffers leased.
         leaves_out: True if files may leave out operators that older files hold.
+        keep: function that takes over the leases of each window that has become durable on every rank, because memory
+            holds operators that its files leave out. The writer's thread calls it. None: leases end when their files
+            are written.
     """
 
     def __init__(
@@ -107,7 +112,9 @@ class WindowWriter:
         left_behind: Sequence[WindowWriter] = (),
         *,
         leaves_out: bool = False,
+        keep: Callable[[Sequence[SnapshotLease]], None] | None = None,
     ) -> None:
+        self._keep = keep
         self.newest = NONE
         """Iteration whose state the newest window on disk restores."""
         self.written_bytes = 0
@@ -214,6 +221,8 @@ class WindowWriter:
         window. Buffers stay leased until the write under way ends. If all ranks have already agreed that a window is
         durable, that window still gets its manifest.
         """
+        if (window := self._window) is not None:
+            self._jobs.put(lambda: _release(window))
         self._abandoned, self._window = True, None
         self._jobs.put(None)
 
@@ -230,6 +239,7 @@ class WindowWriter:
             self._jobs.put(lambda: self._discard(window))
             return
         self._durable = window
+        self._jobs.put(lambda: self._hand_over(window))
         if self._not_written:
             self._report(f"windows are written to disk again; {self._not_written} earlier windows could not be written")
             self._not_written = 0
@@ -289,10 +299,12 @@ class WindowWriter:
                 self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
         else:
             self.write_s += time.perf_counter() - began_s
+            window.leased = leased
             window.writing = Writing.DURABLE
         finally:
-            for lease in leased:
-                lease.release()
+            if self._keep is None or not window.leased:
+                window.leased = leased
+                _release(window)
 
     def _bring(self, identity: _Identity, folder: Path) -> None:
         """Bring a file of the newest durable window into ``folder``: as a link, or a copy on a disk without links."""
@@ -331,8 +343,14 @@ class WindowWriter:
         except FolderInUse as error:
             self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
+    def _hand_over(self, window: _Window) -> None:
+        if self._keep is not None:
+            leased, window.leased = window.leased, ()
+            self._keep(leased)
+
     def _discard(self, window: _Window) -> None:
         """Delete the files that this rank wrote for an abandoned window, so that a full disk does not stay full."""
+        _release(window)
         folder = self._folder.path / window.manifest.name
         with suppress(OSError):  # the folder stays as long as it holds files of other ranks
             for rank, iteration, _ in (*window.files, *window.older):
@@ -347,6 +365,12 @@ class WindowWriter:
         if not self._not_written & (self._not_written - 1):  # only the 1st, 2nd, 4th, 8th ... failure is reported
             first, so_far = window.manifest.first, f" ({self._not_written} so far)" if self._not_written > 1 else ""
             self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next will be tried")
+
+
+def _release(window: _Window) -> None:
+    leased, window.leased = window.leased, ()
+    for lease in leased:
+        lease.release()
 
 
 def _identity(snapshot: Snapshot) -> _Identity:

@@ -89,6 +89,11 @@ class PartialSchedule(VersionSchedule):
         return self.checkpoints
 
     @property
+    def keeps_durable(self) -> bool:
+        """True if files leave out experts that memory holds (section 5.1)."""
+        return self.persisted is not None and self.persisted < self.experts
+
+    @property
     def is_dense(self) -> bool:
         """True if no expert is left out."""
         return self.experts >= self.most

@@ -181,6 +181,43 @@ def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Pat
     assert full.any(axis=0).all()
 
 
+def test_a_survivors_memory_has_newer_experts_than_files(tmp_path: Path) -> None:
+    """Kill one of two expert-parallel ranks without peers. Each expert is restored as its owner has it.
+
+    A snapshot holds two experts of a layer, one of each rank, and a file one of them. So the survivor's experts are at
+    most one iteration old, as in its memory, and those of the killed rank are as old as its files.
+    """
+    flags_: dict[str, Any] = SPARSE | PARTIAL | {
+        "expert_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 24, "moevement_dense_interval": 1,
+        "moevement_snapshot_experts": 2, "moevement_persist_experts": 1,
+        "moevement_persist_dir": str(tmp_path / "windows"),
+    }  # fmt: skip
+    survived = survive(2, 2, tmp_path / "run", inject=("rank=0,iteration=18,phase=backward",), **flags_)
+    survived.check_metrics(24)
+    (recovery,) = survived.events("recovery")
+    reached = recovery["until"] - recovery["replayed"]
+    tokens: Counter[tuple[int, int, int]] = Counter()
+    argv = [str(SCRIPT), *flags(**SAMPLES, expert_model_parallel_size=2, train_iters=18)]
+    for outcome in run_ranks(tokens_by_iteration, 2, argv, init_process_group=False):
+        tokens.update(outcome.result)
+    import json as j
+
+    print("DBG", j.dumps({k: recovery[k] for k in ("first", "until", "replayed", "sources", "lost_tokens")}))
+    import subprocess
+
+    subprocess.run(["cp", "-r", str(tmp_path / "windows"), "/tmp/dbgw"])
+    lost = recovery["lost_tokens"]
+    of_survivor = [expert_name(layer, expert) for layer in range(LAYERS) for expert in (2, 3)]
+    for layer in range(LAYERS):
+        for expert in (2, 3):
+            assert lost.get(expert_name(layer, expert), 0) in (0, tokens[reached, layer, expert])
+    newest = sum(lost.get(name, 0) for name in of_survivor)
+    oldest = sum(count for name, count in lost.items() if name not in of_survivor)
+    assert newest < oldest, "files of the killed rank are older than the survivor's memory"
+    assert recovery["sources"]["memory"] > 0
+    assert recovery["sources"]["file"] > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:

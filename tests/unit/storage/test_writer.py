@@ -108,6 +108,31 @@ def test_a_window_gets_its_manifest_when_all_ranks_have_it(
     assert writer.newest == 5
 
 
+def test_snapshots_of_a_durable_window_stay_in_memory_where_files_lack_operators(
+    tmp_path: Path, lender: Lender, reports: list[str]
+) -> None:
+    kept: list[list[int]] = []
+
+    def keep(leased: Sequence[SnapshotLease]) -> None:
+        kept.append([lease.snapshot.iteration for lease in leased])
+
+    writer = writer_to(tmp_path, lender, reports, leaves_out=True, keep=keep)
+    writer.begin(4, 5)
+    assert settled(writer) is Writing.DURABLE
+    assert lender.out == [4, 5], "another rank may still fail to write the window"
+    writer.learn(Writing.DURABLE)
+    writer.begin(6, 7)
+    assert settled(writer) is Writing.DURABLE
+    writer.learn(Writing.FAILED)
+    writer.begin(8, 9)
+    assert settled(writer) is Writing.DURABLE
+    assert kept == [[4, 5]]
+    assert lender.out == [4, 5, 8, 9], "the window that another rank could not write is given back"
+    writer.abandon()
+    writer._thread.join(5)
+    assert lender.out == [4, 5], "whoever keeps the durable window gives it back"
+
+
 def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> None:
     writer.begin(4, 5)
     writer.begin(6, 7)
