@@ -80,7 +80,7 @@ def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
     return Shares(begin, begin + each + (table.ordinal < more))
 
 
-BLOCK = 1 << 24
+BLOCK = 1 << 20
 """Largest number of elements of an intermediate tensor in :func:`_in_proportion`."""
 
 

@@ -42,7 +42,7 @@ class ElasticConfig:
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
         help="with --moevement-expert-slots: each expert has at least F replicas, on F nodes, if slots and nodes "
-        "suffice, so that any F - 1 nodes may fail at once; on fewer nodes, any F - 1 ranks (default: "
+        "suffice, so that any F - 1 nodes may fail at once; on fewer nodes, F - 1 ranks if slots allow (default: "
         f"{MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(

@@ -51,7 +51,7 @@ def maximum_rank_overlap(replicas: Replicas, slots: Sequence[int]) -> Placement:
     return tuple(tuple(sorted(node)) for node in placed)
 
 
-def place(replicas: Replicas, slots: Sequence[int], floor: int) -> Placement:
+def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[int] | None = None) -> Placement:
     """Return a placement that survives the loss of any ``floor - 1`` nodes, if there is such a placement.
 
     The function returns Lazarus's placement if it survives this loss, else a placement by round robin. If no placement
@@ -61,6 +61,8 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int) -> Placement:
         replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
         slots: slots of each node, ``[N]``.
         floor: least number of nodes that should hold each expert, f.
+        ranks: ranks of each node, ``[N]``. If there are fewer than f nodes, the function prefers a placement that lets
+            f ranks hold each expert. None: one rank on each node.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
@@ -70,10 +72,29 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int) -> Placement:
     # that hold different experts of their node.
     useful = sum(min(node, replicas.size) for node in slots)
     needed = min(floor, int(replicas.min()), useful // replicas.size)
-    for placement in (maximum_rank_overlap(replicas, slots), spread(replicas, slots)):
+    on_ranks = min(floor, int(replicas.min()))
+    fallback: Placement | None = None
+    for placer in (
+        lambda: maximum_rank_overlap(replicas, slots),
+        lambda: spread(replicas, slots),
+        lambda: spread(replicas, slots, most=needed),
+    ):
+        placement = placer()
         if min(nodes_by_expert(placement).values()) >= needed:
-            return placement
-    return spread(replicas, slots, most=needed)
+            if needed == on_ranks or ranks is None or _fewest_ranks(placement, ranks) >= on_ranks:
+                return placement
+            fallback = fallback or placement
+    assert fallback is not None  # the last placement reaches the bound
+    return fallback
+
+
+def _fewest_ranks(placement: Placement, ranks: Sequence[int]) -> int:
+    """Return the smallest number of ranks that can hold an expert if its replicas spread over the ranks of a node."""
+    held: Counter[int] = Counter()
+    for experts, count in zip(placement, ranks, strict=True):
+        for expert, replicas in Counter(experts).items():
+            held[expert] += min(replicas, count)
+    return min(held.values())
 
 
 def spread(

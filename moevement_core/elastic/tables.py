@@ -58,7 +58,7 @@ def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, f
     node_slots = [slots * len(ranks) for ranks in ranks_by_node.values()]
     sizes = {name: len(ranks) for name, ranks in ranks_by_node.items()}
     replicas = {layer: _replicas(tokens, node_slots, floor) for layer, tokens in stage.loads.items()}
-    wanted = {layer: place(counts, node_slots, floor) for layer, counts in replicas.items()}
+    wanted = {layer: place(counts, node_slots, floor, list(sizes.values())) for layer, counts in replicas.items()}
     if not wanted:
         return {}
     held, placements = _on_nodes(stage, wanted)
@@ -67,7 +67,7 @@ def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, f
             more_held, more_placements = _on_nodes(
                 other,
                 {
-                    layer: place(_replicas(tokens, node_slots, floor), node_slots, floor)
+                    layer: place(_replicas(tokens, node_slots, floor), node_slots, floor, list(sizes.values()))
                     for layer, tokens in other.loads.items()
                 },
             )

@@ -280,9 +280,10 @@ def _on_disk(schedule: Schedule, slot: int, states: Mapping[str, Any]) -> OnDisk
     wanted, held = schedule.on_disk_of_slot(slot), schedule.contents_of_slot(slot)
     if wanted is None or held is None:
         return None
-    names = schedule.table.names
-    has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
-    wanted = np.where(has_tensors, wanted, held)
     if np.array_equal(wanted, held):
         return None
-    return OnDisk(contents_text(wanted), tuple(names[place] for place in np.flatnonzero(wanted != held)))
+    names = schedule.table.names
+    has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
+    own = np.where(has_tensors, wanted, held)
+    without = tuple(names[place] for place in np.flatnonzero(own != held))
+    return OnDisk(contents_text(own), without, of_stage=contents_text(wanted))

@@ -41,7 +41,8 @@ class SnapshotMemory:
 
     def here(self, schedules: Sequence[Schedule]) -> int:
         """Return the bytes on this rank while ``schedules`` follow each other and no snapshot is left out."""
-        return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules)
+        durable = max(self._durable(schedule) for schedule in schedules)
+        return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules) + durable
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
         """Return the bytes on each peer while ``schedules`` follow each other and no snapshot is left out."""
@@ -62,7 +63,7 @@ class SnapshotMemory:
 
     def here_after_gap(self, schedule: Schedule) -> int:
         """Return the bytes on this rank after a left-out snapshot, when a new run begins beside the persisted run."""
-        return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule])
+        return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule]) + self._durable(schedule)
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
         """Return the bytes on each peer after a left-out snapshot, when a new run begins beside the persisted run."""
@@ -115,6 +116,10 @@ class SnapshotMemory:
             ),
             0,
         )
+
+    def _durable(self, schedule: Schedule) -> int:
+        """Return the bytes of the run that a rank keeps beside its files, whose snapshots are whole in memory."""
+        return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
     def _window(self, schedule: Schedule) -> int:
         return int(self._kept(schedule)[:, 0].sum())

@@ -111,6 +111,11 @@ class Schedule(ABC):
         """Return the part of a snapshot of ``slot`` that is written to disk; None if the whole snapshot is written."""
         return None
 
+    @property
+    def durable_slots(self) -> int:
+        """Number of own snapshots that a rank keeps because the files of the newest run on disk lack operators."""
+        return 0
+
     @abstractmethod
     def last_of_run(self, first: int) -> int:
         """Return the last iteration of the recoverable run from ``SS_first`` on, if no schedule begins in between."""

@@ -330,6 +330,7 @@ class Saving:
         schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
         self.checkpointer.history = ScheduleHistory(*schedules)
         self.checkpointer.forget_after(iteration)
+        self.disk.forget_after(iteration)
         self._settled = self._policy(iteration)
         self.windows.give_room()
 

@@ -101,7 +101,8 @@ class JobWindows(SnapshotSource):
 
     def holdings(self) -> list[Holding]:
         """Return the snapshots of all windows; a snapshot that belongs to two windows appears once."""
-        holdings = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
+        oldest_first = reversed(self._files)  # :meth:`open` reads the newest file of a snapshot
+        holdings = {(held.owner, held.iteration): held for window in oldest_first for held in window.holdings()}
         return list(holdings.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:

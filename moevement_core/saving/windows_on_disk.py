@@ -199,6 +199,7 @@ class WindowsOnDisk:
         """Continue training without writing windows, and report the reason."""
         self.job_name = self.job_name or self._names.start
         self._writer = self._place = None
+        self._keep(())
         self._checkpointer.write_to(None, self._binding.iteration)
         self._misses += 1
         self._is_missing = True
@@ -213,9 +214,21 @@ class WindowsOnDisk:
 
     def _keep(self, leased: Sequence[SnapshotLease]) -> None:
         """Keep this rank's own snapshots of a durable window instead of those of the window before."""
-        before, own = self._kept, [lease for lease in leased if lease.snapshot.header.rank == self.topology.rank]
+        before, own = self._kept, [lease for lease in leased if self._is_worth_keeping(lease.snapshot)]
         self._kept = own
         for lease in (*before, *(lease for lease in leased if lease not in own)):
+            lease.release()
+
+    def _is_worth_keeping(self, snapshot: Snapshot) -> bool:
+        """Return True if a snapshot is this rank's own, and its file lacks operators."""
+        header = snapshot.header
+        return header.rank == self.topology.rank and header.on_disk is not None and bool(header.on_disk.without)
+
+    def forget_after(self, iteration: int) -> None:
+        """Release the kept snapshots after ``iteration``, because the job has rolled back to it."""
+        later = [lease for lease in self._kept if lease.snapshot.iteration > iteration]
+        self._kept = [lease for lease in self._kept if lease not in later]
+        for lease in later:
             lease.release()
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:

@@ -80,6 +80,9 @@ class OnDisk:
     """Contents on disk, in the form of :attr:`Header.contents`."""
     without: tuple[str, ...]
     """Names of the operators that are left out on disk."""
+    of_stage: str = ""
+    """Contents on disk for all ranks of the stage. :attr:`contents` differs in operators without tensors on this rank.
+    All ranks keep the same older files by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class Header:
             "record": self.record,
             "state": self.state,
             "whole": self.whole,
-            "on_disk": None if self.on_disk is None else [self.on_disk.contents, self.on_disk.without],
+            "on_disk": None if (part := self.on_disk) is None else [part.contents, part.without, part.of_stage],
         }
         return json.dumps(plain_header).encode()
 
@@ -164,10 +167,16 @@ class Header:
                 record=fields["record"],
                 state=int(fields["state"]),
                 whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
-                on_disk=None if on_disk is None else OnDisk(str(on_disk[0]), tuple(map(str, on_disk[1]))),
+                on_disk=None if on_disk is None else _on_disk_of(on_disk),
             )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SnapshotError(f"the header cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _on_disk_of(fields: Any) -> OnDisk:
+    """Return the field ``on_disk`` of a header; headers of older programs lack its last part."""
+    contents, without, *of_stage = fields
+    return OnDisk(str(contents), tuple(map(str, without)), *map(str, of_stage[:1]))
 
 
 def _checked(entry: Entry) -> Entry:

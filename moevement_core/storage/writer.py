@@ -56,8 +56,6 @@ class _Window:
     manifest: Manifest
     files: dict[_Identity, str]
     """Files that this rank writes for the window, each with its content in the form of :attr:`Header.contents`."""
-    is_whole: bool
-    """True if each snapshot is written whole."""
     older: dict[_Identity, str]
     """Files of the previous window to which this window has links, in the same form."""
     writing: Writing = Writing.BUSY
@@ -174,6 +172,8 @@ class WindowWriter:
         files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
         older: dict[_Identity, str] = {}
         if before is not None and not is_whole:
+            # A file of the last window may hold more of a snapshot that belongs to both windows.
+            files = {name: _more_complete(content, before.files.get(name)) for name, content in files.items()}
             older = _still_needed(files, before.files | before.older)
             first = min(first, before.manifest.first)
         manifest = Manifest(
@@ -185,7 +185,7 @@ class WindowWriter:
             settings=self._settings,
             arithmetic=self._arithmetic,
         )
-        window = self._window = _Window(manifest, files, is_whole, older)
+        window = self._window = _Window(manifest, files, older)
         if leased is None:
             self._fail(window, "the disk blocks an older window" if is_stalled else "one of its snapshots is missing")
         else:
@@ -287,7 +287,8 @@ class WindowWriter:
                     return
                 if self._is_linked(folder, _identity(lease.snapshot), window.files):
                     continue
-                snapshot = lease.snapshot if window.is_whole else lease.snapshot.for_disk()
+                is_whole = window.files[_identity(lease.snapshot)] == lease.snapshot.header.contents
+                snapshot = lease.snapshot if is_whole else lease.snapshot.for_disk()
                 write_snapshot(folder, snapshot, lambda: not self._abandoned)
                 self.written_bytes += snapshot.header.payload_bytes
             for identity in window.older:
@@ -344,9 +345,11 @@ class WindowWriter:
             self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _hand_over(self, window: _Window) -> None:
-        if self._keep is not None:
-            leased, window.leased = window.leased, ()
-            self._keep(leased)
+        if self._keep is None or self._abandoned:  # A recovery may be reading the snapshots that are kept now.
+            _release(window)
+            return
+        leased, window.leased = window.leased, ()
+        self._keep(leased)
 
     def _discard(self, window: _Window) -> None:
         """Delete the files that this rank wrote for an abandoned window, so that a full disk does not stay full."""
@@ -378,9 +381,19 @@ def _identity(snapshot: Snapshot) -> _Identity:
 
 
 def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
-    """Return the content of a snapshot's file, in the form of :attr:`Header.contents`."""
+    """Return the content of a snapshot's file, the same on all ranks of a stage, in the form of ``Header.contents``."""
     header = snapshot.header
-    return header.contents if is_whole or header.on_disk is None else header.on_disk.contents
+    if is_whole or header.on_disk is None:
+        return header.contents
+    return header.on_disk.of_stage or header.on_disk.contents
+
+
+def _more_complete(content: str, before: str | None) -> str:
+    """Return the content with more full states: that of the file to write, or that of the file in the last window."""
+    if before is None:
+        return content
+    full = str(int(Saved.FULL))
+    return before if before.count(full) > content.count(full) else content
 
 
 def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:

@@ -89,9 +89,9 @@ class PartialSchedule(VersionSchedule):
         return self.checkpoints
 
     @property
-    def keeps_durable(self) -> bool:
-        """True if files leave out experts that memory holds (section 5.1)."""
-        return self.persisted is not None and self.persisted < self.experts
+    def durable_slots(self) -> int:
+        """Snapshots of a run if files leave out experts that memory holds (section 5.1), else 0."""
+        return self.snapshots if self.persisted is not None and self.persisted < self.experts else 0
 
     @property
     def is_dense(self) -> bool:

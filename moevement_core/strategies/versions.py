@@ -52,16 +52,10 @@ class VersionSchedule(Schedule):
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of snapshots that a rank keeps while nothing fails.
 
-        These are the persisted run, the snapshots taken before all ranks know of a newer run, a run that is being
-        written to disk, and the newest run on disk if files leave out experts that memory holds.
+        These are the persisted run, the snapshots taken before all ranks know of a newer run, and a run that is being
+        written to disk.
         """
-        runs = 1 + to_disk * (1 + self.keeps_durable)
-        return self.snapshots * runs + -(-(2 + lag) // self.interval)
-
-    @property
-    def keeps_durable(self) -> bool:
-        """True if ranks keep the newest run on disk in memory as well."""
-        return False
+        return self.snapshots * (1 + to_disk) + -(-(2 + lag) // self.interval)
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of iterations that boundary logs hold, back to the newest persisted snapshot."""

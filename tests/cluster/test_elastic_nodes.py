@@ -1,7 +1,8 @@
-"""Elastic job without spares that loses nodes, goes on with the others, and adds nodes. Each node has one rank."""
+"""Elastic jobs without spares that lose nodes, go on with the others, and add nodes. A node has one rank or two."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,26 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> 
     losses = {line["iteration"]: line["loss"] for line in static.metrics()}
     for line in training.record.metrics():
         assert line["loss"] == pytest.approx(losses[line["iteration"]], rel=5e-3), f"iteration {line['iteration']}"
+
+
+def test_a_node_with_two_ranks_takes_no_expert_with_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Kill one of three nodes with two ranks each. Every expert has a replica on another node, so nothing is repeated.
+
+    If experts were placed on ranks, both replicas of an expert could be on the killed node.
+    """
+    overrides = FLAGS | KINDS["slots"] | {"moevement_expert_slots": 2, "global_batch_size": 24}
+    training = train(cluster, tmp_path, processes_per_node=2, spares=0, **overrides)
+    training.wait_for_iteration(8)
+    before = training.iteration()
+    change = _after(training, cluster.kill_node("n2"), 1)
+    assert (change["world_before"], change["world_size"]) == (6, 4)
+    assert change["iteration"] >= before
+    assert change["digests_equal"]
+    placements = sorted((training.run_dir / "placements").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path, nodes in zip(placements, (3, 2), strict=True):
+        for rows in json.loads(path.read_text(encoding="utf-8"))["layers"].values():
+            of_nodes = [{*rows[2 * node], *rows[2 * node + 1]} for node in range(nodes)]
+            experts = set.union(*of_nodes)
+            assert all(sum(expert in held for held in of_nodes) >= 2 for expert in experts), rows
+    training.end()
+    assert training.events("restart") == []

@@ -200,12 +200,6 @@ def test_a_survivors_memory_has_newer_experts_than_files(tmp_path: Path) -> None
     argv = [str(SCRIPT), *flags(**SAMPLES, expert_model_parallel_size=2, train_iters=18)]
     for outcome in run_ranks(tokens_by_iteration, 2, argv, init_process_group=False):
         tokens.update(outcome.result)
-    import json as j
-
-    print("DBG", j.dumps({k: recovery[k] for k in ("first", "until", "replayed", "sources", "lost_tokens")}))
-    import subprocess
-
-    subprocess.run(["cp", "-r", str(tmp_path / "windows"), "/tmp/dbgw"])
     lost = recovery["lost_tokens"]
     of_survivor = [expert_name(layer, expert) for layer in range(LAYERS) for expert in (2, 3)]
     for layer in range(LAYERS):

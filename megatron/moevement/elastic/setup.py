@@ -76,7 +76,11 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
 
 def _of_stage(meeting: Meeting, stage: int) -> list[OfferedState]:
     """Return what ranks bring that were in a stage before the meeting."""
-    return [brought for brought in meeting.held if brought.stand is not None and brought.stand.stage == stage]
+    return [brought for brought in meeting.held if _was_in(brought, stage)]
+
+
+def _was_in(brought: OfferedState, stage: int) -> bool:
+    return brought.stand is not None and brought.stand.stage == stage
 
 
 def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> StageExperts:
@@ -92,7 +96,7 @@ def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> 
         nodes=nodes_of(ranks),
         loads={layer: counted.get(layer, [1] * experts) for layer in layers},
         held={
-            layer: [brought.experts.get(layer, ()) if brought in of_stage else () for brought in held]
+            layer: [brought.experts.get(layer, ()) if _was_in(brought, stage) else () for brought in held]
             for layer in layers
         },
     )
