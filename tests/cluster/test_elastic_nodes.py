@@ -70,6 +70,7 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> 
         assert line["loss"] == pytest.approx(losses[line["iteration"]], rel=5e-3), f"iteration {line['iteration']}"
 
 
+@pytest.mark.full
 def test_a_node_with_two_ranks_takes_no_expert_with_it(cluster: Cluster, tmp_path: Path) -> None:
     """Kill one of three nodes with two ranks each. Every expert has a replica on another node, so nothing is repeated.
 
