@@ -60,7 +60,7 @@ class Sample:
     lost: int
     """Routed tokens whose updates recoveries lost."""
     lost_share: float
-    """Share of all routed tokens whose updates were lost (PLT)."""
+    """Share of the run's routed tokens whose updates were lost (PLT, equation 7 of MoC-System)."""
     loss: float | None
     """Loss on the validation set at the end of training."""
     bits: str

@@ -57,26 +57,26 @@ def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, f
     ranks_by_node = stage.ranks_by_node
     node_slots = [slots * len(ranks) for ranks in ranks_by_node.values()]
     sizes = {name: len(ranks) for name, ranks in ranks_by_node.items()}
-    replicas = {layer: _replicas(tokens, node_slots, floor) for layer, tokens in stage.loads.items()}
-    wanted = {layer: place(counts, node_slots, floor, list(sizes.values())) for layer, counts in replicas.items()}
-    if not wanted:
+    if not stage.loads:
         return {}
+
+    def placed(loads: Mapping[int, Sequence[int]]) -> dict[int, Placement]:
+        return {
+            layer: place(_replicas(tokens, node_slots, floor), node_slots, floor, list(sizes.values()))
+            for layer, tokens in loads.items()
+        }
+
+    wanted = placed(stage.loads)
     held, placements = _on_nodes(stage, wanted)
     for other in others:
         if other.loads and {name: len(ranks) for name, ranks in other.ranks_by_node.items()} == sizes:
-            more_held, more_placements = _on_nodes(
-                other,
-                {
-                    layer: place(_replicas(tokens, node_slots, floor), node_slots, floor, list(sizes.values()))
-                    for layer, tokens in other.loads.items()
-                },
-            )
+            more_held, more_placements = _on_nodes(other, placed(other.loads))
             held, placements = held + more_held, placements + more_placements
     places = assign_places(held, placements)
     tables: dict[int, Table] = {}
     for layer, placement in wanted.items():
         rows: dict[int, tuple[int, ...]] = {}
-        each = np.asarray(stage.loads[layer]) / replicas[layer]
+        each = np.asarray(stage.loads[layer]) / _replicas(stage.loads[layer], node_slots, floor)
         before = stage.held.get(layer) or [()] * len(stage.nodes)
         for node, ranks in enumerate(ranks_by_node.values()):
             of_ranks = _inside(placement[places[node]], len(ranks), slots, each.tolist())

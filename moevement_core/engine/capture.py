@@ -278,9 +278,7 @@ def _on_disk(schedule: Schedule, slot: int, states: Mapping[str, Any]) -> OnDisk
         states: states of the operators with tensors on this rank, by name.
     """
     wanted, held = schedule.on_disk_of_slot(slot), schedule.contents_of_slot(slot)
-    if wanted is None or held is None:
-        return None
-    if np.array_equal(wanted, held):
+    if wanted is None or held is None or np.array_equal(wanted, held):
         return None
     names = schedule.table.names
     has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
