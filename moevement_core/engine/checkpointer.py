@@ -594,9 +594,11 @@ class Checkpointer:
     def _ends_at(self) -> int | None:
         """Return the last snapshot of the persisted run, equal on all ranks; None if no parts are freed early."""
         first = self.lifetime.persisted
-        if not self.memory.gives_back:
+        if not self.memory.gives_back or first < self.history.oldest.start:
             return None
-        return self.history.at(first).last_of_run(first) if first >= self.history.oldest.start else None
+        schedule = self.history.at(first)
+        # Snapshots that leave experts out stay whole: other experts still need their older versions.
+        return schedule.last_of_run(first) if schedule.supersedes else None
 
     def _has_room(self, iteration: int) -> bool:
         """Return True if a window may begin at ``iteration`` and memory for all of it is free."""

@@ -13,8 +13,10 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.operators import expert_name
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.snapshot import BOUNDARY
 from tests.failure_free import failure_free, failure_free_digest
-from tests.functional.bodies import tokens_by_iteration
+from tests.functional.bodies import live_and_saved, tokens_by_iteration
 from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SAMPLES, SPARSE
 from tests.harness import run_ranks
 from tests.launching import survive
@@ -108,6 +110,23 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not verdict["equal"]
     assert len(verdict["lost_updates"]) == len(recoveries)
+
+
+def test_no_part_of_a_snapshot_is_freed_while_older_versions_in_it_are_needed(tmp_path: Path) -> None:
+    """Gradients that a newer full state replaces stay: a snapshot without them restores no expert any more."""
+    chosen = PARTIAL | {"moevement_snapshot_experts": 3, "moevement_replicas": 1}
+    job = {"expert_model_parallel_size": 2, "train_iters": 12}
+    words = [*flags(**SPARSE | job | chosen), "--run-dir", str(tmp_path / "run")]
+    gradients = 0
+    for rank, outcome in enumerate(run_ranks(live_and_saved, 2, [str(SCRIPT), *words], init_process_group=False)):
+        result = outcome.result
+        for (source, iteration), tensors in [*result["own"].items(), *result["kept"].items()]:
+            if source == rank:
+                _, contents, names = result["schedules"][iteration]
+                wanted = {name for name, saved in zip(names, contents, strict=True) if saved != Saved.OMITTED}
+                assert {name for name, _ in tensors} - {BOUNDARY} == wanted & set(result["held"])
+                gradients += sum(saved == Saved.GRADIENT for saved in contents)
+    assert gradients > 0, "experts of the previous snapshot are saved as gradients"
 
 
 @pytest.mark.full
