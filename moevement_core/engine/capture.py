@@ -15,7 +15,7 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import HeldBuffer, OwnSnapshots
 from moevement_core.errors import SnapshotError
 from moevement_core.overhead.pause import Pause
-from moevement_core.policy.schedule import Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.buffer import Buffer, spread
 from moevement_core.snapshot.copies import Capture, copy_engine
@@ -23,7 +23,7 @@ from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
     Header,
-    OnDisk,
+    Part,
     Snapshot,
     StateTensor,
     aligned_bytes,
@@ -173,7 +173,10 @@ class Capturer:
             return False
         if logged is not None:
             self._logged, self.last_logged = None, logged.copies
-        held = self._own.begin(iteration, buffer, layout.contents)
+        on_disk = schedule.on_disk_of_slot(slot)
+        # Parity is a sum of whole snapshots.
+        at_peers = None if self.memory.is_summed else schedule.at_peers_of_slot(slot)
+        held = self._own.begin(iteration, buffer, layout.contents, at_peers)
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in placed]
         places = schedule.table.index_of
 
@@ -195,7 +198,8 @@ class Capturer:
             header = Header(
                 rank=self._rank, iteration=iteration, schedule=schedule.id, slot=slot,
                 contents=contents_text(layout.contents), entries=entries, record=marked, state=state,
-                whole=done.whole or None, on_disk=_on_disk(schedule, slot, self._states),
+                whole=done.whole or None, on_disk=part_of(schedule, slot, on_disk, self._states),
+                at_peers=part_of(schedule, slot, at_peers, self._states),
             )  # fmt: skip
             self._done(held, Snapshot(header, buffer))
 
@@ -215,7 +219,9 @@ class Capturer:
             for source, target in spread(piece, list(buffer.pieces(at, piece.numel()))):
                 target.copy_(source)
             at += piece.numel()
-        held = self._own.begin(snapshot.iteration, buffer, contents_of(header.contents))
+        part = header.at_peers
+        at_peers = None if part is None else contents_of(part.of_stage)
+        held = self._own.begin(snapshot.iteration, buffer, contents_of(header.contents), at_peers)
         self._done(held, Snapshot(header, buffer))
         return True
 
@@ -266,22 +272,23 @@ class Capturer:
         return {name: tensors for name, tensors in every.items() if tensors}
 
 
-def _on_disk(schedule: Schedule, slot: int, states: Mapping[str, Any]) -> OnDisk | None:
-    """Return which part of a snapshot is written to disk; None for the whole snapshot.
+def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
+    """Return the part of a snapshot that has the contents ``wanted``; None for the whole snapshot.
 
-    An operator that has no tensors on this rank counts as written, because nothing of it is missing. So each expert is
-    restored from the newest version that its owners have, in memory or on disk (MoC-System, section 5.1).
+    An operator that has no tensors on this rank counts as part of it, because nothing of it is missing. So each expert
+    is restored from the newest version that its owners have (MoC-System, section 5.1).
 
     Args:
         schedule: schedule of the snapshot.
         slot: slot of the snapshot in the schedule.
+        wanted: contents of the part, for all ranks of the stage; None for the whole snapshot.
         states: states of the operators with tensors on this rank, by name.
     """
-    wanted, held = schedule.on_disk_of_slot(slot), schedule.contents_of_slot(slot)
+    held = schedule.contents_of_slot(slot)
     if wanted is None or held is None or np.array_equal(wanted, held):
         return None
     names = schedule.table.names
     has_tensors = np.array([bool(state and (state.full or state.compute)) for state in map(states.get, names)])
     own = np.where(has_tensors, wanted, held)
     without = tuple(names[place] for place in np.flatnonzero(own != held))
-    return OnDisk(contents_text(own), without, of_stage=contents_text(wanted))
+    return Part(contents_text(own), without, of_stage=contents_text(wanted))

@@ -340,7 +340,7 @@ class Checkpointer:
         """True if a snapshot is being captured, sent or written to disk, or was captured when the iteration began."""
         return (
             self.capturer.last is not None
-            or bool(self.own.deliverable().keys() - self.persisted().keys())
+            or bool(self.own.deliverable(self.replicator.peers).keys() - self.persisted().keys())
             or (self._writer is not None and self._writer.writing is Writing.BUSY)
         )
 
@@ -564,7 +564,7 @@ class Checkpointer:
     def _learn(self, iteration: int) -> None:
         """Apply the agreement of the previous iteration, then propose the statuses of this rank's runs."""
         self._take_in()
-        statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
+        statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _take_in(self) -> None:
@@ -606,7 +606,8 @@ class Checkpointer:
         return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
     def _drop_open_window(self) -> list[int]:
-        under_way = self.lifetime.under_way(self.own.deliverable(), peers_are_full=self.replicator.are_full)
+        deliverable = self.own.deliverable(self.replicator.peers)
+        under_way = self.lifetime.under_way(deliverable, peers_are_full=self.replicator.are_full)
         self.own.free(under_way)
         if under_way:
             self.replicator.drop(under_way[0], under_way[-1])

@@ -35,7 +35,7 @@ class SnapshotMemory:
         self.record_bytes, self.keeps_own_copies = record_bytes, keeps_own_copies
         self.gives_back = not (to_disk or is_summed)
         """True if parts of a snapshot are freed early. This is not possible with windows on disk or with parity."""
-        self._states, self._to_disk, self._is_summed = states, to_disk, is_summed
+        self._states, self._to_disk, self.is_summed = states, to_disk, is_summed
         self._weighed: dict[str, Kept] = {}
         """Bytes of each snapshot of a window, by the id of the schedule."""
 
@@ -54,7 +54,7 @@ class SnapshotMemory:
         tensors = [
             tensor for state in self._states.values() for tensor in (*state.compute, *state.full, *state.gradient)
         ]
-        return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self._is_summed else 0
+        return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self.is_summed else 0
 
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
         """Return the bytes of each snapshot of a window, and the number of snapshots that a peer keeps at a time."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
 
 Copies = Mapping[int, Mapping[int, str]]
 """Schedule ids of this rank's snapshots that peers hold, by peer and iteration."""
@@ -26,6 +26,8 @@ class HeldBuffer:
     iteration: int
     buffer: Buffer
     contents: Contents
+    at_peers: Contents
+    """Contents of the copies on peers, for all ranks of the stage. They may leave out operators of :attr:`contents`."""
     users: int = 1
     """Number of users that read or write the buffer now; the capture is the first user."""
     freed: bool = False
@@ -72,9 +74,16 @@ class OwnSnapshots:
         with self._lock:
             return iter(sorted(self._held))
 
-    def begin(self, iteration: int, buffer: Buffer, contents: Contents) -> HeldBuffer:
-        """Register a snapshot that is being copied into ``buffer``; the capture is the first user of the buffer."""
-        held = HeldBuffer(iteration, buffer, contents)
+    def begin(self, iteration: int, buffer: Buffer, contents: Contents, at_peers: Contents | None = None) -> HeldBuffer:
+        """Register a snapshot that is being copied into ``buffer``; the capture is the first user of the buffer.
+
+        Args:
+            iteration: iteration of the snapshot.
+            buffer: buffer of the snapshot.
+            contents: contents of the snapshot.
+            at_peers: contents that peers receive; None for all of the contents.
+        """
+        held = HeldBuffer(iteration, buffer, contents, contents if at_peers is None else at_peers)
         with self._lock:
             self._held[iteration] = held
         return held
@@ -135,7 +144,7 @@ class OwnSnapshots:
                 if held is None or held.snapshot is None or held.users or held.dropped:
                     continue
                 held.snapshot, ranges = held.snapshot.without(operators)
-                held.contents = held.snapshot.contents
+                held.contents = held.at_peers = held.snapshot.contents
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
@@ -171,8 +180,10 @@ class OwnSnapshots:
         """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
         known = Snapshot(snapshot.header, Buffer(), set(peers))
         with self._lock:
+            contents = snapshot.contents
+            at_peers = contents if (part := snapshot.header.at_peers) is None else contents_of(part.of_stage)
             self._held[snapshot.iteration] = HeldBuffer(
-                snapshot.iteration, known.buffer, snapshot.contents, users=0, snapshot=known, dropped=True
+                snapshot.iteration, known.buffer, contents, at_peers, users=0, snapshot=known, dropped=True
             )
 
     def _drop_if_kept_elsewhere(self, held: HeldBuffer) -> None:
@@ -208,20 +219,28 @@ class OwnSnapshots:
         with self._lock:
             return {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
 
-    def deliverable(self) -> dict[int, Contents]:
-        """Return the contents of snapshots that every peer has or may still receive, by iteration."""
+    def deliverable(self, peers: Collection[int]) -> dict[int, Contents]:
+        """Return the contents that ``peers`` receive of snapshots that all of them have or may still receive.
+
+        Returns:
+            Contents by iteration; if there are no peers, the whole contents.
+        """
         with self._lock:
-            return {iteration: held.contents for iteration, held in self._held.items() if not held.undeliverable}
+            return {
+                iteration: held.at_peers if peers else held.contents
+                for iteration, held in self._held.items()
+                if not held.undeliverable
+            }
 
     def acked_by(self, peers: Collection[int]) -> dict[int, Contents]:
-        """Return the contents of snapshots that all ``peers`` hold, by iteration.
+        """Return the contents at peers of snapshots that all ``peers`` hold, by iteration.
 
-        If there are no peers, these are all captured snapshots.
+        If there are no peers, these are the whole contents of all captured snapshots.
         """
         wanted = set(peers)
         with self._lock:
             return {
-                iteration: held.contents
+                iteration: held.at_peers if wanted else held.contents
                 for iteration, held in self._held.items()
                 if held.snapshot and wanted <= held.snapshot.acknowledged
             }

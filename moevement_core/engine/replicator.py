@@ -62,9 +62,11 @@ class Replicator:
         assert snapshot is not None
         for sender in self._senders if self.enabled else ():
             if sender.peer not in snapshot.acknowledged:
-                sender.deliver(
-                    Delivery(snapshot, lambda: self._own.begin_use(held), lambda: self._own.end_use(held))
-                )  # fmt: skip
+                sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._own.end_use(held)))
+
+    def _begin_use(self, held: HeldBuffer) -> Snapshot | None:
+        snapshot = self._own.begin_use(held)
+        return None if snapshot is None else snapshot.for_peers()
 
     def drop(self, first: int, last: int) -> None:
         """Ask every peer to drop this rank's snapshots from ``first`` to ``last``."""

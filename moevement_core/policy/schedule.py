@@ -111,6 +111,10 @@ class Schedule(ABC):
         """Return the part of a snapshot of ``slot`` that is written to disk; None if the whole snapshot is written."""
         return None
 
+    def at_peers_of_slot(self, slot: int) -> Contents | None:
+        """Return the part of a snapshot of ``slot`` that peers receive; None if they receive the whole snapshot."""
+        return None
+
     @property
     def durable_slots(self) -> int:
         """Number of own snapshots that a rank keeps because the files of the newest run on disk lack operators."""

@@ -73,16 +73,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
-    """Part of a snapshot that is written to disk, for snapshots that are not written whole."""
+class Part:
+    """Part of a snapshot that is written to disk, or sent to peers."""
 
     contents: str
-    """Contents on disk, in the form of :attr:`Header.contents`."""
+    """Contents of the part, in the form of :attr:`Header.contents`."""
     without: tuple[str, ...]
-    """Names of the operators that are left out on disk."""
+    """Names of the operators that are left out."""
     of_stage: str = ""
-    """Contents on disk for all ranks of the stage. :attr:`contents` differs in operators without tensors on this rank.
-    All ranks keep the same older files by it."""
+    """Contents of the part for all ranks of the stage. :attr:`contents` differs in operators without tensors on this
+    rank. All ranks keep the same older snapshots by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,10 @@ class Header:
 
     The snapshot need not hold that state.
     """
-    on_disk: OnDisk | None = None
+    on_disk: Part | None = None
     """Part that is written to disk; None if the whole snapshot is written."""
+    at_peers: Part | None = None
+    """Part that peers receive; None if they receive the whole snapshot. A peer's copy has this field too."""
 
     @property
     def payload_bytes(self) -> int:
@@ -134,7 +136,8 @@ class Header:
             "record": self.record,
             "state": self.state,
             "whole": self.whole,
-            "on_disk": None if (part := self.on_disk) is None else [part.contents, part.without, part.of_stage],
+            "on_disk": _plain_part(self.on_disk),
+            "at_peers": _plain_part(self.at_peers),
         }
         return json.dumps(plain_header).encode()
 
@@ -154,7 +157,7 @@ class Header:
                 _checked(Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place)))
                 for o, s, k, t, at, n, d, *place in fields["entries"]
             )
-            whole, on_disk = fields["whole"], fields.get("on_disk")
+            whole = fields["whole"]
             if not isinstance(fields["record"], dict | None):
                 raise ValueError(f"the record must be a dict or null, but is a {type(fields['record']).__name__}")
             return Header(
@@ -167,16 +170,23 @@ class Header:
                 record=fields["record"],
                 state=int(fields["state"]),
                 whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
-                on_disk=None if on_disk is None else _on_disk_of(on_disk),
+                on_disk=_part_of(fields.get("on_disk")),
+                at_peers=_part_of(fields.get("at_peers")),
             )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SnapshotError(f"the header cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _on_disk_of(fields: Any) -> OnDisk:
-    """Return the field ``on_disk`` of a header; headers of older programs lack its last part."""
+def _plain_part(part: Part | None) -> list[Any] | None:
+    return None if part is None else [part.contents, part.without, part.of_stage]
+
+
+def _part_of(fields: Any) -> Part | None:
+    """Return a part from a header; headers of older programs lack :attr:`Part.of_stage`."""
+    if fields is None:
+        return None
     contents, without, *of_stage = fields
-    return OnDisk(str(contents), tuple(map(str, without)), *map(str, of_stage[:1]))
+    return Part(str(contents), tuple(map(str, without)), *map(str, of_stage[:1]))
 
 
 def _checked(entry: Entry) -> Entry:
@@ -275,12 +285,17 @@ class Snapshot:
 
     def for_disk(self) -> Snapshot:
         """Return the snapshot that is written to disk: this snapshot, or a part of it in the same buffer."""
-        if self.header.on_disk is None:
-            return self
-        without = set(self.header.on_disk.without)
+        return self if (part := self.header.on_disk) is None else self._part(part, on_disk=None)
+
+    def for_peers(self) -> Snapshot:
+        """Return the snapshot that peers receive: this snapshot, or a part of it in the same buffer."""
+        return self if (part := self.header.at_peers) is None else self._part(part)
+
+    def _part(self, part: Part, **changes: Any) -> Snapshot:
+        without = set(part.without)
         entries = tuple(entry for entry in self.header.entries if entry.operator not in without)
-        header = replace(self.header, contents=self.header.on_disk.contents, entries=entries, on_disk=None)
-        return Snapshot(header, self.buffer)
+        header = replace(self.header, contents=part.contents, entries=entries, **changes)
+        return Snapshot(header, self.buffer, self.acknowledged)
 
     def record(self) -> Any:
         """Return the boundary state and iteration record, as the capture received them."""

@@ -52,9 +52,9 @@ class MoCByLoad(Selecting):
         self._wanted = self.experts
         """K that follows from the lost tokens of this stage. All stages use the largest K of any stage."""
 
-    def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
+    def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
         """Return the K experts of each layer with the most tokens at risk."""
-        return most_of_each_layer(self.table, risk, due, self.experts)
+        return most_of_each_layer(self.table, risk, due, experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return the K that follows from the lost tokens of this stage."""

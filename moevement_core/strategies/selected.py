@@ -40,6 +40,8 @@ class SelectedSchedule(VersionSchedule):
     """Number of consecutive snapshots that together hold the full state of every operator; any may be the first."""
     rounds: tuple[Contents, ...]
     """Contents of consecutive snapshots; after the last contents, the first ones follow."""
+    at_peers: tuple[Contents, ...]
+    """Part of each round that peers receive. Where it leaves an expert out, peers keep an older version."""
     history: int = 0
     """Number that changes with each recovery that lost updates, as in :mod:`moevement_core.strategies.moc`."""
 
@@ -56,13 +58,13 @@ class SelectedSchedule(VersionSchedule):
     @property
     def is_dense(self) -> bool:
         """True if every snapshot holds the full state of every operator."""
-        return all((contents == Saved.FULL).all() for contents in self.rounds)
+        return all((contents == Saved.FULL).all() for contents in (*self.rounds, *self.at_peers))
 
     @cached_property
     def id(self) -> str:
         """Digest of all fields and of the operator names, hexadecimal."""
         digest = hashlib.sha256(repr((self.start, "selected", self.interval, self.span, self.history)).encode())
-        for contents in self.rounds:
+        for contents in (*self.rounds, *self.at_peers):
             digest.update(contents.tobytes())
         digest.update("\n".join(self.table.names).encode())
         return digest.hexdigest()[:16]
@@ -72,6 +74,11 @@ class SelectedSchedule(VersionSchedule):
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
+    def at_peers_of_slot(self, slot: int) -> Contents | None:
+        """Return the part of the slot's snapshot that peers receive; None if the slot has no snapshot."""
+        turn, rest = divmod(slot, self.interval)
+        return None if rest else self.at_peers[turn]
+
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` for the operators of this stage, with the rounds of this schedule.
 
@@ -79,11 +86,52 @@ class SelectedSchedule(VersionSchedule):
         they hold.
         """
         assert isinstance(other, SelectedSchedule)
-        return replace(other, table=self.table, rounds=self.rounds)
+        return replace(other, table=self.table, rounds=self.rounds, at_peers=self.at_peers)
 
     def starting_at(self, start: int) -> SelectedSchedule:
         """Return this schedule, but with ``start`` as its first iteration."""
         return replace(self, start=start)
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """Record of what the snapshots in one place hold: on the rank itself, or at its peers."""
+
+    full_at: np.ndarray
+    """Number of the newest snapshot that holds each operator's full state, int64 ``[operators]``."""
+    held: np.ndarray
+    """Operators that the newest snapshot holds, bool ``[operators]``."""
+    saved: np.ndarray
+    """Tokens that each operator had received when it was last saved, int64 ``[operators]``."""
+
+    def after(self, number: int, contents: Contents, routed: np.ndarray) -> Saves:
+        """Return the record after snapshot ``number`` with ``contents``.
+
+        Args:
+            number: number of the snapshot, counted as :attr:`Memory.number`.
+            contents: contents of the snapshot in this place.
+            routed: tokens that each operator has received, int64 ``[operators]``.
+        """
+        held = contents != Saved.OMITTED
+        return Saves(
+            full_at=np.where(contents == Saved.FULL, number, self.full_at),
+            held=held,
+            saved=np.where(held, routed, self.saved),
+        )
+
+    def as_learned(self, place: str) -> dict[str, np.ndarray]:
+        """Return all fields by name, with ``place`` at the end of each name."""
+        return {f"full_at{place}": self.full_at, f"held{place}": self.held, f"saved{place}": self.saved}
+
+    @staticmethod
+    def of(learned: Mapping[str, Any], place: str) -> Saves:
+        """Return the record from the result of :meth:`as_learned`."""
+        full_at, held, saved = (learned[name + place].copy() for name in ("full_at", "held", "saved"))
+        return Saves(full_at, held, saved)
+
+
+AT_PEERS = "_at_peers"
+"""End of the names of what :class:`Memory` records about peers, in :meth:`Memory.as_learned`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,34 +141,24 @@ class Memory:
     account: TokenAccount
     number: int
     """Number of the newest snapshot, counted from the snapshot of the job's first state, which has number 0."""
-    full_at: np.ndarray
-    """Number of the newest snapshot that holds each operator's full state, int64 ``[operators]``."""
-    held: np.ndarray
-    """Operators that the newest snapshot holds, bool ``[operators]``."""
-    saved: np.ndarray
-    """Tokens that each operator had received when it was last saved, int64 ``[operators]``."""
-
-    @property
-    def risk(self) -> np.ndarray:
-        """Tokens that each operator has received since it was last saved, int64 ``[operators]``."""
-        return self.account.routed - self.saved
+    own: Saves
+    """Saves in own snapshots, on every rank of the stage."""
+    at_peers: Saves
+    """Saves in the parts of snapshots that peers receive. Own snapshots hold at least these parts."""
 
     def as_learned(self) -> dict[str, Any]:
         """Return all fields as plain data."""
         return {
-            "routed": self.account.routed, "lost": self.account.lost, "number": self.number, "full_at": self.full_at,
-            "held": self.held, "saved": self.saved,
+            "routed": self.account.routed, "lost": self.account.lost, "number": self.number,
+            **self.own.as_learned(""), **self.at_peers.as_learned(AT_PEERS),
         }  # fmt: skip
 
     @staticmethod
     def of(learned: Mapping[str, Any]) -> Memory:
-        """Return the memory from the result of :meth:`as_learned`."""
-        routed, lost, full_at, held, saved = (
-            learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved")
-        )
-        return Memory(
-            account=TokenAccount(routed, lost), number=learned["number"], full_at=full_at, held=held, saved=saved
-        )
+        """Return the memory from the result of :meth:`as_learned`; snapshots of older programs say nothing of peers."""
+        account = TokenAccount(learned["routed"].copy(), learned["lost"].copy())
+        own, place = Saves.of(learned, ""), AT_PEERS if f"held{AT_PEERS}" in learned else ""
+        return Memory(account, number=learned["number"], own=own, at_peers=Saves.of(learned, place))
 
 
 class Selecting(Strategy):
@@ -163,18 +201,24 @@ class Selecting(Strategy):
 
         It limits how long an expert with few tokens waits until it is saved.
         """
-        return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts))
+        return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts_at_peers))
+
+    @property
+    def experts_at_peers(self) -> int:
+        """Mean number of experts of each layer in the part of a snapshot that peers receive."""
+        return self.experts
 
     def first(self, start: int, most: int) -> SelectedSchedule:
         """Return the schedule whose first snapshots, with experts in turn, hold the job's whole first state."""
         self._begins = start - (self.span - 1) * self.interval
-        return SelectedSchedule(self.table, self.interval, self.span, self._first_rounds(), start=self._begins)
+        rounds = self._first_rounds()
+        return SelectedSchedule(self.table, self.interval, self.span, rounds, at_peers=rounds, start=self._begins)
 
     def _first_rounds(self) -> tuple[Contents, ...]:
         order = turns(self.table)
         return tuple(
-            self._contents(full=_at(self.table, chosen(order, self.experts, turn)))
-            for turn in range(math.ceil(self.most / self.experts))
+            self._contents(full=_at(self.table, chosen(order, self.experts_at_peers, turn)))
+            for turn in range(math.ceil(self.most / self.experts_at_peers))
         )
 
     def _at_first(self) -> Memory:
@@ -182,10 +226,11 @@ class Selecting(Strategy):
         full_at = np.zeros(operators, dtype=np.int64)
         for number in range(1 - self.span, 1):
             full_at[rounds[(number + self.span - 1) % len(rounds)] == Saved.FULL] = number
-        zeros = np.zeros(operators, dtype=np.int64)
-        return Memory(account=TokenAccount.empty(operators), number=0, full_at=full_at, held=full_at == 0, saved=zeros)
+        saves = Saves(full_at, held=full_at == 0, saved=np.zeros(operators, dtype=np.int64))
+        return Memory(account=TokenAccount.empty(operators), number=0, own=saves, at_peers=saves)
 
-    def _contents(self, full: np.ndarray, gradients: np.ndarray | None = None) -> Contents:
+    def _contents(self, full: Chosen, gradients: Chosen | None = None) -> Contents:
+        """Return contents with the full state of some experts, the gradients of others, and all other operators."""
         contents = np.where(self.table.is_expert & ~full, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
         if gradients is not None:
             contents[gradients] = Saved.GRADIENT
@@ -207,12 +252,13 @@ class Selecting(Strategy):
     # Contents of snapshots
 
     @abstractmethod
-    def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """Return the experts that the next snapshot holds.
+    def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
+        """Return the experts that the next snapshot, or the part of it for peers, holds.
 
         Args:
-            risk: tokens that each operator has received since it was last saved, int64 ``[operators]``.
-            due: experts that the snapshot must hold, because they waited longest, bool ``[operators]``.
+            risk: tokens that each operator has received since it was last saved there, int64 ``[operators]``.
+            due: experts that are chosen in any case, bool ``[operators]``.
+            experts: mean number of chosen experts of each layer, ``due`` included.
         """
 
     @abstractmethod
@@ -229,19 +275,37 @@ class Selecting(Strategy):
         if sizes is not None:
             self.take(sizes)
         memory, number = self._memory, self._memory.number + 1
-        due = self.table.is_expert & (number - memory.full_at >= self.span)
-        chosen_ = self.choose(memory.risk, due)
+        contents, at_peers = self._next_contents(memory, number)
+        routed = memory.account.routed
+        self._memory = Memory(
+            account=memory.account, number=number, own=memory.own.after(number, contents, routed),
+            at_peers=memory.at_peers.after(number, at_peers, routed),
+        )  # fmt: skip
+        wanted = replace(now, span=self.span, rounds=(contents,), at_peers=(at_peers,))
+        is_change = (
+            len(now.rounds) > 1 or wanted.span != now.span or not np.array_equal(contents, now.rounds[0])
+            or not np.array_equal(at_peers, now.at_peers[0])
+        )  # fmt: skip
+        return Proposal([wanted if is_change else now], is_change, reorders=is_change)
+
+    def _next_contents(self, memory: Memory, number: int) -> tuple[Contents, Contents]:
+        """Return the contents of snapshot ``number``, and of the part that peers receive (Algorithm 1, lines 18, 19).
+
+        Peers cannot receive what the snapshot lacks, so the snapshot holds their experts, and further ones. An expert
+        that peers need in full is full in the snapshot as well.
+        """
+        routed, at_peers = memory.account.routed, memory.at_peers
+        due = self.table.is_expert & (number - at_peers.full_at >= self.span)
+        for_peers = self.choose(routed - at_peers.saved, due, self.experts_at_peers)
+        if self.experts_at_peers < self.experts:
+            own = self.choose(routed - memory.own.saved, for_peers, self.experts)
+        else:
+            own = for_peers
         # Gradients repeat the update of a single iteration, so a chain needs a snapshot in every iteration.
         is_chained = self.chains_gradients and self.interval == 1
-        by_gradients = chosen_ & memory.held & ~due if is_chained else np.zeros_like(chosen_)
-        contents = self._contents(chosen_, by_gradients)
-        self._memory = Memory(
-            account=memory.account, number=number, full_at=np.where(contents == Saved.FULL, number, memory.full_at),
-            held=chosen_ | ~self.table.is_expert, saved=np.where(chosen_, memory.account.routed, memory.saved),
-        )  # fmt: skip
-        wanted = replace(now, span=self.span, rounds=(contents,))
-        is_change = len(now.rounds) > 1 or wanted.span != now.span or not np.array_equal(contents, now.rounds[0])
-        return Proposal([wanted if is_change else now], is_change, reorders=is_change)
+        goes_on_there = for_peers & at_peers.held & ~due if is_chained else np.zeros_like(own)
+        goes_on_here = own & memory.own.held & ~(for_peers & ~goes_on_there) if is_chained else np.zeros_like(own)
+        return self._contents(own, goes_on_here), self._contents(for_peers, goes_on_there)
 
     # After a failure
 
@@ -250,11 +314,16 @@ class Selecting(Strategy):
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
         account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
-        self._memory = Memory(
-            account, number=then.number, full_at=then.number - (run.last - run.full_at) // self.interval,
-            held=run.version_at == run.last,
+        is_newest = run.version_at == run.last
+        own = Saves(
+            full_at=then.number - (run.last - run.full_at) // self.interval,
+            held=is_newest,
             saved=account.routed,  # the live state equals the saved state
-        )  # fmt: skip
+        )
+        # Peers may have older versions than survivors, so more tokens are at risk there.
+        at_risk = np.maximum(0, account.kept - (then.at_peers.saved - then.account.lost))
+        at_peers = replace(then.at_peers, held=then.at_peers.held & is_newest, saved=account.routed - at_risk)
+        self._memory = Memory(account, number=then.number, own=own, at_peers=at_peers)
         return account.lost_since(then.account, self.table, tokens_of_run)
 
     def schedules_after_rollback(

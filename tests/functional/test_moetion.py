@@ -92,6 +92,22 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert re.search(rf"\b{sum(wanted.values()):,} routed tokens\b", survived.out)
 
 
+def test_survivors_lose_nothing_that_their_own_snapshots_hold(tmp_path: Path) -> None:
+    """Own snapshots hold all experts, and peers receive one of four: only the lost rank's experts are older."""
+    rates = {"moevement_bandwidth": "1000", "moevement_network_bandwidth": "0.000001"}
+    flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | PARTIAL | rates
+    flags_ |= {"train_iters": 24, "moevement_snapshot_experts": False}
+    survived = survive(4, 1, tmp_path / "run", inject=("rank=1,iteration=21,phase=backward",), **flags_)
+    survived.check_metrics(24)
+    (recovery,) = survived.events("recovery")
+    assert recovery["sources"]["memory"] > 0
+    assert recovery["sources"]["peer"] > 0
+    # Rank 1 has experts 2 and 3 of the first stage, whose layers are 0 and 1.
+    of_rank = {expert_name(layer, expert) for layer in (0, 1) for expert in (2, 3)}
+    assert recovery["lost_tokens"].keys() <= of_rank
+    assert sum(recovery["lost_tokens"].values()) > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [LAYOUTS["PP2xEP2"][1], EP2XDP2], ids=["PP2xEP2", "EP2xDP2"])
 def test_a_rank_killed_in_every_phase_of_an_iteration(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import numpy as np
@@ -19,7 +20,7 @@ from moevement_core.strategies.selected import SelectedSchedule
 from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
 
-STATE = StateBytes(compute=2, master=4, optimizer=8)
+STATE = StateBytes(compute=2, master=4, optimizer=8, gradient=4)
 
 
 def table(layers: int = 3, experts: int = 8, expert_parallel: int = 2) -> OperatorTable:
@@ -156,18 +157,96 @@ def test_every_expert_is_saved_in_full_in_any_span_of_snapshots(experts: int) ->
 
 def test_as_many_experts_are_saved_as_both_budgets_carry() -> None:
     strategy = MoEtion(table())
-    assert (strategy.experts, strategy.settled) == (2, False)
+    assert (strategy.experts, strategy.experts_at_peers, strategy.settled) == (2, 2, False)
     schedule = strategy.first(0, 30)
     other, experts = (
         strategy.table.full[0, mask].sum() for mask in (~strategy.table.is_expert, strategy.table.is_expert)
     )
-    for share, wanted in ((1.0, 8), (0.5, 4), (0.3, 2), (0.01, 1)):
-        for d2h, network in ((1.0, 9.0), (9.0, 1.0)):
-            rate = (other + share * experts) * 1.001
+    # With all 8 experts, three snapshots of four have only gradients of an expert: 4 of 12 bytes.
+    for share, wanted in ((1.0, 8), (0.5, 8), (0.46, 3), (0.3, 2), (0.01, 1)):
+        rate = (other + share * experts) * 1.001
+        for d2h, network, sizes in ((1.0, 9.0, (8 - wanted, 8 - wanted)), (9.0, 1.0, (0, 8 - wanted))):
             measured = Measured(1.0, d2h * rate, network * 2 * rate, 2)
-            assert strategy.wanted_sizes(schedule, measured) == (8 - wanted,)
-    strategy.propose(schedule, (4,))
-    assert (strategy.experts, strategy.span) == (4, 4)
+            assert strategy.wanted_sizes(schedule, measured) == sizes
+    strategy.propose(schedule, (2, 4))
+    assert (strategy.experts, strategy.experts_at_peers, strategy.span) == (6, 4, 4)
+
+
+def test_an_expert_costs_the_bytes_that_are_saved_of_it() -> None:
+    strategy = MoEtion(table())
+    schedule = strategy.first(0, 30)
+    other, experts = (
+        strategy.table.full[0, mask].sum() for mask in (~strategy.table.is_expert, strategy.table.is_expert)
+    )
+    measured = Measured(1.0, (other + 0.3 * experts) * 1.001, 1e9, 1)
+    assert strategy.wanted_sizes(schedule, measured)[0] == 8 - 2, "each expert in full"
+    strategy.propose(schedule, (2, 2))  # 6 experts of 8, so many of them are in two snapshots in a row
+    proposal = strategy.propose(schedule, None).schedules[0]
+    assert isinstance(proposal, SelectedSchedule)
+    saved = proposal.rounds[0][strategy.table.is_expert]
+    continued = (saved == G).sum() / (saved != O).sum()
+    assert continued > 0
+    assert strategy.wanted_sizes(schedule, measured)[0] == 8 - int(8 * 0.3 / (1 - min(continued, 3 / 4) * 8 / 12))
+
+
+@pytest.mark.parametrize(("here", "there"), [(8, 1), (4, 1), (3, 2), (6, 5), (4, 4)])
+def test_peers_receive_the_riskiest_experts_of_a_snapshot(here: int, there: int) -> None:
+    seed = Random().randrange(1 << 32)
+    random = np.random.default_rng(seed)
+    strategy = MoEtion(table())
+    schedule = strategy.first(0, 30)
+    hot = random.integers(0, 50, len(strategy.table)) * strategy.table.is_expert
+    own, parts = list[Contents](), list[Contents]()
+    risk, full_at = np.zeros(len(hot)), strategy._memory.at_peers.full_at - 1
+    for number in range(60):
+        tokens = np.where(random.random(len(hot)) < 0.9, hot, 0).astype(np.float64)
+        strategy.observe(tokens)
+        risk += tokens
+        wanted = strategy.propose(schedule, (8 - here, 8 - there) if number == 0 else None).schedules[0]
+        assert isinstance(wanted, SelectedSchedule)
+        schedule = wanted
+        contents, part = wanted.contents_of_slot(0), wanted.at_peers_of_slot(0)
+        assert contents is not None
+        assert part is not None
+        sent = part != O
+        assert (part[sent] == contents[sent]).all(), f"{seed}: a part of the snapshot"
+        assert (contents != O).sum() >= 3 + 3 * here, "the gates, and experts of three layers"
+        expert = strategy.table.is_expert
+        is_due = expert & (number - full_at >= strategy.span)
+        for layer in range(3):
+            here_only = expert & ~sent & (strategy.table.layers == layer)
+            chosen = expert & sent & ~is_due & (strategy.table.layers == layer)
+            if number > 0 and here_only.any() and chosen.any():
+                assert risk[here_only].max() <= risk[chosen].min(), seed
+        risk[sent], full_at[part == F] = 0, number
+        own.append(contents)
+        parts.append(part)
+    for snapshots in (own, parts):
+        for begin in range(len(snapshots) - strategy.span + 1):
+            assert np.any([saved == F for saved in snapshots[begin : begin + strategy.span]], axis=0).all(), seed
+        for earlier, later in itertools.pairwise(snapshots):
+            assert not ((later == G) & (earlier == O)).any(), f"{seed}: a gradient follows what it is an update of"
+    assert (here == there) == all(np.array_equal(*pair) for pair in zip(own, parts, strict=True))
+
+
+def test_tokens_that_only_survivors_have_stay_at_risk_at_peers() -> None:
+    strategy = MoEtion(table(), 1)
+    first = strategy.first(0, 0)
+    learned = {at: strategy.learned() for at in range(first.start, 1)}
+    schedule: Schedule = first
+    for iteration in range(1, 8):
+        strategy.observe(np.where(strategy.table.is_expert, 10.0, 0.0))
+        schedule = strategy.propose(schedule, (0, 7) if iteration == 1 else None).schedules[0]
+        learned[iteration] = strategy.learned()
+    memory = strategy._memory
+    behind = memory.account.routed - memory.at_peers.saved
+    assert (memory.own.saved == memory.account.routed)[strategy.table.is_expert].all()
+    assert behind.max() > 0
+    whole = np.full(len(strategy.table), 7)
+    lost = strategy.restored(VersionRun(0, whole, 7, whole), learned)
+    assert lost.total == 0
+    after = strategy._memory
+    assert (after.account.routed - after.at_peers.saved).tolist() == behind.tolist()
 
 
 def test_by_load_each_layer_saves_its_busiest_experts_and_none_waits_for_ever() -> None:

@@ -18,7 +18,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, OnDisk, Snapshot, as_bytes, digest_of
+from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, Part, Snapshot, as_bytes, digest_of
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -95,7 +95,7 @@ def test_what_is_written_to_disk_may_be_a_part() -> None:
         entries.append(Entry(name, Saved.FULL, "0", "float32", offset, data.numel(), digest_of(data)))
         buffer[offset : offset + data.numel()] = data
         offset += 256
-    header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, OnDisk("242", ("b",)))
+    header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, Part("242", ("b",)))
     assert Header.decode(header.encode()) == header
     part = Snapshot(header, Buffer(buffer)).for_disk()
     part.check("in a test")

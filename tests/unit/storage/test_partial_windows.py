@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_core.engine.capture import _on_disk
+from moevement_core.engine.capture import part_of
 from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.schedule import Saved
@@ -82,7 +82,8 @@ class Owner:
             Entry(name, Saved.FULL, "0", "uint8", BYTES * number, BYTES, digest_of(data[:BYTES]))
             for number, name in enumerate(captured)
         )
-        on_disk = _on_disk(self._schedule, slot, self._states)
+        wanted = self._schedule.on_disk_of_slot(slot)
+        on_disk = part_of(self._schedule, slot, wanted, self._states)
         return Snapshot(
             Header(
                 rank=self.rank, iteration=iteration, schedule=self._schedule.id, slot=slot,
