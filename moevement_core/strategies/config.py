@@ -57,6 +57,14 @@ def _iterations(name: str, text: str) -> int | None:
     return int(text)
 
 
+def _experts(name: str, text: str | None) -> int | str | None:
+    if text is None or text == AUTO:
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} {text}; needs auto, or a number of 1 or more")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class StrategyConfig:
     """Configuration of the strategy: what snapshots hold, and when they are taken."""
@@ -76,10 +84,11 @@ class StrategyConfig:
         f"moetion (default: {INTERVAL} for moc and 1 for moetion; for the others the shortest interval that links and "
         f"--moevement-overhead-cap allow, but {FIRST_INTERVAL} or more for dense)",
     )  # fmt: skip
-    experts: int | None = flag(
-        "--moevement-snapshot-experts", type=int, metavar="K",
+    experts: int | str | None = flag(
+        "--moevement-snapshot-experts", metavar="K|auto", check=_experts,
         help="number of experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth of the "
-        "experts) or moetion (default: the largest number that the measured bandwidths allow)",
+        "experts) or moetion (default: auto). auto: the largest number that the measured bandwidths allow; for moc, "
+        "that copies from the device carry in one iteration",
     )  # fmt: skip
     persisted: int | None = flag(
         "--moevement-persist-experts", type=int, metavar="K",
@@ -169,8 +178,11 @@ class StrategyConfig:
                     f"--moevement-{name} {value} has no effect with --moevement-strategy {self.name}; leave it out, or "
                     f"give one of these: --moevement-strategy {', '.join(strategies)}"
                 )
-        if self.experts is not None and self.experts < 1:
-            raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs a number of 1 or more")
+        if self.experts == AUTO and self.selection is Selection.LOAD:
+            raise ConfigError(
+                f"--moevement-snapshot-experts {AUTO} with --moevement-selection {Selection.LOAD}; needs a number of "
+                f"experts, or --moevement-selection {Selection.SEQUENTIAL}"
+            )
         if self.persisted is not None and (self.persisted < 1 or self.selection is Selection.LOAD):
             raise ConfigError(
                 f"--moevement-persist-experts {self.persisted} with --moevement-selection "
@@ -199,6 +211,11 @@ class StrategyConfig:
         """K, iterations between snapshots, from the flag or by default; None if the strategy has no default."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
+
+    @property
+    def given_experts(self) -> int | None:
+        """Number of experts of each layer in a snapshot; None if it is not given as a number."""
+        return self.experts if isinstance(self.experts, int) else None
 
     @property
     def selects(self) -> bool:
@@ -257,10 +274,13 @@ class StrategyConfig:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
             interval = self.interval or INTERVAL
             if self.selection is Selection.LOAD:
-                return MoCByLoad(table, interval, experts=self.experts, limit=limit, most=most_experts)
-            return MoC(table, interval, experts=self.experts, limit=limit, most=most_experts, persisted=self.persisted)
+                return MoCByLoad(table, interval, experts=self.given_experts, limit=limit, most=most_experts)
+            return MoC(
+                table, interval, experts=self.given_experts, limit=limit, most=most_experts,
+                persisted=self.persisted, is_measured=self.experts == AUTO,
+            )  # fmt: skip
         if self.name == MoEtion.name:
-            return MoEtion(table, self.interval or 1, self.experts, most_experts)
+            return MoEtion(table, self.interval or 1, self.given_experts, most_experts)
         if self.name in EVERYTHING:
             if self.name == Gemini.name:
                 return Gemini(table, self.interval, self.overhead_cap)

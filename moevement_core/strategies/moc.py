@@ -37,6 +37,8 @@ from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
 INTERVAL = 10
 """Default number of iterations between checkpoints."""
+STEPS = 8
+"""Divisor of E that gives the smallest change of a measured K."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +167,8 @@ class MoC(Strategy):
         experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
         persisted: number of experts of each layer that a checkpoint writes to disk; None for all of these.
+        is_measured: True if K may be larger than lost tokens require: as large as copies beside an iteration carry
+            (K_snapshot, section 5.3).
         limit: share of lost tokens above which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
@@ -186,9 +190,11 @@ class MoC(Strategy):
         limit: float = PLT_LIMIT,
         most: int | None = None,
         persisted: int | None = None,
+        *,
+        is_measured: bool = False,
     ) -> None:
         super().__init__(table)
-        self.interval, self.persisted = interval, persisted
+        self.interval, self.persisted, self._is_measured = interval, persisted, is_measured
         self.most = most_experts(table) if most is None else most
         self.settled = False
         self.account = TokenAccount.empty(len(table))
@@ -213,16 +219,33 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that follows from the lost tokens of this stage."""
-        return (self.experts,)
+        """Return the K that follows from the lost tokens of this stage, and how many experts copies leave out.
+
+        Copies of a checkpoint must end within one iteration, because the next update changes the state (section 5.3).
+        """
+        if not self._is_measured:
+            return (self.experts,)
+        budget, carried = measured.copies.d2h_bytes, self.most
+        is_expert = self.table.is_expert
+        for row in self.table.full:
+            if experts := int(row[is_expert].sum()):
+                left = max(0.0, budget - int(row[~is_expert].sum()))
+                carried = min(carried, math.floor(self.most * left / experts))
+        return self.experts, self.most - carried
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the largest K of all stages if it differs from the current K."""
+        """Propose the largest K of all stages, or the larger K that copies carry on all ranks, if K changes."""
         assert isinstance(now, PartialSchedule)
         if sizes is None:
             return Proposal([now], is_change=False)
-        is_change = sizes[0] != now.experts
-        return Proposal([replace(now, experts=sizes[0]), now], is_change, reorders=is_change)
+        experts = max(sizes[0], self._carried(now.experts, sizes[1])) if self._is_measured else sizes[0]
+        is_change = experts != now.experts
+        return Proposal([replace(now, experts=experts), now], is_change, reorders=is_change)
+
+    def _carried(self, now: int, left_out: int) -> int:
+        """Return the K that copies carry; the present K if the difference is small, since measurements vary."""
+        carried = self.most - left_out
+        return now if abs(carried - now) * STEPS < self.most and carried < self.most else carried
 
     def caution(self) -> str | None:
         """Return a warning if checkpoints leave experts out."""

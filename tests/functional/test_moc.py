@@ -228,3 +228,14 @@ def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_pat
     assert sum(recovery["lost_tokens"].values()) > 0
     (event,) = survived.events("restart" if replicas else "recovery_from_disk")
     assert "window_" in event["text"]
+
+
+def test_a_measured_k_saves_all_experts_that_copies_carry(tmp_path: Path) -> None:
+    """Copies are said to be quick, so K grows to E as soon as ranks decide, and a failure loses no update."""
+    chosen = PARTIAL | {"moevement_snapshot_experts": "auto", "moevement_bandwidth": "1000"}
+    flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | {"train_iters": 24} | chosen
+    survived = survive(4, 1, tmp_path / "run", inject=("rank=1,iteration=22,phase=backward",), **flags_)
+    survived.check_metrics(24)
+    (recovery,) = survived.events("recovery")
+    assert not recovery["lost_tokens"]
+    assert "windows of 1 snapshot, every 2 iterations," in survived.out

@@ -53,7 +53,7 @@ RANGES: dict[type, dict[str, Range]] = {
 }  # fmt: skip
 UNCHECKED = {"--moevement-wipe-stages", "--moevement-inject-seed"}
 """Flags without a range: test_session_config compares stages with those of the job; any whole number is a seed."""
-WHOLE_TEXTS = ("--moevement-window", "--moevement-metrics-port")
+WHOLE_TEXTS = ("--moevement-window", "--moevement-metrics-port", "--moevement-snapshot-experts")
 """Flags that take words, too. Their own check, and not argparse, parses the whole number."""
 WITH = {
     "--moevement-dense-interval": "dense", "--moevement-snapshot-experts": "moc", "--moevement-persist-experts": "moc",

@@ -246,6 +246,24 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
     assert proposal.schedules[0].experts == wanted[-1]
 
 
+def test_a_measured_k_is_as_large_as_copies_of_one_iteration_allow() -> None:
+    stage = table(layers=1, experts=8, expert_parallel=2)
+    strategy = MoC(stage, 10, is_measured=True)
+    schedule = strategy.first(0, 9)
+    other, experts = (stage.full[0, mask].sum() for mask in (~stage.is_expert, stage.is_expert))
+    for share, carried in ((2.0, 8), (1.0, 8), (0.7, 5), (0.01, 0)):
+        measured = replace(MEASURED, iteration_s=2.0, d2h_bytes_per_s=(other + share * experts) * 1.001 / 2)
+        assert strategy.wanted_sizes(schedule, measured) == (1, 8 - carried)
+    for sizes, experts_saved in (((1, 3), 5), ((1, 8), 1), ((4, 6), 4), ((1, 0), 8)):
+        proposal = strategy.propose(schedule, sizes).schedules[0]
+        assert isinstance(proposal, PartialSchedule)
+        assert proposal.experts == experts_saved
+    of_many = MoC(table(layers=1, experts=32, expert_parallel=2), 1, is_measured=True)
+    start = of_many.first(0, 9)
+    assert (start.experts, of_many.propose(start, (4, 25)).is_change) == (4, False), "7 instead of 4 of 32 is noise"
+    assert of_many.propose(start, (4, 24)).is_change
+
+
 def test_another_k_is_in_force_with_the_next_snapshot() -> None:
     """Check that a change takes effect before every expert has been saved once, because failures come sooner."""
     strategy = MoC(table(layers=1, experts=8, expert_parallel=1), 10, 1)
