@@ -167,16 +167,16 @@ def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> No
 @pytest.mark.full
 def test_experts_get_more_room_until_what_they_lost_is_repaid(tmp_path: Path) -> None:
     flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | PARTIAL
-    flags_ |= {"train_iters": 40, "moe_expert_capacity_factor": 1.0, "moevement_capacity_boost": 0.5}
+    flags_ |= {"train_iters": 100, "moe_expert_capacity_factor": 1.0, "moevement_capacity_boost": 0.5}
     fault = "rank=1,iteration=12,phase=backward"  # in the first stage; all ranks roll back, also those of the last
     survived = survive(4, 1, tmp_path / "run", inject=(fault,), **flags_)
-    survived.check_metrics(40)
+    survived.check_metrics(100)
     (recovery,) = survived.events("recovery")
     lost = sum(count for name, count in recovery["lost_tokens"].items() if int(name.split(".")[1]) >= LAYERS // 2)
     owed = [line["tokens_owed"] for line in survived.record.metrics()]
     before, after = owed[: recovery["until"]], owed[recovery["until"] :]
-    print(recovery["until"], lost, owed)
     assert not any(before[: recovery["until"] - recovery["replayed"]])
     assert 0 < after[0] <= lost
     assert after == sorted(after, reverse=True)
-    assert after[-1] < after[0]
+    assert len(set(after)) > 2, "repaid over several iterations"
+    assert after[-1] == 0
