@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moevement_core.errors import ConfigError
 
 Op = tuple[bool, int, int]
 """Pass of a stage: True for a forward pass, the micro-batch, and the chunk."""
+Span = tuple[float, float]
+"""Begin and end in seconds."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,20 @@ class Pipeline:
 
         Each pass begins as soon as its stage is free and its input has arrived.
         """
+        return max(self._ends.values())
+
+    def busy(self, stage: int) -> list[Span]:
+        """Return when ``stage`` computes, sends or receives, as begins and ends in seconds; spans may overlap."""
+        spans = [(end - self._pass_s(stage, op), end) for (place, op), end in self._ends.items() if place == stage]
+        for place, op in self._ends:
+            source = self._source(place, op)
+            if source is not None and source[0] != place and stage in (place, source[0]):
+                spans.append((self._ends[source], self._ends[source] + self.send_s))
+        return sorted(spans)
+
+    @cached_property
+    def _ends(self) -> dict[tuple[int, Op], float]:
+        """Seconds from the first forward pass to the end of each pass, by stage and pass."""
         queues = [list(self._order(stage)) for stage in range(self.stages)]
         ended: dict[tuple[int, Op], float] = {}
         free, at = [0.0] * self.stages, [0] * self.stages
@@ -86,13 +103,15 @@ class Pipeline:
                     op = queue[at[stage]]
                     if (ready := self._ready(stage, op, ended)) is None:
                         break
-                    seconds = (self.forward_s if op[0] else self.backward_s)[stage] / self.chunks
-                    free[stage] = max(free[stage], ready) + seconds
+                    free[stage] = max(free[stage], ready) + self._pass_s(stage, op)
                     ended[stage, op] = free[stage]
                     at[stage] += 1
                     left -= 1
             assert left < before, "no pass of the schedule can begin"
-        return max(free)
+        return ended
+
+    def _pass_s(self, stage: int, op: Op) -> float:
+        return (self.forward_s if op[0] else self.backward_s)[stage] / self.chunks
 
     def _ready(self, stage: int, op: Op, ended: dict[tuple[int, Op], float]) -> float | None:
         """Return when the input of a pass arrives, seconds; None if that is not known yet."""
