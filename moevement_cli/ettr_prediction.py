@@ -26,10 +26,14 @@ from moevement_core.simulator.strategies import (
     MoEtion,
     MoEvement,
     NoCheckpoints,
+    Optimizations,
     Redo,
     Strategy,
 )
 from moevement_core.simulator.training import train
+
+LIVE = Optimizations(uses_bubbles=False)
+"""Techniques of MoEtion that a live job has: its copies yield to training's communication, but wait for no bubbles."""
 
 SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
@@ -39,7 +43,7 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "gemini": lambda costs, mtbf_s, interval: Gemini(costs, mtbf_s, interval=interval),
     "checkfreq": lambda costs, mtbf_s, interval: CheckFreq(costs, interval),
     "moc": lambda costs, mtbf_s, interval: MoC(costs),
-    "moetion": lambda costs, mtbf_s, interval: MoEtion(costs),
+    "moetion": lambda costs, mtbf_s, interval: MoEtion(costs, optimizations=LIVE),
     "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
 }
 """Functions that build the simulator's strategy, by the name of a job's strategy.

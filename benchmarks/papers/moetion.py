@@ -147,7 +147,7 @@ def report(by_model: dict[str, dict[str, Strategy]]) -> str:
     computed = [MoEtion(costs_of(model)) for model in MODELS]
     selected = [
         [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", own.experts_saved,
-         f"{share_of(model):.0f}", f"{own.at_risk:.2f}", model.wasted_s]
+         f"{share_of(model):.0f}", f"{own.risks.peer_risk:.2f}", model.wasted_s]
         for model, own in zip(MODELS, computed, strict=True)
     ]  # fmt: skip
     return f"""# MoEtion's figures 4 to 7 again

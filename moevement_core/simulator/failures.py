@@ -11,7 +11,7 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.restart.faults import removals
-from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE, Range
+from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE, SHARE, Range
 
 MOST_FAILURES = 1_000_000
 """Largest number of failures in all trainings at one failure rate together; simulating so many takes minutes."""
@@ -25,6 +25,8 @@ class Failure:
 
     at_s: float
     nodes: tuple[int, ...]
+    keeps_memory: bool = False
+    """True if only processes failed: host memory of the nodes survives, and the nodes need no replacement."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,12 @@ class FailureModel:
     together: float = 0.0
     """Probability that the next node fails together with a failing node. The node after it may fail too, and so on."""
 
+    processes: float = 0.0
+    """Probability that a failure ends processes only, so that host memory of its nodes survives."""
+
     def __post_init__(self) -> None:
         POSITIVE.check("mtbf", self.mtbf_s)
+        SHARE.check("processes", self.processes)
         AT_LEAST_ONE.check("nodes", self.nodes)
         SHAPES.check("Weibull shape", self.shape)
         if not 0 <= self.together < 1:
@@ -67,7 +73,9 @@ class FailureModel:
                 return failures
             first = int(generator.integers(self.nodes))
             count = min(int(generator.geometric(1 - self.together)), self.nodes)
-            failures.append(Failure(at, tuple((first + number) % self.nodes for number in range(count))))
+            # Without such failures nothing is drawn for them, so that earlier simulations come out as they did.
+            keeps_memory = bool(self.processes) and bool(generator.random() < self.processes)
+            failures.append(Failure(at, tuple((first + number) % self.nodes for number in range(count)), keeps_memory))
 
 
 def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:

@@ -68,6 +68,11 @@ class Failures:
     mtbf_s: tuple[float, ...] = MTBFS_S
     weibull: float = 1.0
     together: float = 0.0
+    processes: float = 0.0
+    """Probability that a failure ends processes only, so that host memory of its nodes survives.
+
+    The formula for the ETTR does not know such failures.
+    """
     trace: str | None = None
     speedup: float = 1.0
     spares: int | None = None
@@ -111,6 +116,7 @@ class Scenario:
             ("contention", self.checkpointing.contention, NOT_NEGATIVE),
             ("weight_gradient_share", self.checkpointing.weight_gradient_share, SHARE),
             ("skew", self.checkpointing.skew, SHARE),
+            ("processes", self.failures.processes, SHARE),
         ):
             allowed.check(what, value)
         self._check_checkpointing()
@@ -194,7 +200,9 @@ class Scenario:
         seeds = range(self.run.first_seed, self.run.first_seed + self.run.seeds)
         for mtbf_s in how.mtbf_s:
             check_count(mtbf_s, self.until_s, self.run.seeds)
-        models = [FailureModel(mtbf_s, nodes, how.weibull, how.together) for mtbf_s in how.mtbf_s]
+        models = [
+            FailureModel(mtbf_s, nodes, how.weibull, how.together, processes=how.processes) for mtbf_s in how.mtbf_s
+        ]
         return [
             Draws(model.mtbf_s, tuple(model.draw(self.until_s, seed) for seed in seeds), how.together)
             for model in models

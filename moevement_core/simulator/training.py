@@ -66,25 +66,29 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
         ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
     pool = _Pool(spares or Spares())
-    recovering, failed_at, lost, into = dict[str, float](), 0.0, set[int](), 0.0
+    recovering, failed_at, into = dict[str, float](), 0.0, 0.0
+    lost, lost_hosts = set[int](), set[int]()
     for failure in (*(drawn for drawn in failures if drawn.at_s < until_s), Failure(until_s, ())):
         ready = failed_at + sum(recovering.values())
         _spend(outcome.lost_s, recovering, failure.at_s - failed_at)
         if failure.at_s >= ready:
             into = _advance(outcome, strategy.overhead_s, failure.at_s - ready)
             lost.clear()
+            lost_hosts.clear()
         else:
             outcome.during_recovery += bool(failure.nodes)
         outcome.goodput.append((failure.at_s, outcome.iterations))
         if failure.nodes:
             outcome.failures += 1
+            replaced = () if failure.keeps_memory else failure.nodes
             lost |= set(failure.nodes)
-            recovery = strategy.recover(outcome.iterations, lost, into)
+            lost_hosts |= set(replaced)
+            recovery = strategy.recover(outcome.iterations, lost, into, lost_hosts)
             outcome.from_storage += recovery.from_storage
             outcome.tokens_lost += recovery.tokens_lost
             failed_at = failure.at_s
             recovering = {
-                "detect": recovery.detect_s, "no spare": pool.take(failed_at, len(failure.nodes)),
+                "detect": recovery.detect_s, "no spare": pool.take(failed_at, len(replaced)),
                 "regroup": recovery.regroup_s, "fetch": recovery.fetch_s, "convert": recovery.convert_s,
                 "catch up": recovery.catch_up_s,
             }  # fmt: skip

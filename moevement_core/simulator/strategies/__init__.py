@@ -18,12 +18,13 @@ from moevement_core.simulator.strategies.dense import (
     Gemini,
     NoCheckpoints,
 )
-from moevement_core.simulator.strategies.partial import MoC, MoEtion
+from moevement_core.simulator.strategies.moetion import MoEtion, Optimizations
+from moevement_core.simulator.strategies.partial import MoC
 from moevement_core.simulator.strategies.sparse import MoEvement, Redo, Techniques
 
 __all__ = [
     "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "DenseToPeers", "Gemini", "MoC", "MoEtion",
-    "MoEvement", "NoCheckpoints", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
+    "MoEvement", "NoCheckpoints", "Optimizations", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
 ]  # fmt: skip
 
 

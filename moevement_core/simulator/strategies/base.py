@@ -119,6 +119,11 @@ class Costs:
         lost = set(nodes)
         return not any(held <= lost for node in lost for held in self.copies[node])
 
+    def nodes_of(self, stage: int) -> set[int]:
+        """Return the nodes that have a rank of a pipeline stage, if nodes hold ranks in Megatron's order."""
+        per_node, of_stage = self.plan.inputs.cluster.gpus_per_node, self.ranks_of_stage
+        return set(range(stage * of_stage // per_node, ((stage + 1) * of_stage - 1) // per_node + 1))
+
     def segments(self, nodes: Collection[int]) -> list[frozenset[int]]:
         """Return the segments of stages that replay together, as a live recovery finds them (appendix A)."""
         job = self.plan.inputs.job
@@ -248,6 +253,11 @@ class Strategy(ABC):
         """Seconds to load the state of a rank back to its device."""
 
     @property
+    def local_fetch_s(self) -> float:
+        """Seconds to load the state of a rank from the memory of its own host, if only the process failed."""
+        return self.fetch_s
+
+    @property
     def converted(self) -> int:
         """Number of re-executed iterations that make the state dense."""
         return 0
@@ -260,23 +270,38 @@ class Strategy(ABC):
         """Return the seconds of each re-executed iteration that makes the state dense."""
         return self.replay_iteration_s(nodes)
 
-    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
+    def recover(
+        self,
+        committed: int,
+        nodes: Collection[int] = (0,),
+        into: float = 0.5,
+        lost_hosts: Collection[int] | None = None,
+    ) -> Recovery:
         """Return the cost of a failure. The strategy may change what it saves from then on.
 
         Args:
             committed: number of committed iterations.
-            nodes: nodes that failed since the last complete recovery.
+            nodes: nodes that failed, or had a process fail, since the last complete recovery.
             into: share of the next iteration that was executed before the failure, 0 to 1.
+            lost_hosts: those of ``nodes`` whose host memory is lost; None: all of them. On the others only processes
+                failed.
         """
-        if self.in_memory and not self.costs.copies_survive(nodes):
+        lost_hosts = nodes if lost_hosts is None else lost_hosts
+        if self.in_memory and not self.survives(lost_hosts):
             return self._from_storage(committed)
         replayed = min(committed, self.rollback(committed, into))
         converted = min(replayed, self.converted)
+        is_local = not lost_hosts and self.costs.plan.inputs.keeps_own_copies
         return Recovery(
-            detect_s=self.costs.detect_s, regroup_s=self.costs.regroup_s, fetch_s=self.fetch_s,
+            detect_s=self.costs.detect_s, regroup_s=self.costs.regroup_s,
+            fetch_s=self.local_fetch_s if is_local else self.fetch_s,
             convert_s=converted * self.convert_iteration_s(nodes),
             catch_up_s=(replayed - converted) * self.replay_iteration_s(nodes), replayed=replayed,
         )  # fmt: skip
+
+    def survives(self, lost_hosts: Collection[int]) -> bool:
+        """Return True if memory still holds the state of every rank after the host memory of ``lost_hosts`` is lost."""
+        return self.costs.copies_survive(lost_hosts)
 
     def _from_storage(self, committed: int) -> Recovery:
         """Return the cost of a recovery from storage.

@@ -66,6 +66,11 @@ class Dense(Strategy):
         return self._fetch_s
 
     @property
+    def local_fetch_s(self) -> float:
+        """Seconds to copy the whole state of a rank from its own host; files are read again in any case."""
+        return self.costs.copy_s(self.costs.full_bytes) if self.in_memory else self._fetch_s
+
+    @property
     def copied_bytes(self) -> float:
         """Mean bytes that the heaviest rank copies to its host in an iteration: whole state divided by interval."""
         return self.costs.full_bytes / self._interval

@@ -1,4 +1,4 @@
-"""Simulated strategies that save some experts and lose the newest updates of the others: MoC-System and MoEtion."""
+"""Simulated strategies that save some experts and lose the newest updates of the others: their base, and MoC-System."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import numpy.typing as npt
 from moevement_core.operators import OperatorKind
 from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss, popularity
 
-GRADIENT_BYTES = 2
-"""Bytes of an element of gradients that are sent in place of state (MoEtion, section 5.2)."""
-
 
 class Partial(Strategy):
     """Strategy that saves some of the experts and all other operators every ``interval`` iterations.
@@ -28,6 +25,8 @@ class Partial(Strategy):
         super().__init__(costs)
         self._interval = interval
         stage = max(costs.plan.stages, key=lambda stage: stage.full_bytes)
+        self.stage = costs.plan.stages.index(stage)
+        """Pipeline stage with the heaviest ranks; the strategy's bytes and seconds are those of its ranks."""
         pairs = list(zip(stage.operators, stage.table.full[0].tolist(), strict=True))
         experts = [(operator, size) for operator, size in pairs if operator.kind is OperatorKind.EXPERT]
         self.expert_bytes = sum(size for _, size in experts)
@@ -52,6 +51,11 @@ class Partial(Strategy):
     def fetch_s(self) -> float:
         """Seconds to fetch the whole state of a rank from a peer."""
         return self.costs.fetch_s(self.costs.full_bytes)
+
+    @property
+    def local_fetch_s(self) -> float:
+        """Seconds to copy the whole state of a rank from its own host to the device."""
+        return self.costs.copy_s(self.costs.full_bytes)
 
     @property
     def overhead_s(self) -> float:
@@ -152,9 +156,15 @@ class MoC(Partial):
         snapshots = committed // self.interval
         return np.minimum((snapshots - turn) % turns * self.interval, committed).astype(np.float64)
 
-    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
+    def recover(
+        self,
+        committed: int,
+        nodes: Collection[int] = (0,),
+        into: float = 0.5,
+        lost_hosts: Collection[int] | None = None,
+    ) -> Recovery:
         """Return the cost of a failure. Saved experts are up to E / K snapshots old; their later updates are lost."""
-        recovery = super().recover(committed, nodes, into)
+        recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:
             return recovery
         lost = self.loses(self.ages(committed))
@@ -162,69 +172,3 @@ class MoC(Partial):
         if committed and self.budget.lost / committed > self.budget.threshold:
             self.experts_saved = min(self.experts, 2 * self.experts_saved)
         return replace(recovery, tokens_lost=lost)
-
-
-class MoEtion(Partial):
-    """Strategy that saves as many experts as copies and sends can carry in an interval (MoEtion, Algorithm 1).
-
-    It saves the experts with the most tokens at risk first. Sends need fewer bytes than copies, for two reasons:
-
-    - State that data-parallel peers hold anyway is not sent (section 5.1).
-    - If the last snapshot has an expert, only the gradients of this expert are sent (section 5.2).
-    """
-
-    name = "moetion"
-
-    def __init__(self, costs: Costs, interval: int = 1) -> None:
-        super().__init__(costs, interval)
-        self.is_redundant = any(operator.shards > 1 for operator in costs.plan.stages[0].shape.operators)
-        each = self.expert_bytes / max(1, self.layers * self.experts)
-        seconds = costs.iteration_s * interval
-        local = costs.plan.inputs.cluster.d2h_bytes_per_s * seconds - self.other_bytes
-        remote = costs.plan.inputs.cluster.replication_bytes_per_s * seconds / max(1, costs.plan.inputs.replicas) - (
-            0 if self.is_redundant else self.other_bytes
-        )
-        sent = min(each, self.parameters / max(1, self.layers * self.experts) * GRADIENT_BYTES)
-        fits = min(local / each, remote / sent) if each else math.inf
-        self.experts_saved = max(1, min(self.experts, math.floor(fits / self.layers)))
-        """Mean number of experts of a layer in a snapshot, S; layers with more tokens at risk save more experts."""
-        self._sent = self.experts_saved * self.layers * sent
-
-    @property
-    def snapshot_bytes(self) -> float:
-        """Bytes of one snapshot: S experts of each layer, and all other operators."""
-        return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
-
-    @property
-    def sent_bytes(self) -> float:
-        """Mean bytes sent in an iteration to each peer."""
-        return (self._sent + (0 if self.is_redundant else self.other_bytes)) / self.interval
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot; copies and sends run at the same time."""
-        return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.sent_bytes * self.interval))
-
-    @cached_property
-    def at_risk(self) -> float:
-        """Mean updates that a failure loses, in iterations as in :attr:`Recovery.tokens_lost`.
-
-        The selection of experts is simulated for some snapshots. The result is the mean of the tokens at risk.
-        """
-        if self.experts_saved >= self.experts:
-            return 0.0
-        risk, seen, steps = np.zeros_like(self.popularity), [], 4 * self.experts
-        total = self.experts_saved * self.layers
-        for step in range(steps):
-            risk += self.popularity * self.interval
-            # Layers with more tokens at risk save more experts, because the riskiest experts of all layers are chosen.
-            chosen = np.argpartition(risk.ravel(), -total)[-total:]
-            risk.ravel()[chosen] = 0.0
-            if step >= steps // 2:
-                seen.append(risk.sum() / self.layers)
-        return float(np.mean(seen))
-
-    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
-        """Return the cost of a failure. Experts that the snapshot leaves out go back to their last saved state."""
-        recovery = super().recover(committed, nodes, into)
-        return recovery if recovery.from_storage else replace(recovery, tokens_lost=min(self.at_risk, float(committed)))

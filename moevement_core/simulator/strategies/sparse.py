@@ -81,7 +81,16 @@ class MoEvement(Strategy):
     @cached_property
     def fetch_s(self) -> float:
         """Seconds to fetch all slots of a window of one rank."""
-        return self.costs.fetch_s(max(int(stage.window.slot_bytes[0].sum()) for stage in self.costs.plan.stages))
+        return self.costs.fetch_s(self._window_bytes)
+
+    @property
+    def local_fetch_s(self) -> float:
+        """Seconds to copy all slots of a window of one rank from its own host to the device."""
+        return self.costs.copy_s(self._window_bytes)
+
+    @cached_property
+    def _window_bytes(self) -> int:
+        return max(int(stage.window.slot_bytes[0].sum()) for stage in self.costs.plan.stages)
 
     @property
     def converted(self) -> int:
@@ -199,6 +208,11 @@ class Redo(MoEvement):
         Each update reads and writes the full state of the rank.
         """
         return super().fetch_s + self.costs.plan.updates_s
+
+    @property
+    def local_fetch_s(self) -> float:
+        """Seconds to copy all slots of a window of one rank from its own host, and to repeat the updates."""
+        return super().local_fetch_s + self.costs.plan.updates_s
 
     @cached_property
     def _reach(self) -> list[int]:

@@ -200,10 +200,12 @@ def test_moetion_saves_what_both_budgets_carry() -> None:
         strategy = MoEtion(costs(d2h=d2h, network=64.0))
         assert strategy.experts_saved == saved, d2h
         assert strategy.overhead_s == pytest.approx(max(0.0, (577e6 + 4 * saved * 96e6) / d2h / 1e9 - 3.0), abs=0.01)
-    few, many = (MoEtion(costs(d2h=bandwidth, network=64.0)) for bandwidth in (0.6, 1.0))
-    assert few.at_risk > many.at_risk > 0
-    assert MoEtion(costs(d2h=2.0, network=64.0)).at_risk == 0
-    assert MoEtion(costs(d2h=0.6, network=64.0, skew=0.5)).at_risk < few.at_risk, "the popular ones are saved first"
+    few, many, every, skewed = (
+        MoEtion(costs(d2h=bandwidth, network=64.0, skew=skew)).risks.peer_risk
+        for bandwidth, skew in ((0.6, 0.0), (1.0, 0.0), (2.0, 0.0), (0.6, 0.5))
+    )
+    assert few > many > every == 0
+    assert skewed < few, "the popular ones are saved first"
 
 
 def test_slowing_by_copies_is_counted_for_all() -> None:
@@ -219,7 +221,7 @@ def test_copies_to_peers_slow_training_in_proportion_to_what_they_take_of_links(
     hidden = costs(d2h=4.0, network=256.0)
     plan = CheckpointPlan(replace(hidden.plan.inputs, contention=0.5, window=2, period=2))
     contended = replace(hidden, plan=plan)
-    for name in ("gemini", "moc", "moetion", "moevement", "redo"):
+    for name in ("gemini", "moc", "moevement", "redo"):
         strategy = STRATEGIES[name](contended, 1800.0)
         sent_s = plan.inputs.replicas * strategy.sent_bytes * plan.inputs.cluster.gpus_per_node / 256e9
         assert strategy.contended_s == pytest.approx(0.5 * sent_s), name
