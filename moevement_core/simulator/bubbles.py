@@ -53,19 +53,25 @@ class Bubbles:
         in_bubbles = math.floor(nbytes * bubble_s / checkpoint_s) if checkpoint_s else 0
         return Split(in_bubbles, whole - in_bubbles)
 
-    def ends_s(self, split: Split, bytes_per_s: float, beside_bytes_per_s: float) -> float:
+    def ends_s(self, split: Split, bytes_per_s: float, beside_bytes_per_s: float, iterations: int = 1) -> float:
         """Return the seconds from the begin of an iteration until both parts of a checkpoint are complete.
 
         Each part has its own times. The first part is copied in bubbles only, the second part outside of bubbles only.
+        If the second part takes longer than the checkpoint's iterations, training waits for it, without bubbles.
 
         Args:
             split: bytes of both parts.
             bytes_per_s: bandwidth in a bubble.
             beside_bytes_per_s: bandwidth that training leaves outside of bubbles.
+            iterations: number of iterations that the checkpoint may take.
         """
+        beside_s = split.beside / beside_bytes_per_s
+        late_s = beside_s - iterations * (self.iteration_s - self.seconds)
+        if late_s > 0:
+            return iterations * self.iteration_s + late_s
         return max(
             self._after(self.spans, split.in_bubbles / bytes_per_s),
-            self._after(gaps(self.spans, self.iteration_s), split.beside / beside_bytes_per_s),
+            self._after(gaps(self.spans, self.iteration_s), beside_s),
         )
 
     def carried(self, bytes_per_s: float, beside_bytes_per_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -83,33 +83,42 @@ class MoEtion(Partial):
 
         Layers with more tokens at risk save more experts. The budget decides, but at least one expert is saved.
         """
-        if not self._fixed and not self.optimizations.selects_twice:
-            return self._most(lambda number: self._copy_fits(number) and self._send_fits(number, number), self.experts)
-        return min(self._fixed, self.experts) or self._most(self._copy_fits, self.experts)
+        if self._fixed:
+            return min(self._fixed, self.experts)
+        carried = next((number for number in range(self.experts, 1, -1) if self._copy_fits(number)), 1)
+        return carried if self.optimizations.selects_twice else self._most_sent(carried, is_alike=True)
 
     @cached_property
     def experts_sent(self) -> int:
         """Number of the saved experts of a layer that peers get (S_remote); mean over layers."""
         if self._fixed or not self.optimizations.selects_twice:
             return self.experts_saved
-        return self._most(lambda number: self._send_fits(self.experts_saved, number), self.experts_saved)
+        return self._most_sent(self.experts_saved, is_alike=False)
 
-    @staticmethod
-    def _most(fits: Callable[[int], bool], limit: int) -> int:
-        """Return the largest number up to ``limit`` that fits, or 1, by bisection."""
-        low, high = 1, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle - 1)
-        return low
+    def _most_sent(self, saved: int, *, is_alike: bool) -> int:
+        """Return the most experts of a layer that peers can get, at least 1.
+
+        Args:
+            saved: number of experts of a layer that the own host can save.
+            is_alike: True if the own host saves the same experts as peers.
+        """
+        alone, beside = self._send_rates
+        budget = self.bubbles.carried(alone, beside) * self.interval
+        for number in range(saved, 1, -1):
+            # More experts may be cheaper than fewer, if peers get the same ones each time. So all numbers are tried,
+            # but those without simulation that gradients alone are too much for, or state is not.
+            if self._sent_of(number, repeated=1.0) > budget:
+                continue
+            if self._sent_of(number, repeated=0.0) <= budget:
+                return number
+            selected = self._selected(number if is_alike else saved, number)
+            if self._sent_of(number, selected.repeated) <= budget:
+                return number
+        return 1
 
     def _copy_fits(self, experts: int) -> bool:
         budget = self.costs.plan.inputs.cluster.d2h_bytes_per_s * self.costs.iteration_s * self.interval
         return self._bytes_of(experts) <= budget
-
-    def _send_fits(self, saved: int, sent: int) -> bool:
-        alone, beside = self._send_rates
-        return self._sent_of(saved, sent) <= self.bubbles.carried(alone, beside) * self.interval
 
     @property
     def _send_rates(self) -> tuple[float, float]:
@@ -122,14 +131,19 @@ class MoEtion(Partial):
         """Return the bytes of a snapshot with ``experts`` experts of each layer, and all other operators."""
         return self.other_bytes + self.expert_bytes * experts / self.experts
 
-    def _sent_of(self, saved: int, sent: int) -> float:
-        """Return the bytes of a snapshot that are sent to each peer."""
-        whole = self._bytes_of(sent) - self.replicated_bytes
+    def _sent_of(self, experts: int, repeated: float) -> float:
+        """Return the bytes of a snapshot that are sent to each peer.
+
+        Args:
+            experts: number of experts of a layer that peers get.
+            repeated: share of these experts that peers got with the last snapshot too.
+        """
+        whole = self._bytes_of(experts) - self.replicated_bytes
         # Gradients of one iteration stand for the state only if nothing happened between two snapshots.
-        if not self.optimizations.sends_gradients or self.interval > 1 or not self.expert_bytes:
+        if not self.optimizations.sends_gradients or self.interval > 1:
             return whole
         spared = max(0.0, self.expert_bytes - GRADIENT_BYTES * self.parameters)
-        return whole - self._selected(saved, sent).repeated * spared * sent / self.experts
+        return whole - repeated * spared * experts / self.experts
 
     def _selected(self, saved: int, sent: int) -> selection.Selected:
         if (saved, sent) not in self._simulated:
@@ -153,7 +167,7 @@ class MoEtion(Partial):
     @property
     def sent_bytes(self) -> float:
         """Mean bytes sent in an iteration to each peer."""
-        return self._sent_of(self.experts_saved, self.experts_sent) / self.interval
+        return self._sent_of(self.experts_sent, self.risks.repeated) / self.interval
 
     @property
     def host_bytes(self) -> float:
@@ -176,7 +190,15 @@ class MoEtion(Partial):
     @property
     def send_s(self) -> float:
         """Seconds from the begin of an iteration until all peers have a snapshot."""
-        return self.bubbles.ends_s(self._sent, *self._send_rates) if self.costs.plan.inputs.replicas else 0.0
+        if not self.costs.plan.inputs.replicas:
+            return 0.0
+        return self.bubbles.ends_s(self._sent, *self._send_rates, iterations=self.interval)
+
+    @property
+    def transfers_s(self) -> tuple[float, float]:
+        """Seconds in which links carry a snapshot to peers: in bubbles, and beside training."""
+        alone, beside = self._send_rates
+        return self._sent.in_bubbles / alone, self._sent.beside / beside
 
     @property
     def busy_s(self) -> float:

@@ -180,6 +180,23 @@ def test_only_gradients_are_sent_of_experts_that_peers_have() -> None:
     assert rare.sent_bytes == pytest.approx(ALL / 2), "gradients of two iterations are no state"
 
 
+def test_links_that_carry_the_gradients_of_all_experts_need_no_selection() -> None:
+    """Check budgets of 1.5 GB to each peer: 577 and 512 MB for all gradients, 577 and 384 MB for an expert's state."""
+    job = costs(d2h=4.0, network=8.0)
+    for selects_twice in (True, False):
+        used = replace(NONE, selects_twice=selects_twice)
+        assert MoEtion(job, optimizations=used).experts_sent == 2
+        every = MoEtion(job, optimizations=replace(used, sends_gradients=True))
+        assert (every.experts_saved, every.experts_sent) == (8, 8)
+        assert every.risks.repeated == 1.0
+
+
+def test_links_work_in_bubbles_and_beside_training() -> None:
+    strategy = MoEtion(costs(network=16.0), experts_saved=8, optimizations=replace(NONE, uses_bubbles=True))
+    assert strategy.transfers_s == pytest.approx((BUBBLE_S, ALL / 1e9 - BUBBLE_S))
+    assert MoEtion(costs(network=16.0), experts_saved=8, optimizations=NONE).transfers_s == (0.0, ALL / 1e9)
+
+
 def test_experts_are_all_that_is_counted_as_expert() -> None:
     """Check the sizes that this file computes by hand with those of the job."""
     stage = costs().plan.stages[0]
