@@ -1,4 +1,4 @@
-"""Computation of MoEtion's figures 4 to 7. It writes benchmarks/papers/moetion.md and moetion.png.
+"""Computation of MoEtion's figures 4 to 7, 9 and 10. It writes benchmarks/papers/moetion.md and moetion.png.
 
 python -m benchmarks.papers.moetion
 """
@@ -6,16 +6,18 @@ python -m benchmarks.papers.moetion
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import moetion_steps
 from benchmarks.papers.common import table
+from benchmarks.papers.moetion_models import MODELS, Model
 from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.planning.cluster import CLUSTERS, Cluster
-from moevement_core.planning.transformer import Layout, Transformer, describe
+from moevement_core.planning.transformer import describe
 from moevement_core.simulator.iteration import from_machines
 from moevement_core.simulator.strategies import CheckFreq, Costs, Gemini, MoEtion, Strategy
 
@@ -25,48 +27,16 @@ NODES: Cluster = replace(CLUSTERS["moevement-a100"], gpus_per_node=4, network_by
 """Cluster of the paper (its section 7.1): 16 nodes of four A100, 320 Gb/s between nodes, 40 Gb/s of storage."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """Model of the paper, as far as the text describes it."""
-
-    name: str
-    parameters: float
-    """Number of parameters, all experts included."""
-    model: Transformer
-    layout: Layout
-    selected: int
-    """Experts per layer in a snapshot (S). The paper gives S for some models; for others it is a quarter of the experts."""
-    wasted_s: float
-    """Seconds that a failure wastes under MoEtion, from figure 7."""
-
-
-def gpt(layers: int, hidden: int, heads: int, experts: int, width: int) -> Transformer:
-    """Return a GPT with top-1 experts as feed-forward layers.
-
-    Callers choose ``width`` so that the model has the published number of parameters.
-    """
-    return Transformer(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50257, seq_length=2048,
-        num_experts=experts, moe_router_topk=1, moe_ffn_hidden_size=width, swiglu=False, normalization="LayerNorm",
-        untie_embeddings_and_output_weights=False,
-    )  # fmt: skip
-
-
-MODELS = (
-    Model(name="MoE-GPT-1.6B-64E", parameters=58.7e9, model=gpt(layers=24, hidden=2048, heads=16, experts=64, width=9216),
-          layout=Layout(ranks=64, pipeline=8, expert=4, global_batch_size=16, micro_batch_size=1), selected=6, wasted_s=11.9),
-    Model(name="MoE-GPT-2.9B-16E", parameters=30.1e9, model=gpt(layers=32, hidden=2560, heads=32, experts=16, width=11072),
-          layout=Layout(ranks=64, pipeline=4, expert=2, global_batch_size=16, micro_batch_size=1), selected=4, wasted_s=9.8),
-)  # fmt: skip
-
-
 def main() -> None:
-    """Compute and draw the figure, and write the page."""
+    """Compute and draw the figures, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     by_model = {model.name: strategies(costs_of(model), model) for model in MODELS}
-    with figure(OUTPUT.with_suffix(".png"), 4, (20, 4)) as axes:
-        draw(axes, by_model)
-    OUTPUT.write_text(report(by_model), encoding="utf-8")
+    whole, divided = (moetion_steps.steps(is_whole=is_whole) for is_whole in (True, False))
+    scaled = [moetion_steps.Scaled(experts) for experts in moetion_steps.EXPERTS]
+    with figure(OUTPUT.with_suffix(".png"), 4, (20, 8), rows=2) as axes:
+        draw(axes[:4], by_model)
+        moetion_steps.draw(axes[4:], whole, divided, scaled)
+    OUTPUT.write_text(report(by_model, moetion_steps.report(whole, divided, scaled)), encoding="utf-8")
 
 
 def costs_of(model: Model) -> Costs:
@@ -129,8 +99,8 @@ def draw(axes: Any, by_model: dict[str, dict[str, Strategy]]) -> None:
         axis.legend(fontsize=7)
 
 
-def report(by_model: dict[str, dict[str, Strategy]]) -> str:
-    """Return the text of the page."""
+def report(by_model: dict[str, dict[str, Strategy]], steps: str) -> str:
+    """Return the text of the page, with ``steps`` as its part about figures 9 and 10."""
     rows = []
     for model, own in by_model.items():
         for name, strategy in own.items():
@@ -146,11 +116,11 @@ def report(by_model: dict[str, dict[str, Strategy]]) -> str:
     )  # fmt: skip
     computed = [MoEtion(costs_of(model)) for model in MODELS]
     selected = [
-        [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", own.experts_saved,
+        [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", f"{own.experts_saved} and {own.experts_sent}",
          f"{share_of(model):.0f}", f"{own.risks.peer_risk:.2f}", model.wasted_s]
         for model, own in zip(MODELS, computed, strict=True)
     ]  # fmt: skip
-    return f"""# MoEtion's figures 4 to 7 again
+    return f"""# MoEtion's figures 4 to 7, 9 and 10 again
 
     python -m benchmarks.papers.moetion        (writes this file and moetion.png)
 
@@ -158,6 +128,8 @@ def report(by_model: dict[str, dict[str, Strategy]]) -> str:
 
 Sixteen nodes of four A100, 320 Gb/s between them, 40 Gb/s of storage, as published; 25 GB/s from device to host, 40% of the
 GPUs' peak and two replicas are assumed. No widths are published; they are chosen to give the published numbers of parameters.
+
+## Figures 4 to 7
 
 {table(header, rows)}
 
@@ -167,7 +139,7 @@ GPUs' peak and two replicas are assumed. No widths are published; they are chose
                 "model",
                 "S published",
                 "of the experts",
-                "S that both budgets carry",
+                "S that the budgets carry, own host and peers",
                 "GB with the published S",
                 "iterations' updates at risk with ours",
                 "wasted, published, s",
@@ -193,13 +165,15 @@ GPUs' peak and two replicas are assumed. No widths are published; they are chose
 
 - If a dense checkpoint of 587 GB stalls training for 28 s, all ranks together send 21 GB/s. That is half of what the links of one
   node carry, as in MoEvement's table 7 (benchmarks/papers/table7.md). Over the links of all sixteen nodes it takes two seconds.
-- The third model is left out, because it contradicts itself. A dense GPT of 3.8 B parameters whose feed-forward layers become
-  eight experts has at most 30.4 B parameters, but 46.7 B are published.
+- The third model is left out of these figures, because it contradicts itself. A dense GPT of 3.8 B parameters whose feed-forward
+  layers become eight experts has at most 30.4 B parameters, but 46.7 B are published.
 - The paper's local budget is 109 GB in an iteration (section 4.2). At 25 GB/s that is an iteration of 4.4 s on one GPU, or
   1.7 GB an iteration on each of 64 GPUs.
 - Batch 16 on 16 (or 8) data-parallel ranks leaves one or two micro-batches for a pipeline of 8 (or 4). The pipeline is
-  nearly empty all the time, and an iteration is short compared with the size of the state. So both budgets carry little here.
+  nearly empty all the time, and an iteration is short compared with the size of the state. Still, the budgets carry more than the
+  published S, and next to nothing is at risk. Figures 9 and 10 below are computed with the slower sends that the paper measured.
 
+{steps}
 {measured_on("numpy")}.
 """
 
