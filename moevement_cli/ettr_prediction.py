@@ -32,8 +32,11 @@ from moevement_core.simulator.strategies import (
 )
 from moevement_core.simulator.training import train
 
-LIVE = Optimizations(uses_bubbles=False)
-"""Techniques of MoEtion that a live job has: its copies yield to training's communication, but wait for no bubbles."""
+LIVE = Optimizations(skips_replicated=False, uses_bubbles=False)
+"""Techniques of MoEtion that a live job has.
+
+Its copies yield to training's communication, but wait for no bubbles; and peers receive all non-expert state.
+"""
 
 SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
