@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.papers.published import HOURS, MODELS
 from moevement_cli.simulate import SCENARIOS
@@ -15,6 +16,8 @@ from moevement_core.simulator.strategies import STRATEGIES, Costs, Gemini, Strat
 from moevement_core.simulator.training import train
 
 SEEDS = 20
+Draw = Callable[[Any], None]
+"""Function that draws a figure on matplotlib axes."""
 SYSTEMS = {**STRATEGIES, "gemini": STRATEGIES["gemini-stalling"]}
 """Strategies by name. Gemini is as in MoEvement's measurements: each checkpoint overlaps with one iteration only."""
 

@@ -10,7 +10,7 @@ every iteration, Gemini slows DeepSeek-MoE 2.5 times.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks.environment import measured_on
 from benchmarks.papers import common
-from benchmarks.papers.common import at_bandwidth, implied_bandwidth, scenario, simulated, table
+from benchmarks.papers.common import Draw, at_bandwidth, implied_bandwidth, scenario, simulated, table
+from benchmarks.papers.lost_tokens import figures_10c_10d
 from benchmarks.papers.published import (
     GEMINI_BEST,
     GEMINI_EVERY_ITERATION,
@@ -32,7 +33,7 @@ from benchmarks.papers.published import (
 )
 from moevement_cli.plotting import figure
 from moevement_core.planning.checkpoint_plan import CheckpointPlan
-from moevement_core.simulator.failures import recorded
+from moevement_core.simulator.failures import Failure, recorded
 from moevement_core.simulator.strategies import CheckFreq, Costs, MoC, MoEvement, Techniques
 from moevement_core.simulator.training import train
 
@@ -40,7 +41,8 @@ OUTPUT = Path(__file__).with_suffix(".md")
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
 INTERVALS = (1, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300)
 GB = 1e9
-Draw = Callable[[Any], None]
+TRACE_S = 6 * 3600.0
+"""Seconds of the GCP trace that figure 10 has."""
 
 
 def main() -> None:
@@ -53,19 +55,19 @@ def main() -> None:
     slow = at_bandwidth(stated, bandwidth)
     figures = [
         figure_1(stated, slow),
-        figure_10(stated, slow, arguments.trace),
+        *figures_10(stated, slow, arguments.trace),
         figure_11(),
         figure_13(),
         figure_15(stated),
         figure_16(stated, slow),
     ]
-    with figure(OUTPUT.with_suffix(".png"), 3, (18, 9), rows=2) as axes:
+    with figure(OUTPUT.with_suffix(".png"), 4, (24, 9), rows=2) as axes:
         for axis, (_, draw) in zip(axes, figures, strict=True):
             draw(axis)
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=7)
-    OUTPUT.write_text(report([text for text, _ in figures], stated, bandwidth), encoding="utf-8")
+    OUTPUT.write_text(report([text for text, _ in figures if text], stated, bandwidth), encoding="utf-8")
 
 
 def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
@@ -103,15 +105,24 @@ recoveries there take time that is not in the formula, for example to restart pr
     return text, draw
 
 
-def figure_10(stated: Costs, slow: Costs, trace: Path | None) -> tuple[str, Draw]:
-    """Return the text and drawing of figure 10: goodput on six hours of the GCP trace."""
+def figures_10(stated: Costs, slow: Costs, trace: Path | None) -> list[tuple[str, Draw]]:
+    """Return the texts and drawings of figures 10b, 10c and 10d; the text of 10c is also that of 10d."""
     if trace is None:
-        return "## Figure 10: the GCP trace\n\nLeft out: no --trace.", lambda axis: axis.set(title="10: no trace")
-    until_s = 6 * 3600.0
-    failures = [failure for failure in recorded(trace, stated.nodes) if failure.at_s < until_s]
+        return [("## Figure 10: the GCP trace\n\nLeft out: no --trace.", _draw_nothing), *[("", _draw_nothing)] * 2]
+    failures = [failure for failure in recorded(trace, stated.nodes) if failure.at_s < TRACE_S]
+    text, draw_experts, draw_lost = figures_10c_10d(slow, failures, TRACE_S)
+    return [figure_10b(stated, slow, failures), (text, draw_experts), ("", draw_lost)]
+
+
+def _draw_nothing(axis: Any) -> None:
+    axis.set(title="10: no trace")
+
+
+def figure_10b(stated: Costs, slow: Costs, failures: Sequence[Failure]) -> tuple[str, Draw]:
+    """Return the text and drawing of figure 10b: goodput on six hours of the GCP trace."""
     rows, lines = [], {}
     for name in SYSTEMS:
-        trained = [train(common.SYSTEMS[name](costs, 1140.0).fresh(), failures, until_s) for costs in (stated, slow)]
+        trained = [train(common.SYSTEMS[name](costs, 1140.0).fresh(), failures, TRACE_S) for costs in (stated, slow)]
         lines[name] = trained[1]
         rows.append((name, trained))
     own = rows[-1][1]
@@ -126,7 +137,7 @@ def figure_10(stated: Costs, slow: Costs, trace: Path | None) -> tuple[str, Draw
         for name, trained in lines.items():
             points = [(0.0, 0), *trained.goodput]
             axis.plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
-        axis.set(xlabel="hours", title="10: iterations on the GCP trace, implied bandwidth")
+        axis.set(xlabel="hours", title="10b: iterations on the GCP trace, implied bandwidth")
 
     header = (
         "system", "MoEvement's goodput over it, published", "stated", "implied", "ETTR, stated", "implied",
@@ -140,8 +151,8 @@ say in which six hours.) Node numbers are taken modulo {stated.nodes}.
 
 {table(header, body)}
 
-At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the published ones. The ratio to MoC is not. In the paper,
-MoC's goodput falls by 71% as it saves more experts. For that, a checkpoint of all experts would have to take far longer than Gemini's.""",
+At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the published ones. The ratio to MoC is not, because MoC saves
+few experts here until the end (figure 10c).""",
         draw,
     )
 

@@ -23,6 +23,25 @@ class Spares:
     """Seconds after which the scheduler provides a node if no spare is free."""
 
 
+@dataclass(frozen=True)
+class Losses:
+    """Updates that a training has lost up to one failure, and what it saves from then on."""
+
+    at_s: float
+    """Wall seconds of the failure."""
+    experts_saved: int
+    """Experts of each layer in a snapshot after the failure, K."""
+    lost: float
+    """Lost updates in iterations, as in :attr:`Recovery.tokens_lost`, of this failure and all earlier ones."""
+    of_run: float
+    """PLT (MoC-System, equation 7): lost updates as a share of those of the whole training.
+
+    The length of the training is that without checkpoints and failures.
+    """
+    so_far: float
+    """Lost updates as a share of all updates so far."""
+
+
 @dataclass
 class Outcome:
     """Result of a simulated training."""
@@ -41,6 +60,8 @@ class Outcome:
     tokens_lost: float = 0.0
     goodput: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of wall seconds and iterations committed so far, one at each failure and one at the end."""
+    losses: list[Losses] = field(default_factory=list)
+    """Lost updates after each failure; empty for a strategy that saves all experts."""
 
     @property
     def ettr(self) -> float:
@@ -66,6 +87,8 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
         ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
     pool = _Pool(spares or Spares())
+    run_iterations = max(1, math.floor(until_s / iteration_s))
+    strategy.begin(run_iterations)
     recovering, failed_at, into = dict[str, float](), 0.0, 0.0
     lost, lost_hosts = set[int](), set[int]()
     for failure in (*(drawn for drawn in failures if drawn.at_s < until_s), Failure(until_s, ())):
@@ -86,6 +109,8 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
             recovery = strategy.recover(outcome.iterations, lost, into, lost_hosts)
             outcome.from_storage += recovery.from_storage
             outcome.tokens_lost += recovery.tokens_lost
+            if recovery.experts_saved is not None:
+                _note_losses(outcome, failure.at_s, recovery.experts_saved, run_iterations)
             failed_at = failure.at_s
             recovering = {
                 "detect": recovery.detect_s, "no spare": pool.take(failed_at, len(replaced)),
@@ -93,6 +118,12 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
                 "catch up": recovery.catch_up_s,
             }  # fmt: skip
     return outcome
+
+
+def _note_losses(outcome: Outcome, at_s: float, experts_saved: int, run_iterations: int) -> None:
+    lost = outcome.tokens_lost
+    so_far = lost / max(1, outcome.iterations)
+    outcome.losses.append(Losses(at_s, experts_saved, lost, of_run=lost / run_iterations, so_far=so_far))
 
 
 def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:

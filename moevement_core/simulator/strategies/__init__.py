@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss
+from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy
 from moevement_core.simulator.strategies.dense import (
     CheckFreq,
     Dense,
@@ -24,7 +24,7 @@ from moevement_core.simulator.strategies.sparse import MoEvement, Redo, Techniqu
 
 __all__ = [
     "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "DenseToPeers", "Gemini", "MoC", "MoEtion",
-    "MoEvement", "NoCheckpoints", "Optimizations", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
+    "MoEvement", "NoCheckpoints", "Optimizations", "Recovery", "Redo", "Strategy", "Techniques",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -173,20 +173,13 @@ class Recovery:
     checkpoint."""
     from_storage: bool = False
     """True if no copy in memory was left, so that the state came from storage."""
+    experts_saved: int | None = None
+    """Experts of each layer in a snapshot from then on; None for a strategy that saves all of them."""
 
     @property
     def total_s(self) -> float:
         """Seconds from the failure until the job is back in the state before the failure."""
         return self.detect_s + self.regroup_s + self.fetch_s + self.convert_s + self.catch_up_s
-
-
-@dataclass
-class TokenLoss:
-    """Budget of updates that a training may lose in MoC-System, and the updates lost so far."""
-
-    threshold: float = 0.0375
-    """Share of all tokens beyond which each snapshot holds more experts (MoC-System, section 3)."""
-    lost: float = field(default=0.0, init=False)
 
 
 class Strategy(ABC):
@@ -196,8 +189,15 @@ class Strategy(ABC):
     in_memory = True
     """True if peers keep the state in host memory. The state of a rank is then lost if all its peers fail too."""
 
+    run_iterations = 0
+    """Iterations of the whole training; 0 before :meth:`begin`."""
+
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
+
+    def begin(self, run_iterations: int) -> None:
+        """Note the length of a training, in iterations. The simulation calls this before the first failure."""
+        self.run_iterations = run_iterations
 
     def fresh(self) -> Strategy:
         """Return this strategy in its initial state, for another training."""

@@ -237,9 +237,9 @@ class MoEtion(Partial):
         """
         recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:
-            return recovery
+            return replace(recovery, experts_saved=self.experts_saved)
         from_peers = len(set(nodes if lost_hosts is None else lost_hosts)) / self.costs.nodes
         if not self.costs.plan.inputs.keeps_own_copies:
             from_peers = 1.0
         lost = from_peers * self.risks.peer_risk + (1 - from_peers) * self.risks.host_risk
-        return replace(recovery, tokens_lost=min(lost, float(committed)))
+        return replace(recovery, tokens_lost=min(lost, float(committed)), experts_saved=self.experts_saved)

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moevement_core.operators import OperatorKind
-from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss, popularity
+from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, popularity
 
 
 class Partial(Strategy):
@@ -119,22 +120,44 @@ class Partial(Strategy):
 
 
 class MoC(Partial):
-    """Strategy that saves K experts of each layer in turn; K doubles when too many tokens are lost."""
+    """Strategy that saves K experts of each layer in turn; K doubles when too many tokens are lost.
+
+    The policy of a live job decides about K (:class:`DynamicK`).
+
+    Args:
+        costs: costs of the job.
+        experts_saved: first K; 0 for an eighth of the experts, with which both papers start MoC-System.
+        limit: share of lost tokens at which every expert is saved; 1 keeps K constant.
+        interval: iterations between snapshots.
+        is_length_known: False if K follows the share of the tokens so far, as in a live job that does not know how long
+            it will train.
+    """
 
     name = "moc"
 
     def __init__(
-        self, costs: Costs, experts_saved: int = 0, budget: TokenLoss | None = None, interval: int = 1
+        self,
+        costs: Costs,
+        experts_saved: int = 0,
+        limit: float = PLT_LIMIT,
+        interval: int = 1,
+        *,
+        is_length_known: bool = True,
     ) -> None:
         super().__init__(costs, interval)
-        # Both papers start MoC-System with an eighth of the experts.
-        saved = experts_saved or max(1, self.experts // 8)
-        self.experts_saved = self._first_saved = min(saved, self.experts)
-        self.budget = budget or TokenLoss()
+        self.dynamic = DynamicK.of(experts_saved or None, self.experts, limit)
+        self.experts_saved = self.dynamic.first
+        """Number of experts of each layer in a snapshot, K."""
+        self.lost = 0.0
+        """Updates that all failures so far have lost, in iterations as in :attr:`Recovery.tokens_lost`."""
+        self._is_length_known = is_length_known
+        self._recovered = 0
 
     def fresh(self) -> Strategy:
         """Return this strategy with its first K and without losses."""
-        return MoC(self.costs, self._first_saved, TokenLoss(self.budget.threshold), self.interval)
+        return MoC(
+            self.costs, self.dynamic.first, self.dynamic.limit, self.interval, is_length_known=self._is_length_known
+        )
 
     @property
     def snapshot_bytes(self) -> float:
@@ -149,12 +172,17 @@ class MoC(Partial):
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
         """Return the iterations since each expert was saved, float64 ``[experts]``.
 
-        Each expert is saved once in E / K snapshots.
+        Each expert is saved once in E / K snapshots. Iterations before the last recovery do not count, because that
+        recovery has lost their updates already.
         """
         turns = math.ceil(self.experts / self.experts_saved)
         turn = np.arange(self.experts) // self.experts_saved
-        snapshots = committed // self.interval
-        return np.minimum((snapshots - turn) % turns * self.interval, committed).astype(np.float64)
+        newest = self._newest_snapshot(committed)
+        ages = (newest // self.interval - turn) % turns * self.interval
+        return np.minimum(ages, newest - self._recovered).astype(np.float64)
+
+    def _newest_snapshot(self, committed: int) -> int:
+        return committed // self.interval * self.interval
 
     def recover(
         self,
@@ -166,9 +194,11 @@ class MoC(Partial):
         """Return the cost of a failure. Saved experts are up to E / K snapshots old; their later updates are lost."""
         recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:
-            return recovery
+            return replace(recovery, experts_saved=self.experts_saved)
         lost = self.loses(self.ages(committed))
-        self.budget.lost += lost
-        if committed and self.budget.lost / committed > self.budget.threshold:
-            self.experts_saved = min(self.experts, 2 * self.experts_saved)
-        return replace(recovery, tokens_lost=lost)
+        self.lost += lost
+        self._recovered = self._newest_snapshot(committed)
+        # A live job that does not know its length takes its tokens so far for all of them.
+        iterations = max(1, committed, self.run_iterations if self._is_length_known else 0)
+        self.experts_saved = self.dynamic.after(self.experts_saved, self.lost / iterations)
+        return replace(recovery, tokens_lost=lost, experts_saved=self.experts_saved)

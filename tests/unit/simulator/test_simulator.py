@@ -300,6 +300,45 @@ def test_moc_loses_updates_and_saves_more_experts_for_it() -> None:
     assert fresh.experts_saved == 1
 
 
+def test_no_token_is_lost_twice_in_moc() -> None:
+    """Check ages by hand: one of eight experts in each snapshot; the second failure comes two iterations later."""
+    strategy = MoC(costs())
+    strategy.begin(10_000)
+    assert strategy.ages(100).tolist() == [4, 3, 2, 1, 0, 7, 6, 5]
+    assert strategy.recover(100).tokens_lost == pytest.approx(28 / 8)
+    assert strategy.ages(102).tolist() == [2, 2, 2, 2, 2, 1, 0, 2]
+    assert strategy.recover(102).tokens_lost == pytest.approx(13 / 8)
+
+
+@pytest.mark.parametrize(
+    ("run_iterations", "is_length_known", "saved"), [(1000, True, 1), (200, True, 2), (1000, False, 4), (100, True, 4)]
+)
+def test_the_policy_of_a_live_job_decides_how_many_experts_moc_saves(
+    run_iterations: int, is_length_known: bool, saved: int
+) -> None:
+    """Check K by hand: 3.5 lost iterations of 1,000, 200 or 100 are 0.35%, 1.75% and 3.5%; steps are of 1.25%."""
+    strategy = MoC(costs(), is_length_known=is_length_known)
+    strategy.begin(run_iterations)
+    recovery = strategy.recover(100)
+    assert recovery.experts_saved == strategy.experts_saved == saved
+    assert saved == strategy.dynamic.after(1, 3.5 / (run_iterations if is_length_known else 100))
+    assert MoC(costs(), limit=1.0).recover(100).experts_saved == 1
+
+
+def test_a_training_records_lost_updates_after_each_failure() -> None:
+    strategy = MoC(costs())
+    result = train(strategy, [Failure(300.0, (0,)), Failure(1500.0, (1,))], 6000.0)
+    first, second = (committed for _, committed in result.goodput[:2])
+    assert [losses.at_s for losses in result.losses] == [300.0, 1500.0]
+    lost = [sum((committed - turn) % 8 for turn in range(8)) / 8 for committed in (first, second)]
+    assert [losses.lost for losses in result.losses] == pytest.approx([lost[0], sum(lost)])
+    assert result.losses[1].of_run == pytest.approx(sum(lost) / (6000 / 3.0))
+    assert result.losses[1].so_far == pytest.approx(sum(lost) / second)
+    assert [losses.experts_saved for losses in result.losses] == [1, 1]
+    assert result.tokens_lost == result.losses[-1].lost
+    assert train(MoEvement(costs()), [Failure(300.0, (0,))], 6000.0).losses == []
+
+
 def test_failures_are_drawn_as_asked() -> None:
     for shape in (1.0, 0.6):
         drawn = FailureModel(600.0, 16, shape).draw(2000 * HOURS, 3)
