@@ -1,4 +1,4 @@
-"""Computation of MoC-System's scaling simulations (its section 6.2.4). It writes benchmarks/papers/moc.md and moc.png.
+"""Computation of MoC-System's sizes and scaling (its section 6.2). It writes benchmarks/papers/moc.md and moc.png.
 
 python -m benchmarks.papers.moc
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import checkpoint_sizes
 from benchmarks.papers.common import table
 from benchmarks.papers.fault_overhead import Faults, saving_s
 from moevement_cli.plotting import figure
@@ -157,7 +158,7 @@ def report(by_panel: dict[str, list[Point]]) -> str:
     hidden = [place.label for place in first if place.full_s <= place.compute_s]
     eighth = [place.label for place in first if place.partial_s <= place.compute_s]
     text = "\n\n".join(parts)
-    return f"""# MoC-System's scaling figures again
+    return f"""# MoC-System's figures again
 
     python -m benchmarks.papers.moc        (writes this file and moc.png)
 
@@ -194,6 +195,8 @@ interval is beside it. The last column is the paper's condition, equation 16.
 H100:
 
 {table(OVERHEAD, overhead_rows(h100))}
+
+{checkpoint_sizes.section()}
 
 {measured_on("numpy")}.
 """
