@@ -1,4 +1,4 @@
-"""Computation of MoC-System's sizes and scaling (its section 6.2). It writes benchmarks/papers/moc.md and moc.png.
+"""Computation of MoC-System's sizes, scaling and lost tokens (its sections 6.2 and 6.3). It writes benchmarks/papers/moc.md and moc.png.
 
 python -m benchmarks.papers.moc
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
-from benchmarks.papers import checkpoint_sizes
+from benchmarks.papers import checkpoint_sizes, two_levels
 from benchmarks.papers.common import table
 from benchmarks.papers.fault_overhead import Faults, saving_s
 from moevement_cli.plotting import figure
@@ -57,7 +57,7 @@ def main() -> None:
     """Compute and draw the figure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     by_panel = {name: list(points) for name, points in panels()}
-    with figure(OUTPUT.with_suffix(".png"), 3, (18, 9), rows=2) as axes:
+    with figure(OUTPUT.with_suffix(".png"), 4, (24, 9), rows=2) as axes:
         for axis, (name, points) in zip(axes, by_panel.items(), strict=False):
             draw(axis, name, points)
         sizes = by_panel["a. DP and EP, A800"]
@@ -66,6 +66,7 @@ def main() -> None:
             [place.label for place in sizes], [place.partial_bytes / 1e12 for place in sizes], label="an eighth"
         )
         axes[5].set(title="f. persisted, TB", xlabel="GPUs", yscale="log")
+        two_levels.draw(axes[6:])
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend(fontsize=7)
@@ -197,6 +198,8 @@ H100:
 {table(OVERHEAD, overhead_rows(h100))}
 
 {checkpoint_sizes.section()}
+
+{two_levels.section()}
 
 {measured_on("numpy")}.
 """

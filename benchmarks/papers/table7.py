@@ -132,8 +132,8 @@ ETTR of twenty trainings of {HOURS} hours, with 1 s to detect and 10 s to regrou
   failure every hour in all ten cells, and within 0.03 at ten minutes in seven of ten; the worst is CheckFreq with FP32
   moments (+0.16), where the paper's own formula is off by more (+0.28). Where the inputs are right, so is the model.
 - Our model of MoC saves an eighth of the experts first. It doubles that by the policy of a live job, at most three times as lost
-  tokens come to 3.75% of those of the run. At the implied bandwidth its ETTR is above the published one by 0.10 to 0.64. MoC's published overhead grows far beyond that of one of Gemini's checkpoints
-  in every iteration, although MoC never has to copy more than that.
+  tokens come to 3.75% of those of the run. At the implied bandwidth its ETTR is above the published one by 0.10 to 0.64. MoC's published
+  overhead grows far beyond that of one of Gemini's checkpoints in every iteration, although MoC never has to copy more than that.
 - **W and the overheads of the baselines cannot both follow from one bandwidth.** At the implied bandwidth a sparse window is four
   to six times as long as published. The published W of 3 to 6 with 1 to 2% of overhead needs a bandwidth several times as high
   (benchmarks/papers/windows.md). At the stated bandwidths no system needs a window: a dense checkpoint overlaps with an

@@ -1,0 +1,115 @@
+"""Lost tokens of MoC-System if checkpoints are in host memory and on disk (its sections 5.1, 6.3.1 and 6.3.3).
+
+The schedule, the account of tokens and the growth of K are those of a live job. A failure takes the memory of a node.
+Experts with a part on that node come back from disk, in the version written last. All other experts come back from
+memory, in the version saved last. Only checkpoints count: iterations after the newest checkpoint are executed again, so
+they lose nothing. A live job also writes all experts to disk after a failure; this simulation does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.dynamic_k import DynamicK
+from moevement_core.policy.partial_experts import LostTokens, TokenAccount, Tokens, most_experts
+from moevement_core.policy.schedule import Saved
+from moevement_core.strategies.moc import PartialSchedule
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Failure of nodes right after a checkpoint."""
+
+    checkpoint: int
+    """Number of the checkpoint, counted from 0."""
+    nodes: frozenset[int]
+    """Nodes whose memory is lost."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Result of one recovery."""
+
+    lost: LostTokens
+    experts: int
+    """Experts of each layer in a snapshot after the recovery, K_snapshot."""
+
+
+@dataclass(frozen=True, eq=False)
+class TwoLevels:
+    """Training that saves K_snapshot experts of each layer to memory, and writes K_persist of them to disk."""
+
+    table: OperatorTable
+    """Operators of a stage, with a row of bytes for each of its ranks."""
+    nodes: Sequence[int]
+    """Node of each rank, in the order of the rows."""
+    tokens: Tokens
+    """Tokens routed to each operator between two checkpoints, int64 ``[operators]``."""
+    checkpoints: int
+    """Number of checkpoints in the whole training."""
+    experts: int
+    """First K_snapshot."""
+    persisted: int | None = None
+    """K_persist; None if all experts of a snapshot are written."""
+    limit: float = 1.0
+    """Share of lost tokens at which every expert is saved; 1 keeps K_snapshot constant."""
+
+    def recoveries(self, faults: Sequence[Fault]) -> list[Restored]:
+        """Return the result of each recovery, in the order of the checkpoints.
+
+        The initial state of all operators is in memory and on disk.
+
+        Args:
+            faults: failures, in any order.
+        """
+        policy = DynamicK.of(self.experts, most_experts(self.table), self.limit)
+        schedule = PartialSchedule(
+            self.table, interval=1, experts=policy.first, most=policy.most, persisted=self.persisted
+        )
+        account = TokenAccount.empty(len(self.table))
+        memory, disk = account.kept, account.kept
+        of_checkpoint = defaultdict(list)
+        for fault in faults:
+            of_checkpoint[fault.checkpoint].append(fault)
+        restored = list[Restored]()
+        for number in range(self.checkpoints):
+            account = account.with_routed(self.tokens.astype(np.float64))
+            memory = np.where(_saved(schedule, number), account.kept, memory)
+            disk = np.where(_written(schedule, number), account.kept, disk)
+            for fault in of_checkpoint[number]:
+                memory = np.where(self._has_part_on(fault.nodes), disk, memory)
+                before, account = account, account.rolled_back_to(memory)
+                lost = account.lost_since(before, self.table, self._tokens_of_run)
+                experts = policy.after(schedule.experts, lost.proportion)
+                schedule = replace(schedule.after(number, len(restored) + 1), experts=experts)
+                restored.append(Restored(lost, experts))
+        return restored
+
+    def _has_part_on(self, nodes: frozenset[int]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the operators with bytes on one of ``nodes``, bool ``[operators]``."""
+        rows = [rank for rank, node in enumerate(self.nodes) if node in nodes]
+        return (self.table.full[rows] > 0).any(axis=0)
+
+    @cached_property
+    def _tokens_of_run(self) -> int:
+        layers = self.table.layers
+        of_layer = (self.tokens[self.table.is_expert & (layers == layer)].sum() for layer in np.unique(layers))
+        return int(max(of_layer)) * self.checkpoints
+
+
+def _saved(schedule: PartialSchedule, number: int) -> npt.NDArray[np.bool_]:
+    contents = schedule.contents(number)
+    assert contents is not None
+    return contents == Saved.FULL
+
+
+def _written(schedule: PartialSchedule, number: int) -> npt.NDArray[np.bool_]:
+    contents = schedule.on_disk_of_slot(schedule.slot(number))
+    return _saved(schedule, number) if contents is None else contents == Saved.FULL
