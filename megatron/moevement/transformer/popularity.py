@@ -53,7 +53,7 @@ class RouterCounts:
                     if self._soft:
                         sums.add_(_probabilities(router, logits).sum(0).to(sums.dtype))
                     else:
-                        sums.add_(result[1].view(-1, sums.numel()).sum(0))
+                        sums.add_(_assigned(router, *result[:2]).view(-1, sums.numel()).sum(0))
             return result
 
         return counted
@@ -92,6 +92,16 @@ def routed_layers(chunk: Any) -> list[Any]:
     """Return the layers of a virtual stage that have a router."""
     layers = list(getattr(getattr(chunk, "decoder", None), "layers", None) or [])
     return [layer for layer in layers if hasattr(getattr(layer, "mlp", None), "router")]
+
+
+def _assigned(router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+    """Return True for each token and expert that came together, bool ``[tokens, experts]``.
+
+    With ``--moe-pad-expert-input-to-capacity``, Megatron's routing map assigns as many tokens to every expert as the
+    expert has capacity for. The tokens that only fill the capacity have probability 0, and they count nothing here:
+    with them, all experts would be equally popular.
+    """
+    return routing_map & (probs != 0) if router.config.moe_pad_expert_input_to_capacity else routing_map
 
 
 def _probabilities(router: Any, logits: torch.Tensor) -> torch.Tensor:
