@@ -33,7 +33,7 @@ from megatron.moevement.runtime.replay import MegatronTrainer
 from megatron.moevement.runtime.replicas import replica_digests
 from megatron.moevement.runtime.settings import settings_of
 from megatron.moevement.runtime.wipe import wipe
-from megatron.moevement.transformer.capacity import RouterRoom
+from megatron.moevement.transformer.capacity import RouterRoom, expert_capacity
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorTable
@@ -171,6 +171,13 @@ class MegatronBinding(Binding):
         args = get_args()
         samples = args.train_samples or args.train_iters * args.global_batch_size
         return RouterCounts(self._chunks(), table, ordering, samples * args.seq_length * args.moe_router_topk)
+
+    @override
+    def expert_capacities(self, table: OperatorTable) -> Mapping[str, float]:
+        from megatron.training import get_args
+
+        capacity = float(expert_capacity(get_args()))
+        return {name: capacity for name, is_expert in zip(table.names, table.is_expert, strict=True) if is_expert}
 
     @override
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:

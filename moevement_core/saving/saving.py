@@ -312,7 +312,9 @@ class Saving:
 
     def _strategy(self) -> Strategy:
         """Return the strategy of the stage, before it has learned anything."""
-        return self._config.strategy.of(self.topology.table, self.topology.most_experts)
+        strategy, table = self._config.strategy, self.topology.table
+        capacities = self._binding.expert_capacities(table) if strategy.needs_capacity else None
+        return strategy.of(table, self.topology.most_experts, capacities)
 
     def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
         """Return the learned state of a strategy for a snapshot record; empty if a recovery does not need it.
@@ -459,14 +461,19 @@ def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> No
     """Refuse flags that need a method or gradients that the trainer does not provide. Every rank calls it at the start.
 
     Raises:
-        ConfigError: ``--moevement-capacity-boost`` is given, but the trainer has no ``expert_room``; or the strategy
-            logs gradients, but the trainer has no ``gather_replicas`` or no gradients in ``states``. Every rank raises
-            it.
+        ConfigError: ``--moevement-capacity-boost`` is given, but the trainer has no ``expert_room``; or
+            ``--moevement-order capacity``, but it has no ``expert_capacities``; or the strategy logs gradients, but the
+            trainer has no ``gather_replicas`` or no gradients in ``states``. Every rank raises it.
     """
     if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
         raise ConfigError(
             f"--moevement-capacity-boost {strategy.capacity_boost:g}: {type(binding).__name__} has no expert_room(); "
             "define the method, or leave the flag out"
+        )
+    if strategy.needs_capacity and type(binding).expert_capacities is Binding.expert_capacities:
+        raise ConfigError(
+            f"--moevement-order capacity: {type(binding).__name__} has no expert_capacities(); define the method, or "
+            "give another order"
         )
     if not strategy.logs_gradients:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -9,7 +10,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
 from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.dynamic_k import PLT_LIMIT
-from moevement_core.policy.popularity import Ordering, OrderingConfig
+from moevement_core.policy.popularity import Ordering, OrderingConfig, counts_of
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import MOST_PERIOD
@@ -139,9 +140,11 @@ class StrategyConfig:
         "replay; with Adam on GPUs auto)",
     )  # fmt: skip
     order: str | None = flag(
-        "--moevement-order", choices=[str(order) for order in Ordering if order is not Ordering.CAPACITY],
-        help="statistic that orders the operators of a window, from the least to the most popular (default: hard, the "
-        "number of tokens of each expert; back-to-front for models without experts)",
+        "--moevement-order", choices=[str(order) for order in Ordering],
+        help="statistic that orders the operators of a window, from the least to the most popular. hard: tokens of "
+        "each expert; soft: its gate probabilities; decayed: moving average of its tokens; capacity: its tokens over "
+        "its capacity; back-to-front: none, from the head to the embedding (default: hard; back-to-front for models "
+        "without experts)",
     )  # fmt: skip
     order_alpha: float = flag(
         "--moevement-order-alpha", type=float, default=0.9, check=within(0.0, 1.0), metavar="A",
@@ -257,16 +260,28 @@ class StrategyConfig:
         return OrderingConfig(Ordering(self.order or default), self.order_alpha)
 
     @property
+    def needs_capacity(self) -> bool:
+        """True if the capacity of each expert decides the order of operators."""
+        return self.name == MoEvement.name and self.ordering.ordering is Ordering.CAPACITY
+
+    @property
     def thresholds(self) -> ReorderThresholds:
         """Thresholds for changes of popularity that trigger a new order."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
-    def of(self, table: OperatorTable, most_experts: int | None = None) -> Strategy:
+    def of(
+        self, table: OperatorTable, most_experts: int | None = None, capacities: Mapping[str, float] | None = None
+    ) -> Strategy:
         """Return the strategy of a stage.
 
         Args:
             table: the operators of the stage.
             most_experts: experts in the largest layer of the job; None to use the largest layer of this stage.
+            capacities: most tokens of each expert of the stage in a batch, by operator name. None unless
+                :attr:`needs_capacity`.
+
+        Raises:
+            PopularityError: an expert has no capacity, or the capacity is not above 0.
         """
         if self.name == CheckFreq.name:
             return CheckFreq(table, self.interval, self.cap)
@@ -292,6 +307,7 @@ class StrategyConfig:
             ordering=self.ordering,
             thresholds=self.thresholds,
             cap=self.cap,
+            capacity=None if capacities is None else counts_of(table, capacities, "capacity"),
         )
         if self.recovery is Recovery.REPLAY:
             return windows

@@ -38,6 +38,7 @@ class MoEvement(Strategy):
         ordering: statistic that orders the operators.
         thresholds: thresholds for changes of popularity that trigger a new order.
         cap: share of training time that saving may cost.
+        capacity: most tokens of each operator in a batch, float64 ``[operators]``. None unless ``ordering`` needs it.
     """
 
     name = "moevement"
@@ -51,10 +52,11 @@ class MoEvement(Strategy):
         ordering: OrderingConfig | None = None,
         thresholds: ReorderThresholds | None = None,
         cap: float = OVERHEAD_CAP,
+        capacity: Scores | None = None,
     ) -> None:
         super().__init__(table)
         self.kind, self.size, self.cap = kind, size, cap
-        self.popularity = Popularity(table, ordering or OrderingConfig())
+        self.popularity = Popularity(table, ordering or OrderingConfig(), capacity)
         self.trigger = ReorderTrigger(table, thresholds or ReorderThresholds())
         self.counts = self.popularity.config.ordering
         self.settled = size is not None

@@ -170,6 +170,20 @@ class Binding(ABC):
         """
         return None
 
+    def expert_capacities(self, table: OperatorTable) -> Mapping[str, float]:
+        """Return the most tokens that each expert takes. Without it, ``--moevement-order capacity`` is refused.
+
+        The order depends on the ratios of capacities only, so any batch may be the unit, if it is the same for all
+        experts of the stage. The capacities stay equal for the whole job, also after a failure.
+
+        Args:
+            table: operators of the stage.
+
+        Returns:
+            A number above 0 for each expert in ``table``, on this rank and on others, by operator name.
+        """
+        raise NotImplementedError
+
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
         """Return the control of extra expert capacity. Without this method, ``--moevement-capacity-boost`` is refused.
 

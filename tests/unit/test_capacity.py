@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-from megatron.moevement.transformer.capacity import RouterRoom, dropping_with_room
+from megatron.moevement.transformer.capacity import RouterRoom, dropping_with_room, expert_capacity
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 
 TOKENS, EXPERTS, TOPK, FACTOR, SHARE = 64, 4, 2, 1.0, 0.25
@@ -79,3 +80,26 @@ def test_evaluation_has_no_more_room_and_what_is_not_to_be_counted_is_not() -> N
     assert not room.take().any()
     router.training = False
     assert torch.equal(router.routing(logits)[1], before)
+
+
+@pytest.mark.parametrize(
+    ("factor", "shares"),
+    [(0.75, {}), (1.25, {"context_parallel_size": 2}), (9.0, {}),
+     (1.0, {"tensor_model_parallel_size": 2, "sequence_parallel": True}), (1.0, {"tensor_model_parallel_size": 2})],
+)  # fmt: skip
+def test_the_capacity_is_what_megatron_admits_to_an_expert_that_every_token_wants(
+    factor: float, shares: dict[str, Any]
+) -> None:
+    """Route every token of a router to expert 0 and count the tokens that Megatron lets through."""
+    args = {
+        "micro_batch_size": 2, "seq_length": TOKENS, "num_experts": EXPERTS, "moe_router_topk": TOPK,
+        "moe_expert_capacity_factor": factor, "context_parallel_size": 1, "tensor_model_parallel_size": 1,
+        "sequence_parallel": False,
+    } | shares  # fmt: skip
+    tokens = 2 * TOKENS // args["context_parallel_size"]
+    if args["sequence_parallel"]:
+        tokens //= args["tensor_model_parallel_size"]
+    wanted = torch.zeros(tokens, EXPERTS, dtype=torch.bool)
+    wanted[:, :TOPK] = True
+    _, admitted = apply_router_token_dropping(wanted.float(), wanted, TOPK, factor)
+    assert expert_capacity(Namespace(**args)) == int(admitted[:, 0].sum())

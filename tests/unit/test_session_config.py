@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.moevement.arguments import session_config
@@ -14,12 +15,16 @@ from megatron.moevement.preflight.spares import spares
 from megatron.moevement.preflight.sparse import sparse_checkpoints
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
-from moevement_core.errors import ConfigError
+from moevement_core.errors import ConfigError, PopularityError
 from moevement_core.policy.popularity import Ordering
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.saving.saving import refuse_what_is_not_defined
+from moevement_core.strategies import MoEvement
+from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.redo import Redo
 from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import add_session_flags
+from tests.unit.policy.tables import equal_experts
 
 # The set is frozen, because a renamed flag breaks users' scripts: a change of one must change this set, too.
 FLAGS = {
@@ -190,9 +195,18 @@ def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dic
     assert re.search(rf"--moevement-capacity-boost 0\.1\b.*{flag}\b", complaint)
 
 
+@pytest.mark.parametrize("factor", [None, -1.0])
+def test_an_order_by_capacity_needs_a_capacity(factor: float | None) -> None:
+    words = ("--moevement-order", "capacity")
+    assert not list(sparse_checkpoints(parsed(*words, moe_expert_capacity_factor=1.0)))
+    (complaint,) = sparse_checkpoints(parsed(*words, moe_expert_capacity_factor=factor))
+    assert re.search(r"--moevement-order capacity\b.*--moe-expert-capacity-factor\b.*--moevement-order hard", complaint)
+
+
 class WithoutGathering(MegatronBinding):
     gather_replicas = Binding.gather_replicas
     expert_room = Binding.expert_room
+    expert_capacities = Binding.expert_capacities
 
 
 def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> None:
@@ -212,6 +226,40 @@ def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
     needed = r"\bWithoutGathering\b.*\bexpert_room\(\)"
     with pytest.raises(ConfigError, match=rf"--moevement-capacity-boost 0\.1\b.*{needed}"):
         refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
+
+
+def test_an_order_by_capacity_is_refused_for_a_trainer_that_does_not_define_it() -> None:
+    config = session_config(parsed("--moevement-order", "capacity"))
+    assert config is not None
+    live = Live()
+    needed = r"\bWithoutGathering\b.*\bexpert_capacities\(\)"
+    with pytest.raises(ConfigError, match=rf"--moevement-order capacity\b.*{needed}"):
+        refuse_what_is_not_defined(WithoutGathering(live, Ledger(live)), config.strategy)
+    refuse_what_is_not_defined(MegatronBinding(live, Ledger(live)), config.strategy)
+
+
+@pytest.mark.parametrize("recovery", list(Recovery))
+def test_the_capacities_of_a_trainer_weigh_its_counts(recovery: Recovery) -> None:
+    """Check that the expert with the most tokens comes first if it has capacity for many more."""
+    config = session_config(parsed("--moevement-order", "capacity", "--moevement-recovery", str(recovery)))
+    assert config is not None
+    assert config.strategy.needs_capacity
+    table = equal_experts(4)
+    roomy = table.names[2]
+    strategy = config.strategy.of(table, None, dict.fromkeys(table.names, 1.0) | {roomy: 100.0})
+    windows = strategy.windows if isinstance(strategy, Redo) else strategy
+    assert isinstance(windows, MoEvement)
+    strategy.observe(np.array([5.0, 4.0, 50.0, 3.0]))
+    assert table.names[windows.popularity.order()[0]] == roomy
+    with pytest.raises(PopularityError, match=rf"\bcapacity\b.*{re.escape(table.names[0])}\b"):
+        config.strategy.of(table, None, dict.fromkeys(table.names[1:], 1.0))
+
+
+@pytest.mark.parametrize("words", [[], ["--moevement-strategy", "gemini", "--moevement-order", "capacity"]])
+def test_only_windows_that_are_ordered_by_capacity_need_one(words: list[str]) -> None:
+    config = session_config(parsed(*words))
+    assert config is not None
+    assert not config.strategy.needs_capacity
 
 
 def test_copies_are_where_the_strategy_has_them() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
+from moevement_core.policy.popularity import Ordering
 from moevement_core.restart.faults import Fault
 from moevement_core.strategies.config import Recovery
 from moevement_core.util.environment import NODE_ENV
@@ -69,6 +70,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     yield from _optimizer(args)
     yield from _injected(args)
     yield from _copies(args)
+    yield from _capacity_order(args)
     yield from _room(args)
     pp = args.pipeline_model_parallel_size
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
@@ -99,12 +101,26 @@ def _injected(args: Namespace) -> Iterator[str]:
             yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
 
 
+def _has_capacity(args: Namespace) -> bool:
+    """Return True if Megatron limits the tokens of an expert. A negative factor means no limit."""
+    return args.moe_expert_capacity_factor is not None and args.moe_expert_capacity_factor >= 0
+
+
+def _capacity_order(args: Namespace) -> Iterator[str]:
+    """Yield a complaint about an order by capacity for experts that have none."""
+    if args.moevement_order == Ordering.CAPACITY and not _has_capacity(args):
+        yield (
+            f"--moevement-order {args.moevement_order}: experts have no capacity; give --moe-expert-capacity-factor, "
+            f"or --moevement-order {Ordering.HARD_COUNT}"
+        )
+
+
 def _room(args: Namespace) -> Iterator[str]:
     """Yield complaints about a capacity boost for experts that cannot have extra capacity."""
     if args.moevement_capacity_boost is None:
         return
     asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
-    if args.moe_expert_capacity_factor is None or args.moe_expert_capacity_factor < 0:  # A negative factor means none.
+    if not _has_capacity(args):
         yield f"{asked}: experts have no capacity limit; give --moe-expert-capacity-factor, or leave the boost out"
     if args.moe_pad_expert_input_to_capacity:
         yield f"{asked} with --moe-pad-expert-input-to-capacity, which gives all experts one capacity; leave one out"

@@ -1,4 +1,4 @@
-"""Extra capacity for experts that have lost updates (MoEtion, section 6).
+"""Capacity of Megatron's experts, and extra capacity for experts that have lost updates (MoEtion, section 6).
 
 Megatron drops the tokens that exceed an expert's capacity, which is equal for all experts. While an expert has extra
 capacity, the router computes drops for both capacities, and applies the drops for the larger capacity to that expert.
@@ -9,6 +9,7 @@ one expert never exceed the free capacity of the others.
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +20,24 @@ import torch
 from megatron.moevement.patches import replace_on
 from megatron.moevement.transformer.popularity import by_operator, routed_layers
 from moevement_core.operators import OperatorTable, expert_name
+
+
+def expert_capacity(args: Namespace) -> int:
+    """Return the most tokens that an expert takes from one router in a micro-batch (C in MoEvement, appendix B).
+
+    The number is the same for all experts of all layers, because Megatron has one capacity factor. A token comes to an
+    expert once at most, so the number of the router's tokens is a further limit.
+
+    Args:
+        args: Megatron's arguments, with a capacity factor; ``preflight/sparse.py`` refuses a job without one.
+    """
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    shares = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    tokens = args.micro_batch_size * args.seq_length // shares
+    return min(
+        tokens, int(get_capacity(tokens * args.moe_router_topk, args.num_experts, args.moe_expert_capacity_factor))
+    )
 
 
 @dataclass(eq=False)
