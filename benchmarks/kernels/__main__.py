@@ -6,7 +6,6 @@ python -m benchmarks.kernels
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 from moevement_kernels import launch
 from moevement_kernels.backend import Backend, select
 from moevement_kernels.cuda.grouped_product import CudaKernelError, library
-from moevement_kernels.experimental import fp8_launch
 from moevement_kernels.op import saved_bytes
 from moevement_kernels.weights import Weights
 
@@ -42,8 +40,6 @@ class Row:
     frozen_cuda: float | None
     frozen_fp8: float
     """Milliseconds with FP8 weights that are widened for products in BF16."""
-    products_fp8: dict[str, float]
-    """Milliseconds with FP8 products, by their scaling."""
     floor_full: float | None
     floor_frozen: float | None
 
@@ -123,23 +119,12 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     }  # fmt: skip
     if Backend.CUDA in _backends():
         passes["frozen_cuda"] = frozen_cuda
-    for mode in _scalings():
-        problem = checks.fp8_problem(
-            counts, hidden=layer.hidden, inner=layer.inner, kind=kind, dtype=torch.float8_e5m2, mode=mode
-        )
-        passes[mode] = functools.partial(fp8_launch.input_gradient, *problem)
     passes |= _floor(x, dy, h=h, counts=counts, w1=w1, w2=w2)
     times = _times(passes, rounds)
     return Row(
         layer, routing="skewed" if is_skewed else "even", full=times["full"], frozen=times["frozen"], frozen_cuda=times.get("frozen_cuda"),
-        frozen_fp8=times["frozen_fp8"], products_fp8={mode: times[mode] for mode in _scalings()}, floor_full=times.get("floor_full"),
-        floor_frozen=times.get("floor_frozen"),
+        frozen_fp8=times["frozen_fp8"], floor_full=times.get("floor_full"), floor_frozen=times.get("floor_frozen"),
     )  # fmt: skip
-
-
-def _scalings() -> tuple[str, ...]:
-    """Return the scalings of FP8 products, which need compute capability 9.0."""
-    return ("delayed", "current", "by block") if torch.cuda.get_device_capability()[0] == 9 else ()
 
 
 def _as_fp8(weights: Weights) -> Weights:
@@ -225,7 +210,7 @@ def _line(row: Row, peak: float) -> str:
     cells = [
         f"{row.layer.model}, {row.layer.experts} experts, {row.layer.tokens} tokens", row.routing, cell(row.full),
         cell(row.frozen), cell(row.frozen_cuda), cell(row.frozen_fp8),
-        *(cell(row.products_fp8.get(mode)) for mode in ("delayed", "current", "by block")), cell(row.floor_full), cell(row.floor_frozen),
+        cell(row.floor_full), cell(row.floor_frozen),
         f"{row.full / best:.2f}", f"{row.rate(best):.0f}", f"{row.rate(best) / peak:.0%}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
@@ -249,11 +234,8 @@ turns, with cold caches. The floor is the time of the products alone, by torch's
 has no activation and no probabilities, and weight gradients are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
 the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
 
-The columns of FP8 products have the backward pass of frozen experts with each FP8 recipe (delayed, current, by block). In these
-passes dy, the weights and dh are FP8, and dx is BF16.
-
-| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | FP8 products, delayed | current | by block | floor, full | floor, frozen | speed-up | TFLOP/s | share |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | floor, full | floor, frozen | speed-up | TFLOP/s | share |
+|---|---|---|---|---|---|---|---|---|---|---|
 {lines}
 
 Activations kept for the backward pass, beside the probabilities:

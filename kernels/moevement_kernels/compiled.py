@@ -67,8 +67,6 @@ def cases(capability: int) -> Iterator[Case]:
     if capability >= 89:  # Older architectures have no conversions from FP8.
         yield from _mlp_cases("bf16", 1, capability)
         yield from _mlp_cases("bf16", 2, capability)
-    if capability == 90:
-        yield from _fp8_cases()
 
 
 def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
@@ -106,33 +104,6 @@ def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
         name = f"weight gradient {label}{', added' if accumulates else ''}"
         constants = {"ACCUMULATE": accumulates, **sizes}
         yield Case(name, kernels.weight_gradient_kernel, constants, pointers, not is_fp32)
-
-
-def _fp8_cases() -> Iterator[Case]:
-    """Yield the products in FP8, for both gradient formats."""
-    from triton import language as tl
-
-    from moevement_kernels.experimental import triton_fp8 as kernels
-    from moevement_kernels.experimental.fp8_launch import TILES
-
-    common = {"DTYPE": tl.bfloat16, "GROUP": 8, **_sizes(TILES)}
-    pointers = {
-        **dict.fromkeys(("dy", "left", "dh"), "*u8"),
-        **dict.fromkeys(("h", "out"), "*bf16"),
-        **dict.fromkeys(("p", "dy_scales", "dh_scales", "left_scales", "amaxes", "dp_parts"), "*fp32"),
-        **dict.fromkeys(("w2_at", "w_at", "scale_at"), "*i64"),
-        **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
-    }
-    for label, dtype, largest in (("e5m2", tl.float8e5, 57344.0), ("e4m3", tl.float8e4nv, 448.0)):
-        for mode, name in ((kernels.DELAYED, "delayed"), (kernels.CURRENT, "current"), (kernels.BY_BLOCK, "by block")):
-            constants = {"KIND": 0, "GATED": True, "MODE": mode.value, "DY_DTYPE": dtype, "DH_DTYPE": dtype}
-            constants |= {"LARGEST": largest, **common}
-            types = pointers | ({"dh": "*bf16"} if mode is kernels.CURRENT else {})
-            yield Case(f"hidden gradient fp8 {label}, {name}", kernels.hidden_gradient_kernel, constants, types, True)
-        for by_block in (False, True):
-            constants = {"IS_BY_BLOCK": by_block, "L_DTYPE": dtype, **common}
-            name = f"product fp8 {label}{', by block' if by_block else ''}"
-            yield Case(name, kernels.product_kernel, constants, pointers, True)
 
 
 def _sizes(tiles: Tiles) -> dict[str, int]:

@@ -8,8 +8,6 @@ import pytest
 import torch
 from moevement_kernels import launch, triton_dispatch, triton_kernels
 from moevement_kernels.activations import Activation
-from moevement_kernels.experimental import fp8_launch, triton_fp8
-from moevement_kernels.experimental.fp8_reference import Codes, Quantiser
 from moevement_kernels.weights import Weights
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -43,15 +41,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, CountedVariants]:
     kernels = {}
     for module, names in (
         (triton_kernels, ("up_kernel", "product_kernel", "hidden_gradient_kernel", "weight_gradient_kernel")),
-        (triton_fp8, ("hidden_gradient_kernel", "product_kernel")),
         (triton_dispatch, ("_to_slots",)),
     ):
         for name in names:
             kernel = CountedVariants(getattr(module, name))
             monkeypatch.setattr(module, name, kernel)
             kernels[f"{module.__name__.split('.')[-1]}.{name}"] = kernel
-    for module in (launch, fp8_launch):
-        monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    monkeypatch.setattr(launch, "has_kernels", lambda _: True)
     return kernels
 
 
@@ -83,25 +79,10 @@ def test_variants_of_fifty_token_counts(counted: dict[str, CountedVariants]) -> 
         launch.weight_gradient(dy, dh, x[: a.shape[0]], a, counts, into, True)
         slots = torch.arange(EXPERTS)
         triton_dispatch.to_slots_kernel(torch.zeros(tokens, EXPERTS, dtype=torch.bool), slots, slots, slots)
-    assert {name: len(kernel.keys) for name, kernel in counted.items() if "fp8" not in name} == {
+    assert {name: len(kernel.keys) for name, kernel in counted.items()} == {
         "triton_kernels.up_kernel": 1,
         "triton_kernels.product_kernel": 2,  # transposed and not
         "triton_kernels.hidden_gradient_kernel": 1,
         "triton_kernels.weight_gradient_kernel": 1,
         "triton_dispatch._to_slots": 1,
-    }
-
-
-def test_variants_of_fifty_token_counts_in_fp8(counted: dict[str, CountedVariants]) -> None:
-    codes, scales = torch.float8_e5m2, [torch.ones(1)] * EXPERTS
-    w1 = Weights([numbers(HIDDEN, 2 * INNER, dtype=torch.uint8)] * EXPERTS, scales)
-    w2 = Weights([numbers(INNER, HIDDEN, dtype=torch.uint8)] * EXPERTS, scales)
-    quantiser = Quantiser(codes, torch.ones(EXPERTS))
-    for tokens in TOKENS[1:]:
-        dy = Codes(numbers(tokens, HIDDEN, dtype=torch.uint8).view(codes), torch.ones(EXPERTS))
-        h, p = numbers(tokens, 2 * INNER), numbers(tokens, dtype=torch.float32, begin=tokens % 3)
-        fp8_launch.input_gradient(dy, h, p, split(tokens), w1, w2, Activation.SWIGLU, quantiser)
-    assert {name: len(kernel.keys) for name, kernel in counted.items() if "fp8" in name} == {
-        "triton_fp8.hidden_gradient_kernel": 1,
-        "triton_fp8.product_kernel": 1,
     }
