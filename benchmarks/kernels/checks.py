@@ -26,6 +26,8 @@ def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
         for dtype in (torch.bfloat16, torch.float32):
             yield f"{backend} {dtype}: mixed experts have the bits of all-active ones", _is_equal_mixed(dtype)
     select(Backend.TRITON)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield f"{dtype}: weight gradients of one linear layer", _is_near_linear(dtype)
     yield "FP8 weights with BF16 and E5M2 gradients", _is_near_fp8()
     yield "more than 2^31 elements", _is_right_beyond_32_bits()
 
@@ -87,6 +89,17 @@ def _is_equal_mixed(dtype: torch.dtype) -> bool:
         if not all(torch.equal(gradient, all_active[name]) for name, gradient in mixed.items()):
             return False
     return True
+
+
+def _is_near_linear(dtype: torch.dtype) -> bool:
+    active = [number % 2 == 0 for number in range(len(COUNTS))]
+    kept = sum(count for count, is_active in zip(COUNTS, active, strict=True) if is_active)
+    dy, x = _draw(sum(COUNTS), INNER, dtype=dtype, seed=24), _draw(kept, HIDDEN, dtype=dtype, seed=25)
+    into = [torch.zeros(INNER, HIDDEN, device="cuda") if is_active else None for is_active in active]
+    launch.linear_weight_gradient(dy, x, COUNTS, into, accumulate=True)
+    wanted = reference.linear_weight_gradient(dy, x, COUNTS, active)
+    pairs = zip(into, wanted, strict=True)
+    return all(a is None if b is None else a is not None and _near(a, b) for a, b in pairs)
 
 
 def _is_near_fp8() -> bool:

@@ -111,58 +111,84 @@ def weight_gradient(
         ValueError: shapes or dtypes do not fit.
     """
     active = [target is not None for target in into[0]]
-    _check_targets(dy, dh, x, a, counts, active, into)
-    if not any(active):
-        return
-    if not has_kernels(x):
-        gradients_by_weight = reference.weight_gradient(dy, dh, x, a, counts, active)
-        for targets, gradients in zip(into, gradients_by_weight, strict=True):
-            for target, gradient in zip(targets, gradients, strict=True):
-                if target is not None and gradient is not None:
-                    target.copy_(target + gradient if accumulate else gradient)
-        return
-    from moevement_kernels import triton_kernels as kernels
-
-    size = tiles or tiles_of(x.dtype)
-    all_offsets, own = offsets(counts, x.device), offsets(counts_of_active(counts, active), x.device)
-    for left, right, targets in ((dh, x, into[0]), (dy, a, into[1])):
-        rows, columns = left.shape[1], right.shape[1]
-        kernels.weight_gradient_kernel[_cdiv(rows, size.rows) * _cdiv(columns, size.columns), len(counts)](
-            left.contiguous(), right.contiguous(), addresses("gradient", targets, x.device), all_offsets, own, rows,
-            columns, ACCUMULATE=accumulate, BM=size.rows, BN=size.columns, BK=size.inner, **run_options(size),
-        )  # fmt: skip
-
-
-def _check_targets(
-    dy: torch.Tensor,
-    dh: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    counts: Sequence[int],
-    active: Sequence[bool],
-    into: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
-) -> None:
     if active != [target is not None for target in into[1]]:
         raise ValueError(
             f"W1 has gradient tensors for the experts with active flags {active}, but W2 has them for others; give "
             "both gradient tensors of an expert, or none"
         )
-    for name, kept in (("x", x), ("a", a)):
-        if kept.shape[0] != sum(counts_of_active(counts, active)):
+    for names, left, right, targets in ((("W1", "x"), dh, x, into[0]), (("W2", "a"), dy, a, into[1])):
+        linear_weight_gradient(left, right, counts, targets, accumulate=accumulate, tiles=tiles, names=names)
+
+
+def linear_weight_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    counts: Sequence[int],
+    into: Sequence[torch.Tensor | None],
+    *,
+    accumulate: bool,
+    tiles: Tiles | None = None,
+    names: tuple[str, str] = ("the weight", "x"),
+) -> None:
+    """Write the gradient ``dy^T x`` of one linear layer into FP32 tensors, or add it to the tensors.
+
+    Args:
+        dy: gradient of the outputs, ``[T, rows]``.
+        x: inputs of active experts, ``[tokens of active experts, columns]``.
+        counts: tokens of each expert.
+        into: tensor ``[rows, columns]`` of each expert; None for a frozen expert.
+        accumulate: True to add to the tensors, False to overwrite them.
+        tiles: sizes of a program's work, for tests.
+        names: names of the weight and of ``x`` in an error.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    active = [target is not None for target in into]
+    _check_targets(dy, x, counts, into, names=names)
+    if not any(active):
+        return
+    if not has_kernels(x):
+        for target, gradient in zip(into, reference.linear_weight_gradient(dy, x, counts, active), strict=True):
+            if target is not None and gradient is not None:
+                target.copy_(target + gradient if accumulate else gradient)
+        return
+    from moevement_kernels import triton_kernels as kernels
+
+    size = tiles or tiles_of(x.dtype)
+    all_offsets, own = offsets(counts, x.device), offsets(counts_of_active(counts, active), x.device)
+    rows, columns = dy.shape[1], x.shape[1]
+    kernels.weight_gradient_kernel[_cdiv(rows, size.rows) * _cdiv(columns, size.columns), len(counts)](
+        dy.contiguous(), x.contiguous(), addresses("gradient", into, x.device), all_offsets, own, rows, columns,
+        ACCUMULATE=accumulate, BM=size.rows, BN=size.columns, BK=size.inner, **run_options(size),
+    )  # fmt: skip
+
+
+def _check_targets(
+    dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int], into: Sequence[torch.Tensor | None], *,
+    names: tuple[str, str],
+) -> None:  # fmt: skip
+    active = [target is not None for target in into]
+    if x.dtype not in DTYPES or dy.dtype != x.dtype or dy.shape[0] != sum(counts) or len(into) != len(counts):
+        raise ValueError(
+            f"the gradient of the outputs is {tuple(dy.shape)} {dy.dtype}, {names[1]} is {x.dtype}, and there are "
+            f"{len(into)} gradients for token counts {list(counts)}; both must have one of the dtypes {DTYPES}, and "
+            "the first a row for each token"
+        )
+    if x.shape[0] != sum(counts_of_active(counts, active)):
+        raise ValueError(
+            f"{names[1]} has {x.shape[0]} rows; it must have the rows of active experts only, for active flags "
+            f"{active} and token counts {list(counts)}"
+        )
+    shape = (dy.shape[1], x.shape[1])
+    for expert, target in enumerate(into):
+        if target is not None and (
+            target.dtype != torch.float32 or target.shape != shape or not target.is_contiguous()
+        ):
             raise ValueError(
-                f"{name} has {kept.shape[0]} rows; it must have the rows of active experts only, for active flags "
-                f"{active} and token counts {list(counts)}"
+                f"the gradient of {names[0]} for expert {expert} is {tuple(target.shape)} {target.dtype}; it must be "
+                f"{shape} float32 and contiguous"
             )
-    shapes = ((dh.shape[1], x.shape[1]), (dy.shape[1], a.shape[1]))
-    for name, targets, shape in zip(("W1", "W2"), into, shapes, strict=True):
-        for expert, target in enumerate(targets):
-            if target is not None and (
-                target.dtype != torch.float32 or target.shape != shape or not target.is_contiguous()
-            ):
-                raise ValueError(
-                    f"the gradient of {name} for expert {expert} is {tuple(target.shape)} {target.dtype}; it must be "
-                    f"{shape} float32 and contiguous"
-                )
 
 
 def _product(

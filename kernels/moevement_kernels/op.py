@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moevement_kernels import launch
 from moevement_kernels.activations import Activation
+from moevement_kernels.main_grad import gradients_of
 from moevement_kernels.weights import Weights
 
 
@@ -130,39 +131,20 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
 def _weight_gradients(
     ctx: Any, tensors: tuple[Tensor, ...], w1: list[Tensor], w2: list[Tensor]
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Compute the gradients of active weights, as Megatron's linear layers do.
-
-    If all weights set ``fuse_weight_gradient``, the gradients are added to their FP32 ``main_grad``.
-    """
+    """Return the gradients of W1 and W2 for autograd, by expert; None for each frozen expert."""
     gradients: tuple[list[Tensor | None], list[Tensor | None]] = ([None] * len(w1), [None] * len(w2))
     if not ctx.active:
         return gradients
-    wanted = [[group[expert] for expert in ctx.active] for group in (w1, w2)]
-    fuses = all(_fuses(weight) for group in wanted for weight in group)
-    into = [[weight.main_grad if fuses else _fp32(weight) for weight in group] for group in wanted]
-    _weight_gradient(*tensors, ctx.counts, ctx.active, *into, fuses)
-    for targets, weights, computed in zip(gradients, wanted, into, strict=True):
-        for expert, weight, gradient in zip(ctx.active, weights, computed, strict=True):
-            if fuses:
-                weight.grad_added_to_main_grad = True
-                targets[expert] = torch.empty_like(
-                    weight
-                )  # Megatron's hooks need a gradient, but nothing reads its values.
-            else:
-                targets[expert] = gradient.to(weight.dtype)
+    active = len(ctx.active)
+
+    def compute(into: list[Tensor], accumulate: bool) -> None:
+        _weight_gradient(*tensors, ctx.counts, ctx.active, into[:active], into[active:], accumulate)
+
+    computed = iter(gradients_of([group[expert] for group in (w1, w2) for expert in ctx.active], compute))
+    for targets in gradients:
+        for expert in ctx.active:
+            targets[expert] = next(computed)
     return gradients
-
-
-def _fuses(weight: Any) -> bool:
-    """Return True if the kernels can add to the weight's ``main_grad``, which has to be FP32.
-
-    Megatron's ``main_grad`` has 16 bits if gradients are reduced in 16 bits.
-    """
-    return bool(getattr(weight, "fuse_weight_gradient", False)) and weight.main_grad.dtype == torch.float32
-
-
-def _fp32(weight: Tensor) -> Tensor:
-    return torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
 
 
 _forward.register_autograd(_backward, setup_context=_save)

@@ -137,16 +137,25 @@ def weight_gradient(
         counts: tokens of each expert.
         active: True for each active expert.
     """
-    splits = list(counts)
-    kept = [count for count, is_active in zip(counts, active, strict=True) if is_active]
-    rows = zip(x.split(kept), a.split(kept), strict=True)
-    first: list[torch.Tensor | None] = []
-    second: list[torch.Tensor | None] = []
-    for dy_, dh_, is_active in zip(dy.split(splits), dh.split(splits), active, strict=True):
-        x_, a_ = next(rows) if is_active else (None, None)
-        first.append(None if x_ is None else dh_.float().T @ x_.float())
-        second.append(None if a_ is None else dy_.float().T @ a_.float())
-    return first, second
+    return linear_weight_gradient(dh, x, counts, active), linear_weight_gradient(dy, a, counts, active)
+
+
+def linear_weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int], active: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Return the FP32 gradient ``dy^T x`` of one linear layer, by expert; None for each frozen expert.
+
+    Args:
+        dy: gradient of the outputs, ``[T, rows]``.
+        x: inputs of active experts, ``[tokens of active experts, columns]``.
+        counts: tokens of each expert.
+        active: True for each active expert.
+    """
+    kept = iter(x.split([count for count, is_active in zip(counts, active, strict=True) if is_active]))
+    return [
+        dy_.float().T @ next(kept).float() if is_active else None
+        for dy_, is_active in zip(dy.split(list(counts)), active, strict=True)
+    ]
 
 
 def _halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -74,8 +74,9 @@ def add_arguments(parser: Parser) -> Parser:
         default=str(FrozenKernels.OFF),
         help="kernels that run the experts. In a replay they skip the weight gradients of frozen experts; all other "
         "results keep their bits. auto: triton on a GPU if it supports the experts, else off; triton: Triton kernels; "
-        "cuda: Triton kernels with the input gradient in CUDA C++ (compute capability 9.0); off: Megatron's kernels "
-        "(default: off, until the others have trained on a GPU)",
+        "cuda: Triton kernels with the input gradient in CUDA C++ (compute capability 9.0); wgrad: Megatron's kernels, "
+        "but a Triton kernel for the weight gradients of grouped experts; off: Megatron's kernels (default: off, until "
+        "the others have trained on a GPU)",
     )
     group.add_argument(
         "--moevement-sums-in-rank-order",

@@ -263,7 +263,7 @@ def _reset_modules(live: Live) -> None:
 
     An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are called
     in five parts, and refuse the first part if another one is due. FP8 modules still count as registered, although
-    their registry no longer exists.
+    their registry no longer exists. Grouped layers may hold their weights as constants.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
@@ -272,6 +272,8 @@ def _reset_modules(live: Live) -> None:
         for module in chunk.modules():
             module.__dict__.pop("modules_with_is_first_microbatch", None)  # a partial list would be taken as complete
             interrupted.reset_registration(module)
+            if (split := getattr(module, "split_weight_gradients", None)) is not None:
+                split.reset(module)
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
                 for name in _SHARED_EXPERTS:

@@ -17,7 +17,13 @@ from moevement_kernels.backend import Backend, select, why_reference
 from moevement_kernels.cuda import grouped_product
 from moevement_kernels.op import grouped_mlp
 
-from megatron.moevement.transformer.kernel_choice import activation_of, backend_of
+from megatron.moevement.transformer.grouped_linear import SplitWeightGradients
+from megatron.moevement.transformer.kernel_choice import (
+    FrozenKernels,
+    activation_of,
+    backend_of,
+    splits_weight_gradients,
+)
 from moevement_core import log
 from moevement_core.errors import ConfigError
 
@@ -40,7 +46,10 @@ def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
     cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
     if cls is None or arguments is None:  # Without arguments, the model is only described and never runs.
         return built(*args, **kwargs)
-    backend = backend_of(arguments, kwargs["config"] if "config" in kwargs else args[1])
+    config = kwargs["config"] if "config" in kwargs else args[1]
+    if splits_weight_gradients(arguments, config):
+        return _with_own_weight_gradients(built(*args, **kwargs))
+    backend = backend_of(arguments, config)
     if backend is None:
         return built(*args, **kwargs)
     if backend is Backend.CUDA and torch.cuda.is_available():
@@ -49,16 +58,36 @@ def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
         except grouped_product.CudaKernelError as error:
             raise ConfigError(f"--moevement-frozen-kernels cuda: {error}") from error
     select(backend)
-    _say_once(str(backend))
+    _say_once("experts", str(backend))
     return cls(*args, **{**built.keywords, **kwargs})
 
 
+def _with_own_weight_gradients(experts: Any) -> Any:
+    """Return grouped experts whose weight gradients come from this project's kernel, for active experts only.
+
+    Raises:
+        ConfigError: the experts are separate layers, so nothing is grouped.
+    """
+    linears = [getattr(experts, name, None) for name in ("linear_fc1", "linear_fc2")]
+    if not all(hasattr(linear, "weight0") for linear in linears):
+        raise ConfigError(
+            f"--moevement-frozen-kernels {FrozenKernels.WGRAD}: {type(experts).__name__} has a layer for each expert, "
+            "which skips the weight gradient of a frozen expert by itself; give off, or --moe-grouped-gemm with "
+            "Transformer Engine"
+        )
+    for linear in linears:
+        SplitWeightGradients(linear)
+    select(Backend.TRITON)
+    _say_once("weight gradients of experts", str(Backend.TRITON))
+    return experts
+
+
 @functools.cache
-def _say_once(backend: str) -> None:
+def _say_once(what: str, backend: str) -> None:
     if torch.distributed.get_rank() == 0:
         reason = why_reference()
         running = f"the {backend} kernels" if reason is None else f"the kernels' reference in torch, because {reason}"
-        log.info(f"experts run on {running}")
+        log.info(f"{what} run on {running}")
 
 
 @functools.cache

@@ -89,8 +89,8 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
 
     Transformer Engine's grouped linear, one module for all experts of a layer, would drop the gradients of active
     experts if the first expert is frozen. While any expert of a group is active, all experts of the group therefore
-    compute gradients, and the optimizer skips the frozen experts. This project's kernels (``experts.py``) handle each
-    expert separately.
+    compute gradients, and the optimizer skips the frozen experts. With this project's kernels (``experts.py``,
+    ``grouped_linear.py``), each expert is handled separately.
     """
     groups = []
     for module in chunk.modules():

@@ -20,6 +20,7 @@ class FrozenKernels(StrEnum):
     AUTO = "auto"
     TRITON = "triton"
     CUDA = "cuda"
+    WGRAD = "wgrad"
     OFF = "off"
 
 
@@ -34,7 +35,7 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
         ConfigError: the flag asks for kernels that cannot run these experts.
     """
     choice = FrozenKernels(args.moevement_frozen_kernels)
-    if choice is FrozenKernels.OFF:
+    if choice in (FrozenKernels.OFF, FrozenKernels.WGRAD):
         return None
     reasons = list(_refusals(args, config))
     if choice is FrozenKernels.AUTO:
@@ -47,6 +48,23 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
             "but the kernel needs 9.0; give triton instead"
         )
     return Backend(str(choice))
+
+
+def splits_weight_gradients(args: argparse.Namespace, config: Any) -> bool:
+    """Return True if grouped linear layers keep their own kernels, and only weight gradients come from this project.
+
+    Args:
+        args: Megatron's arguments.
+        config: Megatron's ``TransformerConfig``.
+
+    Raises:
+        ConfigError: the flag asks for it, but the weight gradients of these layers cannot be computed outside.
+    """
+    if FrozenKernels(args.moevement_frozen_kernels) is not FrozenKernels.WGRAD:
+        return False
+    if reasons := list(_linear_refusals(args, config)):
+        raise ConfigError(f"--moevement-frozen-kernels {FrozenKernels.WGRAD}: {'; '.join(reasons)}; give off instead")
+    return True
 
 
 def activation_of(config: Any) -> Activation | None:
@@ -64,21 +82,34 @@ def activation_of(config: Any) -> Activation | None:
 
 
 def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
+    """Yield the reasons why this project's kernels cannot run whole experts."""
     if activation_of(config) is None:
         name = getattr(config.activation_func, "__name__", str(config.activation_func))
         yield f"{'gated ' if config.gated_linear_unit else ''}{name} is none of {', '.join(Activation)}"
+    for name, flag in (
+        ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
+        ("activation_func_clamp_value", "a clamped activation"),
+        ("moe_mlp_glu_interleave_size", "interleaved gates"),
+    ):
+        if getattr(config, name, None):
+            yield f"{flag} works only with Megatron's own layers"
+    if getattr(config, "glu_linear_offset", 0.0):
+        yield "an offset of the linear half works only with Megatron's own layers"
+    yield from _linear_refusals(args, config)
+
+
+def _linear_refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
+    """Yield the reasons why this project's kernels cannot compute the weight gradients of the experts' layers."""
     if config.add_bias_linear:
         yield "experts have biases, and the kernels need --disable-bias-linear"
     for name, flag in (
-        ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
         ("fp8", "--fp8-format"),
         ("fp4", "--fp4-format"),
-        ("activation_func_clamp_value", "a clamped activation"),
-        ("moe_mlp_glu_interleave_size", "interleaved gates"),
         ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
         ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
         ("delay_wgrad_compute", "--delay-wgrad-compute"),
         ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
+        ("moe_single_grouped_weight", "--moe-single-grouped-weight"),
     ):
         if getattr(config, name, None):
             yield f"{flag} works only with Megatron's own layers"
@@ -86,8 +117,6 @@ def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
         yield "FSDP stores weights and gradients where the kernels cannot use them"
     if (getattr(config, "gtp_weight_remat_size", None) or 1) > 1:
         yield "generalised tensor parallelism shards each weight, and the kernels need whole weights"
-    if getattr(config, "glu_linear_offset", 0.0):
-        yield "an offset of the linear half works only with Megatron's own layers"
     if config.hidden_size % 8 or config.moe_ffn_hidden_size % 8:
         yield (
             f"--hidden-size {config.hidden_size} --moe-ffn-hidden-size {config.moe_ffn_hidden_size} must both be "
