@@ -53,15 +53,23 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
         return json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
 
 
-def record_of(nproc: int, spares: int, flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def record_of(
+    nproc: int, spares: int, flags: Sequence[str], *, script: Sequence[Path] = (SCRIPT,)
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run :data:`MODEL` with spares, and return its events and metrics.
+
+    Args:
+        nproc: number of ranks.
+        spares: number of spares.
+        flags: flags of the training, in addition to the model's.
+        script: training script; or a script that runs the next one, and so on to the training script.
 
     Raises:
         ConfigError: the run failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
-        _launch(nproc, [str(SCRIPT), *model_words(flags)], run_dir, spares)
+        _launch(nproc, [*map(str, script), *model_words(flags)], run_dir, spares)
         record = RunRecord(run_dir)
         return list(record.events()), list(record.metrics())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import policy, reorders
 from benchmarks.kernels.__main__ import Row, report
 from benchmarks.kernels.layers import MODELS, counts_of, layer_of
+from benchmarks.papers import ablation
 from moevement_core.policy.window import WindowKind
 
 
@@ -55,3 +57,29 @@ def test_the_kernels_benchmark_knows_the_layers_and_writes_its_table() -> None:
     assert f"| deepseek_moe, 8 experts, 65536 tokens | even | {times} |" in table
     assert "| deepseek_moe | 638 MB | 369 MB |" in table
     assert "popularity" in report([], 1.0, ["popularity"], {}, "a GPU")
+
+
+def test_the_ablation_compares_recoveries_that_lack_one_technique() -> None:
+    def failure(at: float, replay_s: float, ranks: list[int]) -> dict[str, Any]:
+        recovery = {"until": 9, "ranks": ranks, "replay_s": replay_s, "replayed": 6}
+        return {"event": "failure", "failed_at": at, "recovery": recovery}
+
+    metrics = [
+        {"iteration": 9, "time": 100.0, "iteration_s": 1.0},
+        {"iteration": 10, "time": 118.0, "iteration_s": 1.0},
+    ]
+    alone = ablation.result_of(ablation.WAYS[0], 1, [failure(108.0, 4.0, [2])], metrics)
+    assert alone == ablation.Result(lost_s=9.0, replay_s=4.0, iteration_s=1.0, replayed=6, kills=1)
+    results = {way.name: alone for way in ablation.WAYS}
+    results["no boundary logs"] = ablation.result_of(ablation.WAYS[2], 1, [failure(108.0, 6.0, [0, 1, 2, 3])], metrics)
+    assert "| no boundary logs | 9.00 | 6.00 | 1.50 | 6 | 1.00 | 1 |" in ablation.report(results)
+    with pytest.raises(ablation.AblationError, match=r"\bno boundary logs\b.*\[1\].*\b4\b"):
+        ablation.result_of(ablation.WAYS[2], 1, [failure(108.0, 6.0, [2])], metrics)
+
+
+def test_every_job_of_the_ablation_has_the_same_kills() -> None:
+    kills = [
+        [word for word in ablation.words(way, 3) if word.startswith("rank=")] for way in ablation.WAYS
+    ]  # fmt: skip
+    assert all(words == kills[0] for words in kills)
+    assert len(kills[0]) == 3
