@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.availability import changes, nodes_over_time, segment
-from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained, most_loaded
 from moevement_core.util.numbers import POSITIVE, SHARE, Range
 
 SEGMENT_S = 4800.0
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> ElasticJob:
-    values = {name: getattr(arguments, name) for name in (field.name for field in fields(ElasticJob))}
+    values = {name: getattr(arguments, name) for name in (flag.replace("-", "_") for flag in _FLAGS)}
     positive = [name for name in values if name not in ("expert_share", "expert_bytes", "regroup_s", "restart_s",
                                                        "checkpoint_s", "wait_s")]  # fmt: skip
     for name, value in values.items():
@@ -152,8 +152,7 @@ def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[
             f"--routing {arguments.routing}: {error}; needs tokens_per_expert [records, layers, {job.experts} experts "
             "or more] and iteration [records], ascending"
         ) from None
-    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, : job.experts]  # most loaded experts of each layer
-    return np.take_along_axis(tokens, chosen[None], axis=-1), every
+    return most_loaded(tokens, job.experts), every
 
 
 def _print(results: dict[System, list[Trained]], nodes: Sequence[float], arguments: argparse.Namespace) -> None:

@@ -43,18 +43,19 @@ class ElasticJob:
         experts: number of experts of each layer, E.
         slots: expert slots of each node, c.
         floor: least number of replicas of each expert, f.
-        iteration_s: seconds of an iteration on ``nodes`` nodes with equal loads; fewer nodes take proportionally
-            longer.
+        iteration_s: seconds of an iteration on ``nodes`` nodes with equal loads.
         nodes: number of nodes of the whole cluster.
         expert_share: share of an iteration that experts take. In this share all nodes wait for the most loaded node.
         expert_bytes: bytes of state of an expert of one layer.
         bytes_per_s: bytes per second of a node's network.
         regroup_s: seconds until new process groups are ready.
         restart_s: seconds until a restarted job trains again.
-        checkpoint_every: iterations between two checkpoints in storage.
+        checkpoint_every: iterations between two checkpoints in storage; infinity for a job that saves none.
         checkpoint_s: seconds by which a checkpoint delays training.
         wait_s: seconds that the job waits for further new nodes before it adds them.
         rebalance_every: iterations between two rebalances.
+        is_batch_per_node: True if every node has its own batch, as in Lazarus: an iteration on fewer nodes takes as
+            long, and has fewer samples. False if the job has one batch: fewer nodes take proportionally longer for it.
     """
 
     experts: int
@@ -67,10 +68,11 @@ class ElasticJob:
     bytes_per_s: float = 12.5e9
     regroup_s: float = 25.0
     restart_s: float = 120.0
-    checkpoint_every: int = 250
+    checkpoint_every: float = 250
     checkpoint_s: float = 20.0
     wait_s: float = 120.0
     rebalance_every: int = 200
+    is_batch_per_node: bool = False
 
     def usable(self, nodes: int, system: System) -> int:
         """Return the number of nodes that the job can use out of ``nodes``.
@@ -98,6 +100,8 @@ class Trained:
 
     iterations: float = 0.0
     """Number of committed iterations."""
+    batches: float = 0.0
+    """Committed samples, in batches of the whole cluster."""
     changes: int = 0
     fallbacks: int = 0
     """Number of times that the job lost nodes and went back to a checkpoint.
@@ -128,7 +132,11 @@ class ElasticTraining:
         self.job, self.system, self.there = job, system, set(first)
         self.done = Trained()
         self._loads, self._every = loads, every
-        self._since_checkpoint = 0.0
+        self._since_checkpoint = self._batches_since_checkpoint = 0.0
+        self._slowest: dict[int, float] = {}
+        """Load of the slowest node relative to the mean, by record, with the present placement."""
+        self._placed_for = -1
+        """Record whose loads the present placement is made for."""
         self._members: list[str] = []
         self._layers: list[Mapping[str, tuple[int, ...]]] = [{} for _ in range(loads.shape[1])]
         self._settle()
@@ -154,31 +162,39 @@ class ElasticTraining:
             span = min(job.checkpoint_every - self._since_checkpoint, to_rebalance, self._every)
             trained = min(span, seconds / self._iteration_s())
             seconds -= trained * self._iteration_s()
+            batches = trained * (len(self._members) / job.nodes if job.is_batch_per_node else 1.0)
             done.iterations += trained
+            done.batches += batches
             self._since_checkpoint += trained
+            self._batches_since_checkpoint += batches
             if trained < span:
                 return
             if self._since_checkpoint >= job.checkpoint_every - 1e-9:
-                self._since_checkpoint = 0.0
+                self._forget_uncommitted()
                 seconds -= self._spend("checkpoint", job.checkpoint_s)
             if rebalances and to_rebalance <= span + 1e-9:
                 done.iterations = float(round(done.iterations))
-                seconds -= self._spend("migrate", self._settle())
+                if self._record() != self._placed_for:  # equal loads would give the placement that is there
+                    seconds -= self._spend("migrate", self._settle())
 
     def _change(self, change: Change) -> float:
         """Add and remove nodes, and return the seconds until training continues."""
         left = change.removed & set(self._members)
         self.there = (self.there | change.added) - change.removed
-        if not left and self.job.usable(len(self.there), self.system) == len(self._members):
+        # A job that regroups without new nodes leaves out the live nodes that it has not used (Lazarus, section 6.2).
+        takes_unused = self.system is not System.REGROUP or bool(change.added)
+        candidates = self.there if takes_unused else self.there & set(self._members)
+        if not left and self.job.usable(len(candidates), self.system) == len(self._members):
             return 0.0
         self.done.changes += 1
         is_kept = all(self._layers) and not any(self._lost(layer, left) for layer in self._layers)
         if self.system is not System.RESTART and is_kept:
-            return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle())
+            return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle(candidates))
         if left:  # if no node was lost, the job saves a checkpoint before it adds nodes
             self.done.fallbacks += 1
             self.done.iterations -= self._since_checkpoint
-        self._since_checkpoint = 0.0
+            self.done.batches -= self._batches_since_checkpoint
+        self._forget_uncommitted()
         self._layers = [{} for _ in self._layers]
         self._settle()
         return self._spend("restart", self.job.restart_s) if self._members else 0.0
@@ -188,17 +204,29 @@ class ElasticTraining:
         names = sorted(layer)
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
-    def _settle(self) -> float:
-        """Allocate, place and migrate experts on the present nodes, and return the seconds that the migration takes."""
+    def _forget_uncommitted(self) -> None:
+        """Begin to count anew what a restart would lose: all state is in a checkpoint."""
+        self._since_checkpoint = self._batches_since_checkpoint = 0.0
+
+    def _settle(self, candidates: Collection[str] | None = None) -> float:
+        """Allocate, place and migrate experts, and return the seconds that the migration takes.
+
+        Args:
+            candidates: nodes that the job may use. None: all live nodes.
+        """
         job = self.job
-        stay = [node for node in self._members if node in self.there]
-        every = stay + sorted(self.there - set(stay))
+        there = self.there if candidates is None else set(candidates)
+        stay = [node for node in self._members if node in there]
+        every = stay + sorted(there - set(stay))
+        self._slowest.clear()
+        self._placed_for = self._record()
         self._members = sorted(every[: job.usable(len(every), self.system)])
         if not self._members:  # the job saves a checkpoint, and waits for nodes
-            self._layers, self._since_checkpoint = [{} for _ in self._layers], 0.0
+            self._layers = [{} for _ in self._layers]
+            self._forget_uncommitted()
             return 0.0
         node_slots = [job.slots_used(self.system)] * len(self._members)
-        loads = self._loads_now() if self.system is System.LAZARUS else np.ones_like(self._loads[0])
+        loads = self._loads[self._record()] if self.system is System.LAZARUS else np.ones_like(self._loads[0])
         wanted = [place(allocate(tokens, sum(node_slots), job.floor), node_slots, job.floor) for tokens in loads]
         held = [{node: layer.get(name, ()) for node, name in enumerate(self._members)} for layer in self._layers]
         places = assign_places(held, wanted)
@@ -213,17 +241,34 @@ class ElasticTraining:
 
     def _iteration_s(self) -> float:
         """Return the seconds of an iteration, in which all nodes wait for the most loaded one, layer by layer."""
-        pairs = zip(self._loads_now(), self._layers, strict=True)
-        share = float(np.mean([slowest_node(tokens, list(layer.values())) for tokens, layer in pairs]))
-        even_s = self.job.iteration_s * self.job.nodes / len(self._members)
-        return even_s * (1.0 - self.job.expert_share + self.job.expert_share * share)
+        job, record = self.job, self._record()
+        if record not in self._slowest:
+            pairs = zip(self._loads[record], self._layers, strict=True)
+            self._slowest[record] = float(np.mean([slowest_node(tokens, list(row.values())) for tokens, row in pairs]))
+        even_s = job.iteration_s * (1.0 if job.is_batch_per_node else job.nodes / len(self._members))
+        return even_s * (1.0 - job.expert_share + job.expert_share * self._slowest[record])
 
-    def _loads_now(self) -> Tokens:
-        return self._loads[min(int(self.done.iterations) // self._every, len(self._loads) - 1)]
+    def _record(self) -> int:
+        """Return the number of the record that is in force."""
+        return min(int(self.done.iterations) // self._every, len(self._loads) - 1)
 
     def _spend(self, what: str, seconds: float) -> float:
         self.done.lost_s[what] += seconds
         return seconds
+
+
+def most_loaded(tokens: Tokens, experts: int) -> Tokens:
+    """Return the loads of the most loaded experts of each layer, ``[records, layers, E]``.
+
+    Experts are chosen by their load over the whole record, and keep their order in the record. Systems that do not
+    place experts by load put neighbours on one node, so an order by load would put the most loaded experts together.
+
+    Args:
+        tokens: recorded loads, ``[records, layers, experts]``.
+        experts: number of experts to choose, E.
+    """
+    chosen = np.sort(np.argsort(-tokens.sum(0), axis=-1)[:, :experts], axis=-1)
+    return np.take_along_axis(tokens, chosen[None], axis=-1)
 
 
 def _gathered(changes: Sequence[Change], wait_s: float) -> Iterator[Change]:

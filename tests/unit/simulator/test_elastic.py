@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from moevement_cli.examples import EXAMPLES
 from moevement_cli.main import main
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.availability import Change, changes, nodes_over_time, segment
-from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, most_loaded
 
 JOB = ElasticJob(
     experts=8, slots=4, floor=2, iteration_s=1.0, nodes=4, expert_bytes=0.0, checkpoint_every=100, checkpoint_s=0.0,
@@ -76,6 +77,53 @@ def test_nodes_that_come_are_gathered_and_those_that_go_are_not() -> None:
     training = trained(System.REGROUP, trace, 500.0)
     assert training.done.changes == 2, "the loss, and both that came at once"
     assert training.done.iterations == pytest.approx(100.0 + 120.0 / 2 + 260.0)
+
+
+PER_NODE = replace(JOB, is_batch_per_node=True)
+
+
+def test_with_a_batch_per_node_fewer_nodes_train_fewer_samples_as_often() -> None:
+    """Lose a node of four; groups of two nodes are left. Iterations take as long, with half of the samples."""
+    trace = [Change(150.0, removed=frozenset("d"))]
+    kept = ElasticTraining(PER_NODE, System.REGROUP, EVEN, every=10, first=FOUR).run(trace, 310.0)
+    assert (kept.iterations, kept.batches) == pytest.approx((150.0 + 150.0, 150.0 + 150.0 / 2))
+    restarted = ElasticTraining(PER_NODE, System.RESTART, EVEN, every=10, first=FOUR).run(trace, 310.0)
+    assert (restarted.iterations, restarted.batches) == pytest.approx((100.0 + 110.0, 100.0 + 110.0 / 2))
+
+
+def test_without_checkpoints_a_restart_begins_anew() -> None:
+    job = replace(PER_NODE, checkpoint_every=math.inf, checkpoint_s=9.0)
+    trace = [Change(150.0, removed=frozenset("d"))]
+    done = ElasticTraining(job, System.RESTART, EVEN, every=10, first=FOUR).run(trace, 310.0)
+    assert (done.iterations, done.batches) == pytest.approx((110.0, 110.0 / 2))
+    assert done.lost_s["checkpoint"] == 0.0
+
+
+def test_only_a_restart_takes_live_nodes_that_were_left_over() -> None:
+    """Lose two of six nodes, one after the other. Groups have two nodes, so the first loss leaves one node unused."""
+    trace = [Change(100.0, removed=frozenset("f")), Change(200.0, removed=frozenset("d"))]
+    job = replace(PER_NODE, nodes=6)
+    six = [*FOUR, "e", "f"]
+    kept = ElasticTraining(job, System.REGROUP, EVEN, every=10, first=six).run(trace, 300.0)
+    assert kept.batches == pytest.approx(100.0 + 90.0 * 4 / 6 + 90.0 * 2 / 6)
+    assert (kept.changes, kept.fallbacks) == (2, 0)
+    restarted = ElasticTraining(job, System.RESTART, EVEN, every=10, first=six).run(trace, 300.0)
+    # The checkpoint after 100 iterations is there, and there is none of the 50 iterations after it.
+    assert restarted.batches == pytest.approx(100.0 + 50.0 * 4 / 6)
+    joined = ElasticTraining(job, System.REGROUP, EVEN, every=10, first=six)
+    joined.run([*trace, Change(210.0, added=frozenset("g"))], 300.0)
+    assert len(joined._members) == 4, "new nodes bring those that were left over back in"
+
+
+def test_a_node_that_was_not_used_can_leave_unnoticed() -> None:
+    trace = [Change(100.0, removed=frozenset("d")), Change(200.0, removed=frozenset("c"))]
+    done = ElasticTraining(PER_NODE, System.REGROUP, EVEN, every=10, first=FOUR).run(trace, 300.0)
+    assert (done.changes, done.lost_s["regroup"]) == (1, 10.0)
+
+
+def test_the_most_loaded_experts_keep_their_order() -> None:
+    tokens = np.array([[[5, 1, 9, 7], [1, 1, 1, 4]], [[5, 1, 9, 8], [3, 0, 1, 4]]])
+    assert most_loaded(tokens, 2).tolist() == [[[9, 7], [1, 4]], [[9, 8], [3, 4]]]
 
 
 def test_skewed_loads_are_followed() -> None:
