@@ -101,15 +101,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder of runs and results")
     parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each training (default: 200)")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    data = arguments.folder / "wikitext"
-    if not data.with_suffix(".bin").exists():
-        words = ["data", "build", "--documents", "line", "--output", str(data), *map(str, arguments.text)]
-        subprocess.run([sys.executable, "-m", "moevement_cli.main", *words], check=True)
+    data = build_data(arguments.folder, arguments.text)
     wanted = list(_runs(arguments.iterations))
     outcomes = dict(_outcomes(wanted, arguments.folder, data, arguments.iterations))
     _plot(outcomes, arguments.iterations)
     OUTPUT.write_text(report(outcomes, arguments.iterations), encoding="utf-8")
+
+
+def build_data(folder: Path, text: Sequence[Path]) -> Path:
+    """Make ``folder`` and the data set of ``text`` in it, unless the folder has the data set; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "wikitext"
+    if not data.with_suffix(".bin").exists():
+        words = ["data", "build", "--documents", "line", "--output", str(data), *map(str, text)]
+        subprocess.run([sys.executable, "-m", "moevement_cli.main", *words], check=True)
+    return data
 
 
 def _runs(iterations: int) -> Iterator[Run]:
@@ -141,8 +147,8 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     """Return the result of a training. The function trains only if the folder has no result for these settings."""
     run_dir, words = folder / run.id, _words(run, data, iterations)
-    kept, made_of = run_dir.with_suffix(".json"), _made_of([*words, str(run.dropped)], folder)
-    if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
+    kept, settings = run_dir.with_suffix(".json"), made_of([*words, str(run.dropped)], folder)
+    if kept.exists() and (saved := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == settings:
         return Outcome(**saved)
     shutil.rmtree(run_dir, ignore_errors=True)
     script = dropping.__file__ if run.dropped else str(SCRIPT)
@@ -169,7 +175,7 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
         digest=summary["state_digest"]["all"],
         losses=losses,
     )
-    kept.write_text(json.dumps({"made_of": made_of, **asdict(outcome)}), encoding="utf-8")
+    kept.write_text(json.dumps({"made_of": settings, **asdict(outcome)}), encoding="utf-8")
     return outcome
 
 
@@ -185,7 +191,7 @@ def _words(run: Run, data: Path, iterations: int) -> list[str]:
     return words
 
 
-def _made_of(words: Sequence[str], folder: Path) -> str:
+def made_of(words: Sequence[str], folder: Path) -> str:
     """Return a digest of a training's settings that does not depend on the paths of the folder and the project."""
     return hashlib.sha256(" ".join(words).replace(str(folder), "").replace(str(CONFIG.parent), "").encode()).hexdigest()
 
