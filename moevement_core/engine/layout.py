@@ -83,13 +83,16 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 }
 
 
-def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> Kept:
+def kept_bytes(
+    schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int, *, at_peers: bool = False
+) -> Kept:
     """Return the host memory of each snapshot of a window while superseded parts of the snapshot are freed.
 
     Args:
         schedule: the schedule of the window.
         states: live tensors of this rank's operators.
         record_bytes: bytes of a boundary record.
+        at_peers: True for the parts of snapshots that peers receive; False for own snapshots.
 
     Returns:
         Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
@@ -99,7 +102,8 @@ def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_b
     steps = schedule.size if schedule.supersedes else 1
     kept = np.empty((len(slots), steps), dtype=np.int64)
     for row, slot in enumerate(slots):
-        contents = schedule.contents_of_slot(slot)
+        part = schedule.at_peers_of_slot(slot) if at_peers else None
+        contents = schedule.contents_of_slot(slot) if part is None else part
         assert contents is not None
         starts, ends = _places(schedule, contents, states)
         whole = in_pages(int(ends[-1]) + record_bytes)

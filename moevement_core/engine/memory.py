@@ -14,6 +14,10 @@ IN_FLIGHT = 3
 """Snapshots that peers may not have yet: one in capture, one being sent, and one because peers may lag."""
 
 
+MOST_WEIGHED = 64
+"""Most schedules whose bytes are remembered."""
+
+
 class SnapshotMemory:
     """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
@@ -36,8 +40,8 @@ class SnapshotMemory:
         self.gives_back = not (to_disk or is_summed)
         """True if parts of a snapshot are freed early. This is not possible with windows on disk or with parity."""
         self._states, self._to_disk, self.is_summed = states, to_disk, is_summed
-        self._weighed: dict[str, Kept] = {}
-        """Bytes of each snapshot of a window, by the id of the schedule."""
+        self._weighed: dict[tuple[str, bool], Kept] = {}
+        """Bytes of each snapshot of a window, by the id of the schedule; True for the parts that peers receive."""
 
     def here(self, schedules: Sequence[Schedule]) -> int:
         """Return the bytes on this rank while ``schedules`` follow each other and no snapshot is left out."""
@@ -46,7 +50,7 @@ class SnapshotMemory:
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
         """Return the bytes on each peer while ``schedules`` follow each other and no snapshot is left out."""
-        return self._of_changes(schedules, LATE_AT_PEERS)
+        return self._of_changes(schedules, LATE_AT_PEERS, at_peers=True)
 
     @property
     def staging(self) -> int:
@@ -56,9 +60,13 @@ class SnapshotMemory:
         ]
         return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self.is_summed else 0
 
+    def slots_here(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the bytes of each own snapshot of a window."""
+        return tuple(self._kept(schedule)[:, 0].tolist())
+
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
         """Return the bytes of each snapshot of a window, and the number of snapshots that a peer keeps at a time."""
-        whole = self._kept(schedule)[:, 0]
+        whole = self._kept(schedule, at_peers=True)[:, 0]
         return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
@@ -67,7 +75,7 @@ class SnapshotMemory:
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
         """Return the bytes on each peer after a left-out snapshot, when a new run begins beside the persisted run."""
-        return self._after_gap(schedule, LATE_AT_PEERS)
+        return self._after_gap(schedule, LATE_AT_PEERS, at_peers=True)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
         """Return the bytes of ``snapshots`` together.
@@ -100,18 +108,19 @@ class SnapshotMemory:
     def _here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
         return nbytes if self.keeps_own_copies else min(nbytes, self.in_flight(schedules))
 
-    def _needed(self, schedule: Schedule, lag: int) -> int:
-        return self._most_held(schedule, schedule.slots_at_first(lag, to_disk=self._to_disk))
+    def _needed(self, schedule: Schedule, lag: int, *, at_peers: bool = False) -> int:
+        return self._most_held(schedule, schedule.slots_at_first(lag, to_disk=self._to_disk), at_peers=at_peers)
 
-    def _after_gap(self, schedule: Schedule, lag: int) -> int:
-        return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk))
+    def _after_gap(self, schedule: Schedule, lag: int, *, at_peers: bool = False) -> int:
+        return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk), at_peers=at_peers)
 
-    def _of_changes(self, schedules: Sequence[Schedule], lag: int) -> int:
+    def _of_changes(self, schedules: Sequence[Schedule], lag: int, *, at_peers: bool = False) -> int:
         """Return the most bytes at a time if a window of each schedule is persisted before the next schedule begins."""
         return max(
-            *(self._needed(schedule, lag) for schedule in schedules),
+            *(self._needed(schedule, lag, at_peers=at_peers) for schedule in schedules),
             *(
-                self._after_gap(new, lag) + max(0, self._window(old) - self._window(new))
+                self._after_gap(new, lag, at_peers=at_peers)
+                + max(0, self._window(old, at_peers=at_peers) - self._window(new, at_peers=at_peers))
                 for old, new in pairwise(schedules)
             ),
             0,
@@ -121,14 +130,19 @@ class SnapshotMemory:
         """Return the bytes of the run that a rank keeps beside its files, whose snapshots are whole in memory."""
         return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
-    def _window(self, schedule: Schedule) -> int:
-        return int(self._kept(schedule)[:, 0].sum())
+    def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:
+        return int(self._kept(schedule, at_peers=at_peers)[:, 0].sum())
 
-    def _most_held(self, schedule: Schedule, count: int) -> int:
-        kept = self._kept(schedule)
+    def _most_held(self, schedule: Schedule, count: int, *, at_peers: bool = False) -> int:
+        kept = self._kept(schedule, at_peers=at_peers)
         return most_held(kept if self.gives_back else kept[:, :1], count)
 
-    def _kept(self, schedule: Schedule) -> Kept:
-        if schedule.id not in self._weighed:
-            self._weighed[schedule.id] = kept_bytes(schedule, self._states, self.record_bytes)
-        return self._weighed[schedule.id]
+    def _kept(self, schedule: Schedule, *, at_peers: bool = False) -> Kept:
+        at_peers = at_peers and not self.is_summed  # parity is a sum of whole snapshots
+        if (schedule.id, at_peers) not in self._weighed:
+            if len(self._weighed) >= MOST_WEIGHED:  # some strategies have another schedule in every iteration
+                self._weighed.clear()
+            self._weighed[schedule.id, at_peers] = kept_bytes(
+                schedule, self._states, self.record_bytes, at_peers=at_peers
+            )
+        return self._weighed[schedule.id, at_peers]

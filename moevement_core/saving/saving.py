@@ -279,12 +279,12 @@ class Saving:
         """Record the expected cost of checkpoints from now on, for comparison with the measured cost."""
         schedule, memory = self.checkpointer.history.newest, self.checkpointer.memory
         slots, _ = memory.slots_at_peer(schedule)
-        copied = sum(slots) / schedule.size
+        copied, sent = sum(memory.slots_here(schedule)) / schedule.size, sum(slots) / schedule.size
         limit = self.allowed.nbytes
         self.reports.event(
             Planned(
                 iteration=max(schedule.start, self.began_at), window=schedule.size, strategy=self._config.strategy.name,
-                copied_bytes=copied, replicated_bytes=copied * len(self.topology.peers[self.topology.rank]),
+                copied_bytes=copied, replicated_bytes=sent * len(self.topology.peers[self.topology.rank]),
                 memory_bytes=self.windows.planned_bytes, memory_limit_bytes=limit if math.isfinite(limit) else None,
                 expected_rollback=schedule.expected_rollback(0), most_replayed=schedule.most_replayed(0),
                 snapshots=schedule.snapshots,
