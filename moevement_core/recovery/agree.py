@@ -24,17 +24,17 @@ class RankStatus:
     committed: int | None = None
     """Last iteration that the rank committed; None if it has no state of any iteration."""
     has_begun_next: bool = False
-    """True if the rank had begun the next iteration, so that it had done any evaluation and save due before it."""
+    """True if the rank had begun the next iteration; any evaluation and save due before that one were then done."""
     goal: RankStatus | None = None
-    """Goal of this rank's recovery that a further failure interrupted; None without one.
+    """Status of a rank that had committed the target iteration of the recovery that the failure interrupted.
 
-    It is the status of a rank that had committed the iteration which the recovery was to reach.
+    None if the failure interrupted no recovery of this rank.
     """
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Iteration that the job resumes, and the part of each rank; the same on every rank."""
+    """Iteration from which the job resumes, and which ranks do what; every rank computes the same."""
 
     iteration: int
     """Newest iteration that any rank is known to have committed."""
@@ -43,8 +43,8 @@ class ResumePoint:
     lost_stages: frozenset[int]
     """Pipeline stages of the ranks without state; other stages keep their state."""
     followers: frozenset[int]
-    """Ranks one update behind. A follower contributed to the last reduction of this update, so it applies the update
-    without its peers."""
+    """Ranks that lack only the update of :attr:`iteration`. They took part in all its reductions, so each follower
+    applies the update without its peers."""
     reference: int
     """Rank whose record of the iteration all ranks use."""
     reference_is_goal: bool
@@ -54,14 +54,14 @@ class ResumePoint:
 
 
 class NothingToResume(Exception):
-    """Error of a job in which no iteration can be resumed, so that the job restarts; the message says why."""
+    """Error: the job cannot resume from any iteration, so it restarts; the message says why."""
 
 
 def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     """Return the iteration that the job resumes, and the part of each rank.
 
-    The job always resumes the newest committed iteration, because a rank that committed it had the contributions of
-    all ranks.
+    The job always resumes from the newest committed iteration. A rank commits only after the reductions have the
+    contributions of all ranks, so all ranks can reach this iteration.
 
     Args:
         statuses: status of every rank, in order of ranks.

@@ -1,12 +1,12 @@
 """Boundary log (upstream log, MoEvement section 3.4): host copies of the tensors that a rank sends to other stages.
 
-A stage whose state is lost replays alone, and its neighbours feed it from their logs. The log keeps tensors in the
-order of sending, for each iteration and direction. The schedule receives them in the same order, so the order
-identifies a tensor. The schedule determines the micro-batch and the virtual chunk of a tensor. A micro-batch alone
-would not identify a tensor, because a stage may have several chunks.
+A stage whose state is lost replays alone, and its neighbours feed it from their logs. For each iteration and direction,
+the log keeps tensors in the order in which they were sent. The replaying pipeline schedule receives tensors in that
+order, so a tensor is identified by its position. The number of its micro-batch would not suffice, because a stage may
+have several virtual chunks.
 
-A background thread digests each tensor once its copy is complete. A recovery checks the digests before it feeds the
-tensors, and so finds later damage in memory. A replay compares its own sends with the digests.
+A background thread digests each tensor once its copy is complete. A rank checks the digests before it feeds tensors
+from its log, and so finds damage to its memory. A replay compares the tensors that it sends with the digests.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BoundaryLog:
         return sorted(iteration for iteration in self._logged if iteration != self._iteration)
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration: later sends belong to it, and its earlier sends are dropped."""
+        """Begin an iteration: later sends belong to it. Sends of an earlier execution of the iteration are dropped."""
         # This assignment comes first. Otherwise, an exception could leave a partial iteration that counts as complete.
         self._iteration = iteration
         self._drop(iteration)
@@ -219,7 +219,7 @@ class BoundaryLog:
             self._drop(old)
 
     def give_up(self, to_bytes: float) -> None:
-        """Reduce the log to at most ``to_bytes`` of host memory: report it, and drop the oldest iterations."""
+        """Drop the oldest iterations until the log uses at most ``to_bytes`` of host memory, and report that."""
         self._report(
             f"host memory is used up: the boundary log is cut to {to_bytes / 1e9:.3f} GB and drops its oldest "
             "iterations; a single stage cannot replay these iterations alone"

@@ -70,7 +70,7 @@ class StateCheck:
         self.differ_as_loaded = False
         """True if an operator differs although it was not updated since it was loaded.
 
-        The arithmetic of another processor cannot explain such a difference.
+        A loaded state was not computed again, so the arithmetic of another processor cannot explain the difference.
         """
         self.largest_difference = 0.0
         """Largest :func:`relative_difference` of a recomputed tensor or loss from the lost one.
@@ -78,13 +78,13 @@ class StateCheck:
         It is 0 as long as everything that was compared by value is equal.
         """
         self.known: dict[str, int] = {}
-        """Newest iteration at which all of an operator's state on this rank was compared and equal, by operator."""
+        """Newest iteration at which an operator's whole state on this rank was compared and was equal, by operator."""
         self.recomputed: set[str] = set()
         """Operators in :attr:`known` that had been updated since they were loaded."""
         self.losses_until = NONE
-        """Newest iteration whose losses were compared and equal; ``NONE`` if there is none."""
+        """Newest iteration whose losses were compared and were equal; ``NONE`` if there is none."""
         self.sends: set[int] = set()
-        """Iterations in which the tensors for other stages were compared and equal."""
+        """Iterations whose tensors for other stages were compared and were equal."""
         self._whole = whole
         self._enabled = enabled
         self._live = {

@@ -22,8 +22,8 @@ def feed(
 ) -> int:
     """Send ``peer`` the logged tensors of ``iterations``; called on a separate thread, because the peer sets the pace.
 
-    The digests were made when the tensors were logged. So the peer detects damage in memory since then, and damage on
-    the way.
+    With each tensor, the function sends the digest made when the tensor was logged. So the peer detects damage that
+    happened since then, in this rank's memory or on the way.
 
     Returns:
         Number of payload bytes that were sent.
@@ -64,7 +64,7 @@ class Feed:
         """Receive the next tensor of the iteration and return it, on the host.
 
         Raises:
-            RecoveryError: the neighbour sent another tensor than the expected one, or the tensor is damaged.
+            RecoveryError: the neighbour sent a tensor that was not expected next, or the tensor is damaged.
         """
         tag, data = TO_STAGE[self._direction], torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._transport.receive(self._peer, tag, data)
@@ -109,7 +109,7 @@ class Feeds:
 
     def __init__(self, before: Feed | None, after: Feed | None) -> None:
         self.before, self.after = before, after
-        """Feeds of the previous and of the next stage; None for a stage that replays itself or does not exist."""
+        """Feeds of the previous and of the next stage; None if that stage replays too, or does not exist."""
 
     def begin(self, iteration: int) -> None:
         """Begin to receive the tensors of ``iteration`` from both neighbours."""

@@ -113,7 +113,8 @@ def _receive(request: Fetch, transport: Transport) -> Snapshot | Fetch:
     """Return the snapshot that the holder sends.
 
     Returns:
-        The snapshot; the request if the holder refuses it, or sends another or a damaged snapshot.
+        The snapshot. The request itself if the holder refuses it, or if the received snapshot is damaged or is not the
+        requested one.
     """
     data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     transport.receive(request.holder, TO_OWNER, data)

@@ -1,8 +1,8 @@
 """Flips of bits for drills (``--moevement-inject-flip``), in data that was digested and is not used yet.
 
-Data that a recovery reads is flipped after the plan was made, so the recovery needs the damaged data in any case. Data
-that is sent is flipped on its way. The flips change the real bytes of a snapshot, a parity sum, a file or a frame. No
-other part of the code knows about the flips.
+In data that a recovery reads, a bit is flipped after the recovery was planned, so the recovery is sure to read the
+damaged data. In data that is sent, a bit is flipped on the way. A flip changes the real bytes of a snapshot, a parity
+sum, a file or a message. No other part of the code knows about flips.
 """
 
 from __future__ import annotations

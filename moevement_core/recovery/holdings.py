@@ -14,9 +14,9 @@ class Source(IntEnum):
     PEER = 1
     """Host memory of a peer."""
     PARITY = 2
-    """Parity and other snapshots of the group, from which the snapshot is computed, because no rank holds it."""
+    """Parity and the other snapshots of its group: no rank holds the snapshot, so ranks compute it from these."""
     REPLICA = 3
-    """Live state of a live replica."""
+    """Training state of a live replica, from which the replica makes the snapshot."""
     FILE = 4
 
 
@@ -49,7 +49,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Snapshot that a rank can send to its owner."""
+    """Description of a snapshot that a rank can send to the snapshot's owner."""
 
     owner: int
     """Rank that took the snapshot."""

@@ -1,7 +1,9 @@
-"""Plan of a recovery: which snapshots it loads, and which ranks provide them. Ranks plan from the reports of all ranks.
+"""Plan of a recovery: which snapshots it loads, and which ranks provide them.
 
-Stages that roll back together replay in step, so they begin at the same iteration. It is the newest iteration at which
-a recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
+Every rank computes the same plan from the reports of all ranks.
+
+Stages that roll back together replay in step, so they begin at the same iteration: the newest one at which a
+recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Report:
     is_repeatable: bool = True
     """True if this process computes the same bits when it repeats a computation."""
     placed_since: int | None = None
-    """Iteration after which every rank was on its present node and device, as far as this rank knows.
+    """Iteration after which every rank has been on its present node and device, as far as this rank knows.
 
     None if this rank has taken part in no iteration.
     """
@@ -63,7 +65,7 @@ class RecoveryPlan:
     until: int
     """Iteration whose state the recovery is to reach."""
     begins: int
-    """Iteration whose state the first snapshots hold; the iterations after it are repeated."""
+    """Iteration whose state the first snapshots hold; the recovery repeats the iterations after it."""
     runs: Mapping[int, RecoverableRun]
     """Recoverable run of each stage."""
     fetches: tuple[Fetch, ...]
@@ -83,7 +85,7 @@ class RecoveryPlan:
 
     @property
     def redone(self) -> range:
-        """Iterations whose updates are repeated from gradients, while the iterations are not executed again."""
+        """Iterations whose updates are repeated from logged gradients, without executing the iterations again."""
         return range(self.begins + 1, self.iterations.start)
 
     def sources(self) -> dict[Source, int]:
@@ -195,7 +197,8 @@ def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, 
 def _with_all_of(contents: Contents | None, places: list[Place]) -> list[Place]:
     """Return the places whose snapshots have all of ``contents``.
 
-    Files may leave operators out, and memory may have freed parts of a snapshot.
+    The snapshot at one place may lack operators that another place has: files may leave operators out, and a rank may
+    have freed parts of a snapshot in memory.
     """
     if contents is None:
         return places
@@ -329,7 +332,7 @@ def _by_owner(reports: Sequence[Report]) -> Held:
 
 
 def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Contents]:
-    """Return the contents of snapshots that every rank of a stage has under one schedule, by iteration."""
+    """Return, by iteration, the contents of the snapshots that all ranks of a stage have under the same schedule."""
     ranks = [rank for rank, rank_stage in stages.items() if rank_stage == stage]
     common = set.intersection(*(set(held[rank]) for rank in ranks))
     usable = {}
@@ -341,7 +344,7 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
 
 
 def _held_by_all(places: Sequence[Sequence[Place]]) -> Contents:
-    """Return the contents that the snapshots of all ranks share, each taken from the most complete place."""
+    """Return the contents that all ranks have in common, with each rank's snapshot from its most complete place."""
     contents: Contents | None = None
     for of_rank in places:
         most = min((contents_of(holding.contents) for _, _, holding in of_rank), key=_left_out)

@@ -37,8 +37,9 @@ class Trainer(ABC):
         Args:
             snapshot: snapshot of this rank.
             loads: kind of state to load, by operator.
-            is_shared: True if data-parallel replicas exchange the parts of the state that each has saved. All of them
-                then make this call. False to wait for no rank; :meth:`gather_replicas` exchanges the parts later.
+            is_shared: True if data-parallel replicas exchange the parts of the state that each has saved; then all of
+                them must make this call. False to load without waiting for other ranks; :meth:`gather_replicas`
+                exchanges the parts later.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
@@ -75,9 +76,9 @@ class Trainer(ABC):
 
         Args:
             iteration: iteration to execute.
-            outcome: record of the first execution. It has the norm that clipped the gradients, and whether the update
-                was skipped. None without a record: the trainer then computes both. Every operator is active in this
-                case, or the iteration was left out.
+            outcome: record of the first execution: the norm that clipped the gradients, and whether the update was
+                skipped. None if there is no record. The trainer then computes both; it can, because without a record
+                every operator is active or the iteration was left out.
 
         Returns:
             Losses by name; empty if this rank has none.
@@ -86,8 +87,7 @@ class Trainer(ABC):
     def record(self) -> Mapping[str, Any]:
         """Return the outcome of the last executed step in the form of a record: ``step``, and the trainer's own keys.
 
-        A record of the first execution takes precedence. So the outcome matters only for iterations without such a
-        record.
+        The replay uses it only for iterations without a record of their first execution.
         """
         return {}
 
@@ -105,7 +105,7 @@ class Trainer(ABC):
 
 
 class Observer:
-    """Observer of a replay's progress, with methods that do nothing."""
+    """Base class of observers of a replay's progress; its methods do nothing."""
 
     def runs(self, iteration: int, frozen: int) -> None:
         """Note that ``iteration`` is executed next, with ``frozen`` operators frozen."""
@@ -167,7 +167,7 @@ def replay(
         if iteration >= run.last:
             observer.is_dense(iteration, step_outcome if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
-            continue  # These snapshots are from before the first iteration, so there is nothing to execute or redo.
+            continue  # The first snapshots already hold this state, so there is nothing to execute or redo.
         following = snapshots.get(iteration + 1)
         if iteration + 1 in plan.redone:
             redone = frozenset(_chosen(names, run.active_in(iteration + 1)))

@@ -19,7 +19,7 @@ class SnapshotSource(ABC):
 
     @abstractmethod
     def holdings(self) -> Sequence[Holding]:
-        """Return descriptions of all snapshots of this source, whose bytes may be unchecked."""
+        """Return descriptions of all snapshots of this source; their bytes may not have been checked yet."""
 
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
@@ -34,10 +34,7 @@ class SnapshotSource(ABC):
         return ()
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Return a leased parity block of an iteration; None if the block was dropped meanwhile.
-
-        The block is of the group whose first member is ``first``.
-        """
+        """Lease and return a parity block of the group whose first member is ``first``; None if it was dropped."""
         return None
 
 
@@ -46,7 +43,7 @@ class MemorySource(SnapshotSource):
 
     Args:
         checkpointer: checkpointer of this rank.
-        durable: own snapshots by iteration that stay in memory only because files lack some of their operators.
+        durable: own snapshots, by iteration, that would have been freed, but stay because files lack some operators.
     """
 
     def __init__(self, checkpointer: Checkpointer, durable: Mapping[int, Snapshot] | None = None) -> None:
@@ -62,8 +59,8 @@ class MemorySource(SnapshotSource):
     def holdings(self) -> list[Holding]:
         """Return all snapshots in memory, without a check of their bytes.
 
-        To check every byte of all kept snapshots would take longer than the rest of a recovery. A damaged snapshot is
-        found when it is fetched; the recovery is then planned again without it.
+        Checking every byte of all kept snapshots would take longer than the rest of a recovery. Instead, a snapshot is
+        checked when it is fetched. If it is damaged, ranks plan the recovery again without it.
         """
         snapshots = {**self._durable, **self._checkpointer.own.snapshots()}
         own = [(Source.MEMORY, snapshot) for snapshot in snapshots.values()]
@@ -89,7 +86,7 @@ class MemorySource(SnapshotSource):
         return [sum_ for group in self._groups() for sum_ in summed(group)]
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Return a leased parity block; None if it was dropped meanwhile, or is damaged."""
+        """Lease and return a parity block; None if it was dropped meanwhile, or is damaged."""
         for group in self._groups():
             if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:
                 return group, stripe

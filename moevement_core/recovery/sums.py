@@ -1,4 +1,4 @@
-"""Plans to compute lost snapshots from parity and the other snapshots of their group, without communication."""
+"""Planning of sums that yield lost snapshots from parity and the other snapshots of their group. Sends nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Block of parity that a rank holds; it contains each member's snapshot wholly or not at all."""
+    """Description of a parity block that a rank holds. The block covers each member's snapshot wholly or not at all."""
 
     iteration: int
     members: tuple[int, ...]

@@ -1,8 +1,7 @@
 """Computation of lost snapshots from parity and the remaining snapshots of a group, by a chain of ranks.
 
-Each rank of the chain adds its terms to the piece that it receives from the previous rank, and sends the piece to the
-next rank. So the owner receives its snapshot about as quickly as from a single rank, and no rank needs more than its
-own terms.
+The snapshot passes along the chain in pieces. Each rank adds its own terms to a piece, and sends the sum to the next
+rank. So the owner receives its snapshot about as quickly as from a single rank, and no rank needs the terms of others.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def summed(store: GroupStore) -> Iterator[Summed]:
 
 
 OpenSum = Callable[[int, int], tuple[GroupStore, Stripe] | None]
-"""Function that leases a block of parity, by first member of the group and iteration; None if it was freed."""
+"""Function that leases a block of parity, given its group's first member and its iteration; None if it was freed."""
 Open = Callable[[Term, int], Snapshot | None]
 """Function that returns a member's snapshot, checked; None if it was freed or is damaged."""
 
@@ -80,7 +79,7 @@ def take_part(
             if term.rank == rank
         ]
         is_here = all(part is not None for part in parts)
-        if after == owner:  # A block that was begun anew after the report may lack the owner's header.
+        if after == owner:  # The group may have begun this block anew since the report, without the owner's header.
             is_here &= bool(leases) and owner in leases[-1][1].members
         comes = before is None or _receive(transport, before).kind is Kind.GO
         if not (is_here and comes):
