@@ -1,1 +1,1 @@
-"""Part of one rank in a recovery: prepare it, execute it, and compare the result with digests."""
+"""Recovery as one rank takes part in it: the rank prepares, executes, and compares the result with digests."""

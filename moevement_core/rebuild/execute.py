@@ -1,4 +1,4 @@
-"""Execution of a prepared recovery: lost stages replay, other stages feed them, and all ranks verify the result.
+"""Execution of a prepared recovery: stages without state replay, other stages feed them, and all ranks verify.
 
 Every rank calls :func:`execute` at the same point. An error that one rank finds is raised on all.
 """
@@ -94,7 +94,7 @@ def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
 
 
 def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
-    """Return the first iteration in which a copy of the embedding is active; None without copies on several stages."""
+    """Return the first iteration in which a copy of the embedding is active; None if the embedding has one copy."""
     if not parts.topology.pipeline.tied:
         return None
     index = parts.topology.table.index_of.get(EMBEDDING)

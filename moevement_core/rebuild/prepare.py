@@ -40,23 +40,24 @@ class Prepared:
     """Outcomes of recent iterations, from ranks of the same model replica."""
     fetch_s: float
     is_comparable: bool = True
-    """True if the recovered state is to be compared with digests of the lost one.
+    """True if the recovered state is to be compared with digests of the lost state.
 
-    False if another number of ranks re-executes iterations, because sums then have another order.
+    False if fewer or more ranks re-execute iterations than executed them first, because sums over ranks then add in
+    another order.
     """
     other_arithmetic: str = ""
     """Reason, in words, why the recovered state may differ in last bits from the lost state; empty without a reason.
 
-    With a reason, a difference is reported and is no error. Snapshots of replayed iterations are then captured again,
-    because a window must not mix snapshots of both states.
+    If there is a reason, ranks report a difference instead of failing. They also capture the snapshots of replayed
+    iterations again, because a window must not mix snapshots of both states.
     """
     keeps_first: bool = True
     """True if this rank keeps the snapshots that the replay began from, because the next recovery may begin from them.
 
-    False for snapshots that other processors wrote, because no replay here can be compared with them.
+    False if processors with other arithmetic wrote these snapshots, because a replay here may differ from them.
     """
     placed_since: int = NONE
-    """Iteration after which all iterations were computed under the current placement, as far as any rank knows."""
+    """Iteration after which each rank has been on its present node and device, as far as any rank knows."""
     other_data: Sequence[str] = ()
     """Descriptions of the data flags that differ from those of the job that wrote the window."""
 
@@ -69,7 +70,7 @@ class Scope:
     lost: frozenset[int]
     """Stages that lost their state."""
     left_out: Collection[int]
-    """Iterations that never ran, so ranks sent nothing in them."""
+    """Iterations that the job never executes (``--iterations-to-skip``), so ranks have no logs of them."""
 
     @property
     def feeding(self) -> set[int]:
@@ -191,8 +192,12 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
 
 
 def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
-    """Check that the outcome of every step is known: a stage alone cannot compute norms and overflows, which span all
-    stages.
+    """Check that the outcome of every step is known.
+
+    Gradient norms and overflows span all stages, so a stage that replays alone cannot compute them.
+
+    Raises:
+        RecoveryError: no rank of a replaying rank's model replica has the outcome of one of the iterations.
     """
     needed = set(plan.iterations) - set(scope.left_out)
     for report in reports:
@@ -209,8 +214,9 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
 def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
     """Return the recorded outcomes of this rank's model replica, for iterations that every replica has recorded.
 
-    All ranks recompute the outcomes of other iterations together. A rank that took a norm from its record would miss
-    the reduction in which the other ranks compute it. Without a pipeline, no rank has the outcomes of a failed replica.
+    For all other iterations, the ranks recompute outcomes together. If a rank took a norm from its record there, the
+    others would wait for that rank in the reduction that computes the norm. Some replicas may have no records: without
+    a pipeline, all records of a failed rank's replica are lost.
     """
     known: dict[int, set[int]] = {}
     for report in reports:
@@ -229,9 +235,10 @@ def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Return the fetches that are not repeated from the same source.
+    """Return the failed fetches whose source ranks do not ask again.
 
-    A snapshot that arrived damaged is still whole at the source. Its fetch is repeated up to attempt :data:`ATTEMPTS`.
+    A snapshot that arrived damaged is still intact at its source, so its fetch is repeated, up to :data:`ATTEMPTS`
+    times in all.
     """
     return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
 

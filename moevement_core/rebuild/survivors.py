@@ -25,7 +25,7 @@ class SurvivorChecks:
     ranks: int
     """Number of ranks that kept their state."""
     in_part: int
-    """Number of survivors compared in part, with a snapshot of some operators' full state and of compute weights."""
+    """Number of survivors compared in part, because their snapshot has digests of the full state of some operators."""
     whole: int
     """Number of survivors compared with digests of the whole state."""
 
@@ -40,7 +40,7 @@ class SurvivorChecks:
 
     @property
     def summary(self) -> str:
-        """Number of ranks that kept their state, and of those compared, in words."""
+        """Text with the numbers of survivors and of survivors whose state was compared."""
         if not self.ranks:
             return "no rank kept its state"
         return f"{self.in_part + self.whole} of {self.ranks} checked, unchanged"

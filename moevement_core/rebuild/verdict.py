@@ -1,4 +1,4 @@
-"""Verdict of all ranks on a recovery: the recovered state is the lost one, or the job ends."""
+"""Verdict of all ranks on a recovery: the recovered state equals the lost state, or an error ends the recovery."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Part:
     differences: list[str]
     """Differences from the lost state."""
     differ_as_loaded: bool
-    """True if one of the differences is in state that was only loaded."""
+    """True if one of the differences is in state that was loaded and not updated afterwards."""
     replicas: list[Replicas]
     """Digests of state that must be equal on several ranks, survivors included."""
 
@@ -34,8 +34,8 @@ class Part:
 def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
     """Return the summary of the recovery over all ranks. Every rank calls it.
 
-    Each rank that replayed has compared the part of the state that it saves. If ``other_arithmetic`` explains why last
-    bits may differ, a difference is reported and is no error. Loaded state and replicas must be equal in any case.
+    Before the call, each rank that replayed has compared the part of the state that it saves. A difference is only
+    reported if ``other_arithmetic`` explains it. Loaded state and replicas must be equal in any case.
 
     Args:
         own: result of this rank.
