@@ -14,20 +14,20 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.util.tcp import Endpoint, Ends
 
 DRAIN_S = 5.0
-"""Seconds that sends and receives of background threads have to notice that their connections are shut down."""
+"""Longest wait, in seconds, until background threads notice that their connections are shut down."""
 
 
 class AbortAll(Abort):
     """Abort of every communication of this process with other ranks; it runs on the guard's monitoring thread.
 
-    Torch 2.13 has no abort for gloo, and the destruction of a gloo group does not end the waits in the group. A peer
-    that is only stopped keeps its connections open. So this process shuts down its own sockets. Every wait of gloo in
-    this process then ends at once with an error.
+    Torch 2.13 has no abort for gloo, and destroying a gloo group does not end the waits in it. A peer that hangs or is
+    stopped (SIGSTOP) keeps its connections open. So this process shuts down its own sockets, and each of its waits in
+    gloo ends at once with an error.
 
     Args:
         store: endpoints of the job's store; connections to it stay open, except those in ``groups``.
         groups: connections to the store that torch's process groups use; the abort shuts them down.
-        before: called first, to note that errors from now on come from the abort.
+        before: called first; it notes that all errors from now on are results of the abort.
         leaving: account that records the beginning of each phase.
         listeners: inodes of the sockets that listened before any process group was made; they stay open.
     """

@@ -18,10 +18,10 @@ from moevement_core.restart.generation import connecting, generation
 def make_communicators(pipelines: Iterable[Any] = ()) -> int:
     """Use each process group of this rank once; every rank of the job calls this when its groups are made.
 
-    NCCL makes a communicator at the first use of a group, in a call that waits for all ranks of the group. If a further
-    failure interrupted such a call in the middle of a replay, state would be half replaced. When this function runs, no
+    NCCL makes a communicator at the first use of a group, in a call that waits for all ranks of the group. If the first
+    use came in a replay, a further failure could interrupt it while state is half replaced. When this function runs, no
     state has changed yet. Each rank uses its groups in the order in which it made them, which is the same on all ranks.
-    Gloo connects groups when they are made.
+    Gloo needs no such call, because it connects a group when the group is made.
 
     Args:
         pipelines: groups whose neighbours also send to each other, including the first and the last rank. NCCL has a

@@ -27,15 +27,14 @@ class Patience:
     """Limits in seconds on the wait for data that is under way."""
 
     idle_s: float = 0.02
-    """Seconds from the first check until a connection without movement counts as idle."""
+    """Seconds from the first check until a connection on which no data moves counts as idle."""
     moved_s: float = 0.06
     """Seconds from the last movement until a connection counts as idle, if data has moved since the first check.
 
-    The limit is longer than ``idle_s``, because the sender may be waiting for a processor.
+    This limit is longer than ``idle_s``, because a sender may pause within a message to wait for a processor.
     """
     limit_s: float = 0.5
-    """Seconds for all connections together. They are limited because a failed rank never sends the rest of a message.
-    """
+    """Limit on the wait for all connections together, because a failed rank never sends the rest of its message."""
 
 
 def listening() -> set[int]:

@@ -1,11 +1,11 @@
-"""Health check of this process's device. The check decides if this process, and if others, can still use the device.
+"""Health check of this process's device: it tells whether this process, or any process, can still use the device.
 
-A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call on the device
-fails or never returns. Such a process gives its rank back.
+A fault of a device or of a kernel destroys the CUDA context of its process. From then on, every call of the process on
+the device fails or never returns. The process then gives its rank back to the coordinator, and ends.
 
-Most faults disappear when the process ends. NVML reports the other faults: the device needs a reset, or has lost
-memory. A device with such a fault is broken. A device that fails in the first check of a process counts as broken as
-well. No process gets a broken device.
+Most faults disappear when the process ends. NVML reports the faults that stay: the device needs a reset, or has lost
+memory. A device with such a fault is broken. A device also counts as broken if the first check of a process fails. The
+coordinator assigns a broken device to no process.
 
 NVML's reports were tested with a stub only. A broken CUDA context was also tested on a GPU (check E6 in docs/gpu.md).
 """
@@ -23,9 +23,9 @@ import torch
 from moevement_core.util.bounded import within
 
 LIMIT_S = 20.0
-"""Seconds that a device has to answer; its first answer includes the creation of a CUDA context."""
+"""Longest wait for an answer of a device, in seconds. The first answer includes the creation of a CUDA context."""
 NVML_LIMIT_S = 5.0
-"""Seconds that NVML has to answer.
+"""Longest wait for an answer of NVML, in seconds.
 
 The coordinator waits longer than both limits together (:data:`~moevement_core.rendezvous.devices.CHECK_S`).
 """
@@ -61,7 +61,7 @@ class DeviceHealth:
     Args:
         number: local number of the device.
         identity: identity of the device (its UUID), by which NVML knows it.
-        probe: uses the device, waits for it, and raises if that fails; None: :func:`use_device`.
+        probe: uses the device, waits for its result, and raises if the device fails; None: :func:`use_device`.
     """
 
     def __init__(self, number: int, identity: str, probe: Callable[[int], Any] | None = None) -> None:
@@ -73,8 +73,8 @@ class DeviceHealth:
     def check(self) -> DeviceFault | None:
         """Use the device, and ask NVML; return the fault, or None if there is none.
 
-        The method returns in time even if the device does not answer, and raises nothing. If the first check of a
-        process fails, the device counts as broken, because the process has not used it yet.
+        The method raises nothing, and returns within its time limits even if the device does not answer. If the first
+        check of a process fails, the device counts as broken, because this process cannot have caused the fault.
         """
         is_first = self._errors is None
         reason = None

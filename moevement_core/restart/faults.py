@@ -22,11 +22,11 @@ class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"
-    """Accumulation of a gradient, which is in ``param.grad`` and not yet in its buffer."""
+    """Accumulation of a gradient: it is in ``param.grad``, and was not yet added to the gradient buffer."""
     READY = "ready"
     """Counting of ready gradients whose reduction overlaps with the backward pass."""
     FORK = "fork"
-    """Exit from a forked random state (attention dropout): the state is restored, the name of the state is not yet."""
+    """Exit from a forked random state (attention dropout), after restoring the state and before restoring its name."""
     REDUCE = "reduce"
     COPY = "copy"
     """Moment at which the optimizer has copied the gradients, before any reduction that uses the copy."""
@@ -41,8 +41,8 @@ class Phase(StrEnum):
     EVAL = "eval"
     SAVE = "save"
     GROUPS = "groups"
-    """Moment after a failure and before the creation of process groups; the other ranks wait for this one. The rank
-    does not know its iteration yet."""
+    """Moment after a failure, before this rank makes process groups, for which the other ranks wait. The rank does not
+    know its iteration yet."""
     COMMUNICATORS = "communicators"
     """Moment after a failure at which process groups exist but are not used yet. The rank does not know its iteration
     yet."""

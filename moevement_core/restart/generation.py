@@ -17,9 +17,9 @@ from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
 
 NOTICED_S = 2.0
-"""Longest time in seconds from the death of a process until it is noticed.
+"""Longest time in seconds from the death of a process until the job notices it.
 
-Other ranks see the broken connections of that process at once.
+Connections to the process break at once, so other ranks may get errors before that.
 """
 
 
@@ -38,14 +38,13 @@ class Generation:
     roster: Roster
     rank: int
     aborting: bool = False
-    """True if an abort has begun, so that errors of communication from now on come from it."""
+    """True once an abort has begun; all errors of communication from then on are results of the abort."""
     interrupted_at: float = 0.0
     """Time at which the previous generation was interrupted, in seconds since the epoch; 0 in a new process."""
     aborted_at: float = 0.0
     """Time at which this process was interrupted in this generation, in seconds since the epoch; 0 before that."""
     left_in: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase in which this process left the previous generation; empty if it was not in that generation.
-    """
+    """Seconds that this process took to leave the previous generation, by phase; empty if there was none."""
     free_before: int | None = None
     """Bytes of device memory that were free after this process had left the previous generation.
 
@@ -93,7 +92,7 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 
 
 def is_aborting() -> bool:
-    """Return True if errors of communication now come from an abort, so that they are not reported."""
+    """Return True if an abort has begun; it causes errors of communication, which are not worth a report."""
     return _generation is not None and _generation.aborting
 
 
@@ -156,7 +155,7 @@ def waiting_for_others() -> AbstractContextManager[Any]:
 
 
 def connecting() -> AbstractContextManager[Any]:
-    """Return a context in which ranks make communicators, with the usual limit on hangs even in a new generation."""
+    """Return a context in which ranks make communicators, with the limit on hangs that applies after a commit."""
     now = _generation
     return now.guard.connecting() if now is not None and now.guard is not None else nullcontext()
 

@@ -1,9 +1,9 @@
 """Creation of gloo groups on a separate thread, so that an interruption can reach the rank that makes them.
 
-Gloo (torch 2.13) connects all members of a group when it makes the group, and waits 30 seconds for each member. No
-timeout of a caller changes that. If a rank dies after it has published its address and before another rank connects to
-it, the other ranks stay in this wait. There is no connection yet that could be shut down. After three lease times (30
-seconds by default), the job would go on without these ranks, although they have lost nothing.
+Gloo (torch 2.13) connects all members of a group when it makes the group, and waits up to 30 seconds for each member,
+whatever timeout the caller passes. If a rank dies after it has published its address and before others connect to it,
+the others stay in this wait, and they have no connection yet that an abort could shut down. After three lease times
+(30 seconds by default), the job would go on without these ranks, although they have lost nothing.
 
 A rank that waits here runs Python code, so its guard does not count it as hung. If another rank hangs, the guard of
 that rank notices it. A hang in gloo itself ends with the timeout that torch passes to gloo.
@@ -35,8 +35,8 @@ def interruptibly[T](make: Callable[[], T]) -> T:
     """Call ``make`` on a separate thread, and return or raise its result; an interruption ends the wait.
 
     After an interruption, the thread is left to end by itself. ``make`` must hold no lock while it waits, including the
-    lock of the interpreter. The thread is not a :class:`threading.Thread`: an interruption in its start could leave a
-    lock held that every later start of a thread needs.
+    lock of the interpreter. The thread is not a :class:`threading.Thread`: every start of such a thread needs
+    a lock, which an interruption during the start could leave held.
     """
     results: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 

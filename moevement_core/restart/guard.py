@@ -3,9 +3,9 @@
 The monitoring thread and the watchdog of the main thread are those of nvidia-resiliency-ext. They notice failures,
 abort communication and interrupt the main thread.
 
-The library's ``Wrapper`` around them is not used, for two reasons. It makes ranks meet in barriers of the failed
-generation, which a failed rank never enters. And it ends a rank whose monitor cannot be reached, although the memory of
-that rank is intact. Under the guard, a rank that fails or is interrupted only leaves the generation. The coordinator
+This project does not use the library's ``Wrapper`` around them. The wrapper makes ranks meet in barriers of the failed
+generation, which a failed rank never enters. It also ends a rank whose monitor cannot be reached, although the memory
+of that rank is intact. Under the guard, a rank that fails or is interrupted only leaves the generation. The coordinator
 then decides which processes take part in the next generation.
 """
 
@@ -148,7 +148,7 @@ class Guard:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress of the main thread after which this rank counts as hung now."""
+        """Current limit: seconds without progress of the main thread after which this rank counts as hung."""
         return self._usual_s if self._limited_s is None else self._limited_s
 
     def run(self, body: Callable[[], Any]) -> Any:

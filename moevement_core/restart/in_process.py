@@ -57,14 +57,14 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE
 DUMP_AFTER = 1 / 3
 """Share of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
 
-The limit is six lease times, so the rank prints the stacks after two. The job goes on without the rank after three, or
-after twelve if members have devices.
+The limit on hangs is six lease times, so the rank prints the stacks after two lease times. The job goes on without the
+rank after three lease times, or after twelve if members have devices.
 """
 QUIET = 1 / 6
 """Share of the limit on hangs (one lease time) after which a rank reports each phase of leaving to the coordinator."""
 REPORT_S = 5.0
-"""Seconds that a process has to report that it gives its rank back. If the report takes longer, the process ends
-without it, and only the exit code tells the reason."""
+"""Longest time in seconds in which a process tries to report that it gives its rank back. After that, the process ends
+without the report, and only the exit code tells the reason."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Training(ABC):
     @property
     @abstractmethod
     def resumed_in(self) -> int:
-        """Newest generation in which training resumed after the recovery from all earlier failures; -1 for none."""
+        """Newest generation in which this rank recovered from all failures and resumed training; -1 for none."""
 
 
 def is_restarted_in_process() -> bool:
@@ -184,7 +184,7 @@ class _Restarts:
         self._reason = ""
         """Error of this rank in the current generation; empty if it has none."""
         self._suspects: tuple[int, ...] = ()
-        """Ranks that computed results that are not finite in the current generation, as far as this rank knows."""
+        """Ranks whose results in the current generation were not finite, as far as this rank knows."""
 
     def run(self) -> Any:
         """Take part in every generation until the end of the job; return the result of the training."""
@@ -370,7 +370,7 @@ class TrainingExit(MoEvementError):
 
 
 class _Unfit(BaseException):
-    """Carrier of an error that every attempt would meet, such as a mistake in the flags; it ends the process."""
+    """Wrapper of an error that would occur again in every attempt, such as a mistake in the flags; ends the process."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)

@@ -1,8 +1,8 @@
 """Injection of faults for drills (``--moevement-inject...``): kills this rank, stops it, or makes it fail.
 
 Megatron has its own injector (``--fault-injector-ranks`` and related flags), which fires some time after the beginning
-of an iteration. A test of recovery needs faults at certain points of an iteration and outside of training. Megatron's
-injector can do neither.
+of an iteration. A test of recovery needs faults at exact points of an iteration, and faults outside of training.
+Megatron's injector offers neither.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Leaving:
     """Account of the phases of one rank in one generation. Phases follow each other, on different threads.
 
     Args:
-        quiet_s: seconds after the beginning of the first phase in which no phase is reported. A rank usually leaves in
-            less time.
+        quiet_s: seconds from the beginning of the first phase. A phase that begins earlier is not reported, because a
+            rank usually leaves within this time.
         report: called with each phase that begins after ``quiet_s``; exceptions of the call are ignored.
         clock: returns monotonic seconds.
     """
