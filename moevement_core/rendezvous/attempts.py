@@ -15,7 +15,7 @@ LONGEST_BACK_OFF_S = 30.0
 
 
 class Attempts:
-    """Counters of failures since the last progress. Progress is the commit of an iteration never committed before."""
+    """Counters of failures since the last progress: the last commit of an iteration never committed before."""
 
     def __init__(self) -> None:
         self._committed = self._here = -1

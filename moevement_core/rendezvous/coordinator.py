@@ -1,8 +1,8 @@
 """Coordinator of a job: assigns ranks to processes ("forms the job") at the start and after every failure.
 
-The coordinator runs in the process that holds the job's store. It decides alone, so no agreement is needed while
-processes fail. Every member, rank or spare, has a lease
-that its supervisor renews. A member whose lease runs out counts as dead, even if no supervisor saw its process end.
+The coordinator runs in the process that holds the job's store. It decides alone, so processes need no agreement while
+some of them fail. Every member, rank or spare, has a lease that its supervisor renews. A member whose lease runs out
+counts as dead, even if no supervisor saw its process end.
 
 Survivors keep their ranks, and a spare takes over each failed rank. An elastic job goes on with fewer ranks if no spare
 is left, and grows again when processes join. A roster is a proposal until all its members have acknowledged it. Only
@@ -56,7 +56,7 @@ The writer may be gone when a value is lost, so the coordinator keeps these valu
 
 
 MOST_REPORTED = 5
-"""Most groups of ranks spanning nodes that the coordinator names for one roster; it only counts further groups."""
+"""Largest number of split groups (ranks on several nodes) that the coordinator names; it only counts further ones."""
 
 
 class State(Enum):
@@ -85,9 +85,9 @@ class Coordinator:
         interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
-        respawn_wait_s: seconds to wait for the first process that a supervisor starts in place of an ended one; 0:
-            supervisors start no such processes. The coordinator waits only if ranks that communicate in every layer
-            would otherwise span nodes.
+        respawn_wait_s: seconds to wait for a process that a supervisor starts in place of an ended one, until the
+            coordinator has measured such a start; 0: supervisors start no such processes. The coordinator waits only if
+            ranks that communicate in every layer would otherwise span nodes.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Coordinator:
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if the job has committed an iteration, or was formed without ``member`` among its ranks.
 
-        As long as the result is False, an error of the member counts as a mistake of the user and ends the job.
+        While the result is False, an error of the member may be a mistake of the user, which ends the job.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -222,8 +222,8 @@ class Coordinator:
     def wind_down(self) -> None:
         """Note that the job was asked to end at the next boundary.
 
-        If all ranks fail before that boundary, the coordinator stops the job instead of forming it again. The new ranks
-        would execute one iteration and then end.
+        If all ranks fail before that boundary, the coordinator stops the job. If it formed the job again, the new ranks
+        would only execute one iteration and then end.
         """
         self._is_winding_down = True
 
@@ -412,7 +412,7 @@ class Coordinator:
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
         """Decide whether the job waits for starting processes.
 
-        The job waits if a block that was on one node would span nodes without these processes.
+        The job waits if, without these processes, a block that was on one node would span nodes.
 
         Args:
             missing: the failed ranks.
@@ -504,8 +504,8 @@ class Coordinator:
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
         """Return True if every survivor that had entered training has left its generation.
 
-        The coordinator gives up a member that does not leave in time. The time begins again when a member reports a
-        further phase of leaving.
+        The coordinator gives up a member that does not leave in time. A member that reports a further phase of leaving
+        gets the whole time again.
         """
         if self._entered.generation < 0:
             return True
@@ -621,7 +621,7 @@ class Coordinator:
 
     @property
     def _acknowledge_s(self) -> float:
-        """Seconds that a process has to check its device and to acknowledge the roster that gives it a rank."""
+        """Longest time in seconds for a process to check its device and acknowledge the roster that gives it a rank."""
         has_devices = any(self.members[member].devices for member in self.roster.ranks.values())
         return LEASES_TO_LEAVE * self.lease_s + (CHECK_S if has_devices else 0.0)
 

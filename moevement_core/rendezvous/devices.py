@@ -60,7 +60,7 @@ def identity(info: MemberInfo, number: int) -> str:
 def _free_device(info: MemberInfo, taken: Collection[str]) -> int | None:
     """Return the number of a device that is not taken, or None.
 
-    The device for which the process was started is preferred.
+    The function prefers the device for which the process was started.
     """
     free = [number for number, device in enumerate(info.devices) if device not in taken]
     return info.device if info.device in free else min(free, default=None)

@@ -19,7 +19,7 @@ CONNECT_S = 1.0
 MOST_BEATS_BETWEEN_CALLS = 4
 """Longest backoff between two attempts to connect, in beats.
 
-If all supervisors reconnected at once without a backoff, the server could fail to authenticate any of them in time. The
+Without a backoff, all supervisors could reconnect at once, and the server might authenticate none of them in time. The
 longest backoff is well below a lease time.
 """
 
@@ -102,12 +102,12 @@ class LeaseClient:
 
         Args:
             members: all members of this supervisor that have not ended.
-            alive: members that are not stopped, each with the newest iteration that it has committed.
+            alive: members that run and are not stopped (SIGSTOP), each with the newest iteration that it has committed.
         """
         now = time.monotonic()
         interval_s = self.lease_s / BEATS
-        # When the network is back, TCP may wait long before it retransmits on a silent connection. A new connection is
-        # faster.
+        # After an outage of the network, TCP may wait long before it retransmits on a silent connection. A new
+        # connection is faster.
         is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
         if (self._lines is None or is_silent) and now - self._tried_at >= self._pause_s(interval_s):
             self._connect(now)

@@ -24,12 +24,12 @@ from moevement_core.comms.token import Token
 ADDRESS = "leases/address"
 """Key in the job's store for ``host:port`` of the lease server."""
 GREETING_S = 10.0
-"""Seconds that a caller has to prove that it has the job's token."""
+"""Seconds after which the server closes a connection whose caller has not proved that it has the job's token."""
 MOST_UNKNOWN = 64
-"""Most connections whose callers have not proved yet that they have the token. Further callers wait in the listener's
-queue."""
+"""Largest number of accepted connections whose callers have not proved yet that they have the token. Further callers
+wait in the listener's queue."""
 SHORT_GREETING_S = 1.0
-"""Seconds that a caller has for the proof while further callers wait. The proof takes one round trip."""
+"""Value in place of :data:`GREETING_S` while further callers wait. The proof takes only one round trip."""
 
 
 class LeaseHolder(Protocol):
@@ -109,7 +109,7 @@ class LeaseServer:
     def _bound_unknown(self) -> None:
         """Close connections whose proof is late; accept no more while :data:`MOST_UNKNOWN` proofs are pending.
 
-        After an interruption of the network, all supervisors connect at once. The server never closes one connection to
+        After an outage of the network, all supervisors connect at once. The server never closes a connection only to
         accept another. So each supervisor waits at most for the proofs of all callers before it.
         """
         now = time.monotonic()
@@ -145,7 +145,7 @@ class LeaseServer:
 
     def _take_in(self, supervisor: _Supervisor, message: dict[str, Any], answer: Mapping[str, Any]) -> None:
         if name := message.get("supervisor"):
-            # Only the newest connection of a supervisor counts. The end of an older one means nothing.
+            # Only the newest connection of a supervisor counts. If an older one breaks, no lease is affected.
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
             supervisor.started_by = str(message.get("started_by", ""))
@@ -185,13 +185,13 @@ class LeaseServer:
 
     @property
     def heard(self) -> set[str]:
-        """Values of ``started_by`` of the supervisors that have sent a message within the lease time."""
+        """``started_by`` (see ``LeaseClient``) of each supervisor that has sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """Values of ``started_by`` of the supervisors that are connected now."""
+        """``started_by`` (see ``LeaseClient``) of each supervisor that is connected now."""
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:

@@ -9,14 +9,15 @@ from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, 
 from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
-"""Number of lease times that a rank has to leave its generation after an interruption, or to acknowledge a roster."""
+"""Number of lease times after which a rank that has not left an interrupted generation, or has not acknowledged a
+roster, counts as dead."""
 LEASES_TO_LEAVE_DEVICES = 12
-"""Number of lease times to leave a generation where members have devices.
+"""Number of lease times after which a rank that has not left its generation counts as dead, if members have devices.
 
-A rank then aborts all its communicators, and each abort waits for the device.
+It is larger, because each abort of a communicator waits for the device.
 """
 RESET_GRACE_S = 0.5
-"""Seconds that a supervisor whose connection broke has to reconnect."""
+"""Seconds after a connection broke until the members of a supervisor that has not reconnected count as dead."""
 
 
 class Membership:
@@ -45,7 +46,7 @@ class Membership:
 
     @property
     def leave_s(self) -> float:
-        """Seconds that a rank has to leave a generation. The time begins anew with each phase that the rank reports."""
+        """Longest time in seconds for a rank to leave a generation; it begins anew when the rank reports a phase."""
         has_devices = any(info.devices for info in self.alive.values())
         return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
@@ -85,7 +86,7 @@ class Membership:
         """
         now = self._clock()
         if (paused_s := now - self._stepped_at) > self.lease_s / 4:
-            # This process was suspended, and has not read the messages of that time yet. So it prolongs all leases.
+            # This process was suspended, and has not yet read the renewals that came meanwhile. So it prolongs leases.
             self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
             self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
         self._stepped_at = now

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 class Grid:
     """Grid of the ranks of an elastic job, and the sizes that the job may have.
 
-    The ranks of one *unit* are consecutive. Then come the ranks of the same stage's other units, one for each
-    data-parallel replica, and then the units of the next stage. This is Megatron's default order of ranks.
+    A *unit* is the group of ranks that hold one replica of a stage together; their numbers are consecutive. A stage has
+    a unit for each data-parallel replica. The units of a stage come before those of the next stage, as in Megatron's
+    default order of ranks.
     """
 
     stages: int = 1
@@ -25,7 +26,7 @@ class Grid:
     sizes: tuple[int, ...] = ()
     """Numbers of data-parallel replicas that the job may have, ascending."""
     join_wait_s: float = 0.0
-    """Seconds without a new member before the job grows, so that it admits several members together."""
+    """Seconds without a new member before the job grows, so that it admits members that join shortly after another."""
 
     def encode(self) -> str:
         """Return the value for the job's store."""

@@ -68,7 +68,7 @@ class NoticedBy(StrEnum):
     RESET = "reset"
     """Detector of a broken connection to a supervisor; usually the supervisor and its processes have ended."""
     LEASE = "lease"
-    """Detector of silence for the lease time, or of a process that its supervisor found stopped for so long."""
+    """Detector of silence for the lease time: no beat arrived, or the supervisor found the process stopped."""
     TIMEOUT = "timeout"
     """Detector of a process that did not leave a generation, or did not acknowledge a roster, in time."""
     RESULT = "result"

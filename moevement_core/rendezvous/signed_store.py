@@ -33,11 +33,11 @@ CLAIMED = "claimed"
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
 MOST_ADOPTED = 100
-"""Most keys that :meth:`SignedStore.adopt` reads in one call."""
+"""Largest number of keys that :meth:`SignedStore.adopt` reads in one call."""
 _LOOK_S = 0.05
 """Seconds between two reads of a key whose value has no valid MAC."""
 POLL = timedelta(seconds=1)
-"""Time of one wait in :meth:`SignedStore.get`; between two waits, this process restores its own values."""
+"""Longest single wait in :meth:`SignedStore.get`; between two waits, this process restores its own values."""
 
 
 class SignedStore:
@@ -171,7 +171,7 @@ class SignedStore:
         self._kept_at = time.monotonic()
 
     def adopt(self, *prefixes: str) -> None:
-        """Keep in the store what other processes wrote under ``prefixes``, as if this process had written it."""
+        """Adopt the values of other processes under ``prefixes``, so that :meth:`keep_written` restores them too."""
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
         # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):

@@ -37,7 +37,7 @@ def take_over(
         before: nodes of all ranks when the job was last formed.
         waiting: processes without a rank; the first ones are taken first.
         block: size of a block in ranks; 1 if no ranks communicate more than others.
-        avoided: nodes that are suspect, and are not preferred even if a rank or block was there.
+        avoided: suspect nodes; a rank or block that was on such a node has no preference for the node.
     """
     free = _Free(waiting)
     blocks: dict[int, list[int]] = {}
