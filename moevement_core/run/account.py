@@ -46,10 +46,10 @@ class Account:
     recovery: Mapping[str, Any] | None
     """Fields of the recovery event; None if no state was lost."""
     effective: float | None
-    """Effective training time ratio so far: time of committed iterations, each counted once, divided by the time since
-    the job was first formed."""
+    """Effective training time ratio so far: the time of all committed iterations, each counted once, over the time
+    since the job was first formed. None before the first commit."""
     kept: str
-    """Text on the comparison of the state that survivors kept, with details."""
+    """Text with details on the comparison of the survivors' state with digests."""
     spares: int
     """Number of spares that were ready when every rank had a process again."""
     copies: str

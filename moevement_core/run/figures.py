@@ -39,7 +39,7 @@ class Figure:
     """Field of ``metrics.jsonl`` with the value; empty if the value has another source. A counter is the sum of the
     field's values."""
     is_sum: bool = False
-    """True if the field of a counter already holds the sum so far."""
+    """True if the field of a counter already holds the sum since the process started; its values are not added up."""
     label: str | None = None
     """Name of the label that distinguishes several values of the figure; None if the figure has a single value."""
     is_in_tensorboard: bool = True

@@ -38,7 +38,8 @@ SAFE_SUM = 2
 """Largest number of ranks whose sum has the same bits in any order of ranks."""
 
 MOST_GATHERED_BYTES = 64 << 20
-"""Most bytes that a rank receives to compute a sum in rank order; NCCL computes larger sums in an order of its own."""
+"""Largest number of bytes that a rank receives to compute a sum in rank order. NCCL computes larger sums, in an order
+of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Arithmetic:
     """Number of ranks in the largest group whose sums NCCL computes in an order that NCCL chooses."""
 
     def follows(self, place: Place) -> bool:
-        """Return True if sums may have other last bits when a rank moves to ``place``.
+        """Return True if the last bits of sums may change when a replacement runs at ``place``.
 
-        The reason is that NCCL's rings, and so the order of sums, depend on nodes and devices.
+        NCCL's rings depend on nodes and devices, and the order of sums depends on the rings.
         """
         return self.uses_gpus and self.widest_sum > SAFE_SUM and place is not Place.SAME_DEVICE
 

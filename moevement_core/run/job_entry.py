@@ -36,8 +36,8 @@ class JobEntry:
     """Number of cores, processor and GPUs of ``host``, in words."""
     ranks: int
     spares: int | None
-    """Number of spares. None in two cases: the first failure ends the job, or the launching process does not start the
-    spares."""
+    """Number of spares. None if the job has no spares, so that its first failure ends it, or if the launching process
+    does not start the spares."""
     versions: Mapping[str, str]
     """Version of each package on which results depend."""
     ended_at: float | None = None
@@ -58,8 +58,9 @@ class JobEntry:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the launching process has ended without recording an end; False otherwise, or if this machine cannot
-        know.
+        """True if the launching process is known to have ended without recording an end.
+
+        Only the machine on which that process ran can know this.
         """
         return self.ended_at is None and is_gone(self.machine, self.pid, self.started)
 

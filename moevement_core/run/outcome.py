@@ -15,7 +15,7 @@ class Recovery:
 
     kind: ClassVar[str] = "recovery"
     first: int
-    """Iteration whose state the recovery began from."""
+    """Iteration of the first snapshot that the recovery loaded."""
     until: int
     """Iteration whose state the recovery reached."""
     replayed: int
@@ -24,8 +24,8 @@ class Recovery:
     """Iteration up to which the state is verified. None if an operator was never compared, or if no operator was
     compared after an update."""
     restored_until: int | None
-    """Iteration up to which every operator was compared, either as loaded or after updates; None if an operator was
-    never compared."""
+    """Iteration up to which every operator was compared with digests, after updates or only as loaded; None if an
+    operator was never compared."""
     recomputed: int
     """Number of operators that were compared after at least one update, as a sum over ranks."""
     restored: int
@@ -36,14 +36,14 @@ class Recovery:
     losses_until: int | None
     """Iteration up to which recomputed losses were compared with the recorded ones; None if no losses were compared."""
     sends: int
-    """Number of iterations whose sends to other stages a rank compared with the first execution; the largest number of
-    all ranks."""
+    """Number of iterations in which a rank compared what it sent to other stages with the first execution, on the rank
+    with the most."""
     sources: Mapping[str, int]
     """Number of snapshots by source: own memory, peers, parity, a replica's live state, and files."""
     replayed_by_stage: Mapping[str, int]
     """Number of iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
-    """Number of updates that a rank repeated from logged gradients; the largest number of all ranks."""
+    """Number of updates that a rank repeated from logged gradients, on the rank with the most."""
     lost_tokens: Mapping[str, int]
     """Number of routed tokens whose updates are lost, for each expert that is older than the rest of the state."""
     proportion_lost: float

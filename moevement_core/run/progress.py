@@ -17,7 +17,7 @@ from moevement_core.run.run_record import RunRecord
 
 PLAIN_EVERY_S = 10.0
 OURS = "moevement: "
-"""Beginning of every line that this project prints, which distinguishes it from Megatron's lines."""
+"""Beginning of every line that this project prints; it distinguishes these lines from Megatron's."""
 
 
 class Progress:
@@ -128,7 +128,7 @@ class Progress:
     def _newest_line(self) -> dict[str, Any] | None:
         assert self._record is not None
         path = self._record.metrics_path
-        # Until this run has replaced the file, it belongs to an earlier run.
+        # The file belongs to an earlier run until this run has replaced it.
         if not path.exists() or path.stat().st_size == self._offset or _identity(path) == self._earlier:
             return None
         self._offset = path.stat().st_size

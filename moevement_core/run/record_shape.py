@@ -22,7 +22,7 @@ from moevement_core.run.outcome import Recovery
 _OF_EVENTS: dict[str, type] = {kind.kind: kind for kind in (Account, Planned, Recovery, Resized)}
 """Classes of the events whose fields other code computes with, by kind."""
 _MOST = 1 << 53
-"""Bound on iterations: from here on, neighbouring whole numbers are the same float."""
+"""Upper bound on iterations, because a float cannot tell neighbouring whole numbers from here on apart."""
 _NUMBERS = (
     "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
     "copies_under_way", "persisted_from", "window", "window_snapshots", "windows_abandoned",

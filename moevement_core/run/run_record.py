@@ -6,7 +6,7 @@
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``job.json``          command, versions and hardware of the newest job, and its end (``job_entry.py``)
 ``ranks.json``        rank, pid, host and role of every process
-``rejected_values.json``    number of values in the job's store from foreign processes; missing while it is 0
+``rejected_values.json``    number of values in the job's store that no process of the job wrote; missing while it is 0
 ``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, if the launcher collects it
@@ -50,8 +50,8 @@ class RunRecord:
 
     Args:
         folder: path of the directory.
-        lock: lock of the job that writes to the directory. Once another job has taken the lock over, the record writes
-            no lines and no summary, because a file with lines of two jobs would be useless.
+        lock: this job's lock of the directory. Once another job has taken the lock over, this object writes no lines
+            and no summary, because a file with lines of two jobs would be useless.
     """
 
     def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
@@ -72,8 +72,8 @@ class RunRecord:
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Prepare the folder for a run whose next iteration is ``first_iteration``.
 
-        The run may resume an earlier run from a checkpoint. In this case the method drops the lines of
-        ``first_iteration`` and later iterations, because this run will commit these iterations again.
+        The folder may hold the record of an earlier run, which this run resumes. The method then drops the lines from
+        ``first_iteration`` on, because this run will commit these iterations again.
 
         Raises:
             RunRecordError: the folder cannot be written, or files in it are damaged.
