@@ -57,14 +57,15 @@ def _folder(template: str, node: str) -> Path:
 START_PATIENCE_S = 60.0
 """Seconds that the disk may take to answer when a job starts."""
 RECOVERY_PATIENCE_S = 2.0
-"""Seconds that the disk may take to answer after the start. Training waits for the answer, so the limit is short."""
+"""Seconds that the disk may take to answer while the job runs. Training waits meanwhile, so the limit is short."""
 
 
 def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder, and find the ranks that share it. Every rank calls it.
 
-    A folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. In this case,
-    ranks that see the same files share the folder.
+    Each rank leaves a mark file in its folder during the call. Ranks that see each other's mark files share a folder. A
+    folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. There, ranks that
+    see the same files share a folder.
 
     Args:
         flag: flag that sets the folder, for messages.
@@ -128,7 +129,7 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
 
 
 def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
-    """Exchange findings about the folder, and refuse the folder if any rank has an error text. Collective.
+    """Send this rank's findings about the folder to all ranks, and return those of all. Collective.
 
     Raises:
         ConfigError: a rank has an error text; the message is the first of these texts. Every rank raises it.

@@ -20,7 +20,7 @@ _START = "job/starts/{}"
 
 @dataclass(frozen=True, slots=True)
 class JobNames:
-    """Names of a job and of one start of it."""
+    """Names of a job and of one of its starts."""
 
     name: str = ""
     """Name of the job: eight hexadecimal digits, the same in all its processes. It marks the job's folders."""
@@ -44,7 +44,7 @@ def agree_on_names() -> JobNames:
 
 def _names() -> JobNames:
     if (name := job_name()) is None or (address := store_address()) is None:
-        return JobNames(*(_new_name(),) * 2)  # without a store, the job ends with its first failure
+        return JobNames(*(_new_name(),) * 2)  # without a store, a job ends with its first failure: it has one start
     store, claimant = connect(address), uuid.uuid4().hex
     before = next(number for number in count() if store.claim(_START.format(number), claimant) == claimant)
     return JobNames(name, f"{name}.{before}" if before else name)

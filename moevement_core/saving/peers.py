@@ -52,13 +52,13 @@ class Peers:
         """True if no snapshot was copied or sent since the iteration began."""
 
     def begin_iteration(self, *, is_saving: bool) -> None:
-        """Begin an iteration; ``is_saving`` is True if a snapshot is copied or sent during the iteration."""
+        """Begin an iteration; ``is_saving`` is True if a snapshot is being copied, sent or written as it begins."""
         if self._pace is not None:
             self._pace.begin(was_quiet=self._is_quiet)
         self._is_quiet = not is_saving
 
     def end_iteration(self, *, is_saving: bool) -> None:
-        """End an iteration; ``is_saving`` is True if a snapshot was copied or sent during the iteration."""
+        """End an iteration; ``is_saving`` is True if a snapshot was copied, sent or written during the iteration."""
         self._is_quiet &= not is_saving
 
     def connect(

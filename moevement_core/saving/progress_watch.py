@@ -21,7 +21,7 @@ class ProgressWatch:
         checkpointer: checkpointer to watch.
         reports: reports to the people who run the job.
         peer_timeout_s: seconds without an answer after which a peer is reported.
-        announced: first snapshot of the newest window that was announced; ``NONE`` without one.
+        announced: first snapshot of the newest window that the job logged as persisted; ``NONE`` without one.
         meter: meter of the cost of saving; None to ignore the cost.
         cap: largest share of training time that saving may cost; None for no limit.
     """
@@ -68,7 +68,7 @@ class ProgressWatch:
                 self._silent.discard(sender.peer)
 
     def _watch_persistence(self, committed: int) -> None:
-        """Warn if no newer window was persisted during two windows. A failure would now lose more than planned."""
+        """Warn if no newer window was persisted for two windows; a failure would then cost more than planned."""
         persisted = self._checkpointer.progress.persisted
         if self._persisted_since is None or persisted != self._persisted_since[0]:
             self._persisted_since = persisted, committed
@@ -86,7 +86,7 @@ class ProgressWatch:
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 
     def _watch_cost(self, committed: int) -> None:
-        """Warn if saving costs more than the cap and windows do not adapt, for example because flags fix them."""
+        """Warn if saving costs more than the cap allows, for example because flags fix the window."""
         if self._meter is None or self._cap_watch is None or committed % RECENT:
             return
         evidence = self._meter.evidence()

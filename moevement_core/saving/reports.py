@@ -54,9 +54,9 @@ class Reports:
     def report(self, text: str) -> None:
         """Log a line about this rank; any thread may call it.
 
-        A background thread may fail only because another rank failed. Other code detects that failure a moment later,
-        and reports it. So a separate thread waits for that moment. It drops the line if the failure explains the line;
-        otherwise it logs the line. Lines keep their order.
+        A background thread may report an error whose cause is the failure of another rank. The job detects that failure
+        a moment later, and reports it. So a separate thread holds the line back for that moment. It then drops the line
+        if such a failure was detected, and logs it otherwise. Lines keep their order.
         """
         is_from_thread = threading.current_thread() is not threading.main_thread()
         with self._lock:

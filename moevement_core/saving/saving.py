@@ -58,7 +58,7 @@ class Joining:
     """Snapshots that each rank keeps for other ranks, in the order of ranks."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
-        """Return the policy of this rank's stage. A stage without survivors has the strategy's first order."""
+        """Return the policy of this rank's stage. A stage without survivors begins with the strategy's first order."""
         if self.is_of_same_stage:
             return self.policy
         return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
@@ -74,8 +74,8 @@ class Saving:
         config: flags of the job.
         names: names of the job.
         joining: information about the running job, on a replacement; None if the job starts.
-        is_resized: True if the job continues with another number of ranks. It then keeps as many copies as these ranks
-            allow.
+        is_resized: True if the job continues with another number of ranks. If they are too few for the copies that the
+            flags ask for, the job then keeps fewer copies instead of ending.
     """
 
     def __init__(
@@ -221,13 +221,12 @@ class Saving:
     def log_cap_bytes(self) -> float:
         """Return the bytes of host memory that the boundary log may use.
 
-        That is the memory that snapshots leave, including the bytes set aside for the log. ``log_memory_bytes`` of the
-        budget is the upper limit.
+        The log may use all memory that snapshots do not use, but at most ``log_memory_bytes`` of the budget.
         """
         return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
 
     def share_memory_with(self, log: BoundaryLog) -> None:
-        """Let snapshots take host memory of the boundary log ``log`` when memory runs out."""
+        """Let snapshots take host memory from the boundary log ``log`` when memory runs out."""
 
         def give_up(nbytes: int) -> None:
             less = max(0.0, self.allowance.of(LOG) - nbytes)
@@ -326,7 +325,7 @@ class Saving:
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
     def discard_after(self, iteration: int) -> None:
-        """Discard later decisions and snapshots, because a lossy recovery has rolled the job back to ``iteration``."""
+        """Discard decisions and snapshots after ``iteration``; a recovery rolled back to it, and lost updates."""
         now = generation()
         history = now.roster.generation if now is not None else 0
         schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
@@ -342,12 +341,13 @@ class Saving:
         return self.checkpointer.progress.persisted != NONE
 
     def recapture(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
-        """Recapture ``SS_iteration`` in a lossy recovery, whose re-executed iterations may have other outcomes.
+        """Recapture ``SS_iteration`` in a recovery that loses updates, and so may re-execute with other results.
 
         Args:
             iteration: iteration whose state is live, on every rank of the job.
             record: record of the iteration; empty if it was left out.
-            has_gradients: True if the gradients of its update are still in memory, so that they can be logged.
+            has_gradients: True if the gradients of the iteration's update are still in memory, so that the rank can
+                log them.
         """
         self.windows.count(iteration)
         self.decide(iteration)
@@ -364,8 +364,8 @@ class Saving:
     def oldest_needed(self, committed: int) -> int:
         """Return the oldest iteration whose logs and records a replay may need.
 
-        The newest persisted recoverable run determines this iteration. If no window is persisted for long, the longest
-        replay that any schedule allows determines it.
+        A replay from the newest persisted recoverable run determines this iteration. If no window was persisted for
+        long, the longest replay that any schedule plans for determines it.
         """
         reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
         if (run := self.checkpointer.needed)[0] != NONE:
@@ -401,7 +401,8 @@ class Saving:
         """Continue in a new generation. Survivors call it when replacements create their :class:`Saving`.
 
         Args:
-            policy: agreed policy of the stage, because a failure may interrupt some ranks within a decision.
+            policy: policy on which the ranks of the stage agreed. A failure may have interrupted some of them within a
+                decision, so their own policies may differ.
             kept: result of :meth:`keeps` of every rank.
         """
         self._go_by(policy)
@@ -421,7 +422,7 @@ class Saving:
         self.watch.forget_peers()
 
     def interrupted(self) -> None:
-        """Discard an unfinished decision, because an interruption may have raised its exception at any moment."""
+        """Go back to the last completed decision, because the interruption may have cut off a newer one."""
         self.meter.interrupted()
         self._go_by(self._settled)
 
@@ -438,7 +439,7 @@ class Saving:
         """
         schedule = self.checkpointer.history.oldest
         if schedule.start > self.began_at or self.began_at > 0:
-            return  # windows were persisted since, or the job began from loaded state
+            return  # windows were persisted meanwhile, or the job began from a loaded state
         # Peers do not accept snapshots that are too old for any restore point.
         first = max(schedule.start, self.checkpointer.oldest_needed)
         record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned(self._strategy())}

@@ -23,11 +23,11 @@ class Policy:
     """First iteration of the newest window that the stage has decided on."""
     schedules: tuple[Schedule, ...]
     learned: Any
-    """State that the strategy has learned, as ``Strategy.learned()`` returns it."""
+    """State that the strategy has learned, such as token counts, as ``Strategy.learned()`` returns it."""
     settled: bool
     """True if W is final, so ranks stop measuring for it."""
     announced: int
-    """First snapshot of the newest window that was announced; ``NONE`` without one."""
+    """First snapshot of the newest window that the job logged as persisted; ``NONE`` without one."""
     began_at: int
     """Iteration that the job started from."""
     disk_job: str

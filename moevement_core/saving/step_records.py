@@ -1,4 +1,4 @@
-"""Outcomes of recent iterations. A replay needs them, and compares its own results with them."""
+"""Outcomes of recent iterations: a replay uses their gradient norms, and compares its own results with them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepRecords:
         self._recent[iteration] = self._outcome_of(iteration)
 
     def ended(self, iteration: int, outcome: Mapping[str, Any]) -> None:
-        """Complete the record of ``iteration`` with its ``outcome``: whether it was skipped, gradient norm, losses."""
+        """Complete the record of ``iteration`` with ``outcome``: skipped or not, gradient norm, losses."""
         self._last = {**self._record_of(iteration), **outcome}
 
     def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
@@ -42,7 +42,7 @@ class StepRecords:
         self._last = {} if was_left_out else self._record_of(iteration)
 
     def reexecuted(self, record: Mapping[str, Any]) -> None:
-        """Drop all outcomes, because the job rolled back to a state from which steps may have other outcomes.
+        """Drop all outcomes: the job has rolled back and lost updates, so re-executed steps may have other outcomes.
 
         Args:
             record: record of the last re-executed iteration; empty without one.

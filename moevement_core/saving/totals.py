@@ -20,7 +20,7 @@ class Totals:
     stall_s: float = 0.0
     train_s: float = 0.0
     begin_s: float = 0.0
-    """Seconds that the training thread spent on boundary records, issuing copies and decisions."""
+    """Seconds that the training thread spent on boundary records, on decisions, and on issuing copies."""
     last_begin_s: float = 0.0
     """Part of :attr:`begin_s` at the beginning of the last iteration."""
     copied_bytes: int = 0

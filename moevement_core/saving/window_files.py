@@ -29,7 +29,8 @@ from moevement_core.util import damage
 class WindowFiles(SnapshotSource):
     """Source of the snapshots that this rank reports from the files of one window.
 
-    Each rank reports its own files. The first rank of a folder also reports files of ranks with other folders.
+    Each rank reports the files with its own snapshots. The first rank of a folder also reports files in it whose owners
+    use another folder.
     """
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
@@ -120,7 +121,7 @@ class Resize:
     is_needed: Callable[[Manifest], bool]
     """Function that returns True if a window needs a resize. Other windows are loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
-    """Function that cuts a window for the current ranks. Every rank calls it. RecoveryError is raised on all ranks."""
+    """Function that cuts a window for the current ranks. Every rank calls it; a RecoveryError comes on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def load_newest(
         settings: settings of this job.
         transport: channel over which ranks fetch snapshots from each other.
         is_wanted: function that returns True for windows to consider.
-        after: iteration that a window must reach beyond.
+        after: iteration beyond which a window must reach.
         resize: rules for windows of a job with another number of ranks; None to refuse such windows.
 
     Returns:

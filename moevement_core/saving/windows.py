@@ -46,7 +46,7 @@ MOST_STEPS = 512
 NETWORK_HEADROOM = 0.5
 """Largest share of the measured network rate that the snapshots of a window may need.
 
-Training uses the same links. Without a reserve, senders would abandon a window at every delay.
+Training uses the same links. Without a reserve, each delay would leave senders behind, and a window would be abandoned.
 """
 MOST_SIZES, NOTHING_MEASURED = 4, -1
 """Largest number of window sizes that ranks agree on at once, and the value that stands for a missing measurement."""
@@ -165,7 +165,7 @@ class WindowDecisions:
         return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Pause or resume the counters for a replay. A lossy recovery counts tokens again, so it never pauses them."""
+        """Pause or resume the counters for a replay. After lost updates, tokens are counted again, without a pause."""
         for counter in self._counters:
             counter.paused = is_paused and not self._counts_again
 
@@ -180,7 +180,7 @@ class WindowDecisions:
             self._room.open(self.strategy.boosted_experts())
 
     def roll_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Roll back to a restore point with operators of different iterations; count tokens of later iterations again.
+        """Roll back to a restore point whose operators are of different iterations, and count later tokens again.
 
         Args:
             run: recoverable run of the stage.
@@ -202,9 +202,8 @@ class WindowDecisions:
     def forget(self, committed: int) -> None:
         """Drop counted tokens after a failure, at least those of the interrupted iteration.
 
-        A lossless strategy uses counts only to order operators, so all counts of the current window are dropped. A
-        lossy strategy accounts for every token. It keeps the counts of iterations up to ``committed``: either ranks
-        counted these iterations again after a rollback, or no rank rolled back.
+        A strategy that loses no updates uses counts only to order operators, so all counts of the current window are
+        dropped. A strategy that loses updates must account for every token, so it keeps the counts up to ``committed``.
         """
         if not self.strategy.loses_updates:
             self._drop_counts()
@@ -251,7 +250,7 @@ class WindowDecisions:
         return ScheduleHistory(first)
 
     def iterations_logged(self, schedule: Schedule) -> int:
-        """Return how many iterations logs and records reach back at most."""
+        """Return the largest number of past iterations whose logs and records are kept."""
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
@@ -389,8 +388,8 @@ class WindowDecisions:
     def _observe(self) -> None:
         """Sum the token counts of the window over the ranks of the stage, iteration by iteration.
 
-        A sum that only orders operators is asynchronous (paper, section 3.5); the strategy uses it when the next window
-        begins. A lossy strategy accounts for tokens, so ranks wait for the sum of the window that has just ended.
+        If counts only order operators, the sum is asynchronous (paper, section 3.5), and the strategy uses it when the
+        next window begins. A strategy that loses updates accounts for every token, so ranks wait for the sum.
         """
         for counts, work in self._sums:
             work.wait()  # the reduction began a whole window ago
@@ -429,7 +428,7 @@ class WindowDecisions:
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
         """Return the host memory that this rank needs if ``schedule`` follows the current schedule.
 
-        The result includes the memory of the current schedule, because that is freed later or never.
+        The result includes the memory of the current schedule, which is not freed by then.
         """
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
@@ -475,8 +474,9 @@ class WindowDecisions:
         return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 
     def _measured_delay(self) -> tuple[float, float]:
-        """Return the seconds of an iteration during which nothing is saved, and the seconds by which saving has delayed
-        training since the last decision. The first number is 0.0 if unknown.
+        """Return the seconds of a quiet iteration (0.0 if unknown), and the seconds that saving has cost.
+
+        The second number is the delay of training by saving since the last decision.
         """
         steps = self._steps[2:]
         if not steps:

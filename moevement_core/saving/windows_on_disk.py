@@ -1,7 +1,7 @@
 """Windows of a job on disk: writing, retries while the folder is unusable, and the windows that a recovery can use.
 
 A job does not start without a usable folder. If the folder becomes unusable later, training continues, and the ranks
-report the problem. They try the folder after the next failure and at the beginning of windows, with growing pauses.
+report the problem. They try the folder again after the next failure, and when windows begin, at growing intervals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moevement_core.trainer.equal_bits import arithmetic_of_all
 from moevement_core.util.lock import FolderLock, other_holder
 
 TIMEOUT_S = 600.0
-"""Seconds that the end of training waits for the window that is being written."""
+"""Longest time in seconds that the job waits at its end for the window that is being written."""
 
 
 class WindowsOnDisk:
@@ -89,9 +89,9 @@ class WindowsOnDisk:
 
     @property
     def durable_snapshots(self) -> dict[int, Snapshot]:
-        """Own snapshots of the newest durable window by iteration, as memory holds them (MoC-System, section 5.1).
+        """Own snapshots of the newest durable window, by iteration, that this rank keeps in memory.
 
-        Empty if files hold whole snapshots.
+        Memory may hold operators that the files leave out (MoC-System, section 5.1). Empty if files leave nothing out.
         """
         return {lease.snapshot.iteration: lease.snapshot for lease in self._kept}
 
