@@ -35,8 +35,8 @@ def wipe_and_recover(
 ) -> Recovery:  # fmt: skip
     """Overwrite the state of some ranks, and recover it. Every rank calls it between two iterations.
 
-    Digests from before and after prove the recovery. If the recovery loses updates, rank 0 logs the losses, and digests
-    are not compared.
+    The function compares digests from before the wipe with digests of the recovered state. If the recovery loses
+    updates, the two must differ, so rank 0 only logs the losses.
 
     Args:
         parts: parts of this rank.

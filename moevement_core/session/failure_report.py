@@ -101,8 +101,9 @@ def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _lost_at(death: Death) -> float:
-    """Return the time of a failure in seconds since the epoch: the observed end of the member, or its last sign of
-    life.
+    """Return the time of a failure, in seconds since the epoch.
+
+    It is the end of the member if that was observed, or else the member's last sign of life.
     """
     return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
 

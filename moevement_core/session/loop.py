@@ -79,7 +79,7 @@ def train(
 
     Raises:
         ConfigError: the job cannot begin with these flags. Every rank raises it.
-        SystemExit: the job ended without a result of ``loop`` here, for example on a rank that was not needed.
+        SystemExit: the job ended, and ``loop`` has no result in this process, for example in an unused spare.
     """
     training = _Loop(make, config, loop=loop, backend=backend, run_dir=run_dir, flags=plain_config(flags or {}))
     if is_restarted_in_process():
@@ -94,8 +94,8 @@ def iterations(session: Session, until: int) -> Iterator[int]:
     The body of the ``for`` loop calls ``session.step`` once. The iterations end early, on all ranks alike, if the
     launcher receives SIGTERM.
 
-    The body and replays put losses into :attr:`Binding.losses`. These losses are recorded. The losses of a
-    replay are compared with the recorded losses.
+    The body puts the losses of each iteration into :attr:`Binding.losses`, from where they are recorded. A replay does
+    the same, and its losses are compared with the recorded ones.
 
     Args:
         session: session of this generation.

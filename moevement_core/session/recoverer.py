@@ -42,9 +42,9 @@ class Recoverer:
         """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """Iteration after which survivors computed all iterations under the current placement of ranks.
+        """Iteration after which survivors computed all iterations with each rank on its present node and device.
 
-        The newest recovery sets it.
+        The newest recovery sets this value.
         """
         self._memory: MemorySource | None = None
         """Source of the snapshots in memory that the current recovery has opened."""
@@ -125,8 +125,8 @@ class Recoverer:
     def _may_take_over(self, topology: Topology) -> bool:
         """Return True if failed ranks may take state from live replicas.
 
-        Return False if the strategy rolls all ranks back or loses updates. Return False with parity as well. Parity
-        needs the snapshots of all ranks of a group, but a rank that takes state from a replica has no snapshots.
+        They may not if the strategy rolls all ranks back, if it loses updates, or with parity. Parity needs the
+        snapshots of all ranks of a group, but a rank that takes state from a replica has no snapshots.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
@@ -156,7 +156,7 @@ class Recoverer:
         )  # fmt: skip
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Return a context for a replay. Token counters pause in it, unless a lossy recovery counts tokens again."""
+        """Return a context for a replay. Token counters pause in it, except in a recovery that loses updates."""
         return self._replaying()
 
     @contextmanager
@@ -187,7 +187,7 @@ class Recoverer:
         return done
 
     def _go_back(self, prepared: Prepared) -> LostTokens | None:
-        """Roll back to a lossy restore point: discard later decisions and snapshots.
+        """Discard later decisions and snapshots if this rank rolls back to a restore point that lacks updates.
 
         Return the tokens lost on this stage; None if this rank does not roll back, or loses no updates.
         """
@@ -219,8 +219,8 @@ class Recoverer:
     ) -> Prepared:
         """Plan to roll all stages back to a window on disk, and fetch its snapshots.
 
-        All stages replay, so every rank computes the outcome of each step. Recorded outcomes are dropped, because
-        either all ranks compute the outcome of a step, or none does.
+        All stages replay, so the ranks compute the outcome of each step together. No rank may use a recorded outcome
+        instead, because the others would then wait for it. So recorded outcomes are dropped.
 
         Args:
             parts: parts of this rank.

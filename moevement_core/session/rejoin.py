@@ -1,9 +1,9 @@
 """Meeting of all ranks after a failure: they exchange reports, and agree on the resume iteration.
 
-Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. A survivor that is one
-update behind has finished the reductions of that update, so it applies the update. The stages of failed ranks replay.
-:func:`rejoin` prepares the recovery before the trainer opens its data. The training loop then calls
-:meth:`Rejoined.resume`, which replays.
+Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. A survivor that lacks only
+the last update has finished the reductions of that update, so it applies the update now. :func:`rejoin` also plans how
+failed ranks get their state back, and fetches snapshots, before the trainer opens its data. The training loop then
+calls :meth:`Rejoined.resume`, which replays.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class RankReport:
     outcome: Mapping[str, Any] = field(default_factory=dict)
     """Outcome of the last step that the rank committed."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """Rank-independent boundary state after the last committed iteration, before an evaluation or save that follows."""
+    """Rank-independent boundary state after the last committed iteration, before any scheduled evaluation or save."""
     begun: Mapping[str, Any] | None = None
-    """Rank-independent boundary state at the beginning of the next iteration, after an evaluation or save that precedes
-    it; None if the rank had not begun the next iteration.
+    """Rank-independent boundary state at the beginning of the next iteration, after any scheduled evaluation or save.
+
+    None if the rank had not begun the next iteration.
     """
     run_totals: Any = None
     """Totals of the job that replacements continue (``Binding.run_totals``)."""
@@ -57,9 +58,9 @@ class RankReport:
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Goal of this rank's recovery that a further failure interrupted; None without one.
+    """Report of a rank that had committed the target iteration of the recovery that the failure interrupted.
 
-    It is the report of a rank that has committed the iteration which the recovery was to reach.
+    None if the failure interrupted no recovery of this rank.
     """
 
 
@@ -113,7 +114,7 @@ class Rejoined:
     usable_at: float
     """Time at which the new process groups were usable, in seconds since the epoch."""
     prepared_at: float
-    """Time at which everything was prepared on this rank, in seconds since the epoch."""
+    """Time at which this rank had its plan and snapshots, in seconds since the epoch."""
 
     def resume(self) -> None:
         """Replay lost iterations, restore the agreed boundary state, and do the scheduled evaluation and save.
@@ -148,7 +149,7 @@ class Rejoined:
             recovery = session.recoverer.execute(replace(prepared, outcomes=outcomes), is_reported=False)
         refuse_if_interrupted()  # an aborted reduction may seem complete, and digests do not cover all reductions
         if is_restored:
-            # The snapshot may come after a scheduled evaluation or save, which is repeated with the earlier state.
+            # The snapshot may be from after a scheduled evaluation or save. Ranks repeat that from the state before it.
             common = dict(self.reached.common if self.is_between else {})
             if session.recoverer.may_differ:
                 common = {name: common[name] for name in ("progress",) if name in common}
@@ -218,8 +219,8 @@ def rejoin(
         config: flags of the job.
         session: session of a survivor that had begun training; None on a replacement.
         before: agreement of a recovery that a further failure interrupted; None without one.
-        joined: function that gets the session of this generation, as soon as it exists, and the resume iteration. A
-            further failure may come at any moment afterwards; the interrupted rank then has to disconnect this session.
+        joined: function that is called with this generation's session, as soon as it exists, and the resume iteration.
+            A further failure may come at any moment afterwards, and the caller must then disconnect this session.
 
     Raises:
         NothingToResume: the job restarts, from disk or from its beginning. Every rank raises it.

@@ -89,7 +89,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
 
 
 def continue_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
-    """Continue the record after a failure, in a process that was not the last rank before. Only the last rank calls it.
+    """Continue the record after a failure, if another process was the last rank before. Only the last rank calls it.
 
     Args:
         folder: run directory.
@@ -124,7 +124,7 @@ def state_digest(parts: Parts) -> dict[str, Any]:
 
 
 class Lines:
-    """Writer of a metrics line for each committed iteration, even if the last rank failed before it wrote the line.
+    """Writer of one metrics line for each committed iteration; it adds lines that a failed rank did not write.
 
     Args:
         binding: binding with the record and the losses of the iterations.

@@ -101,7 +101,7 @@ class Session:
         )
 
     def _vote(self) -> None:
-        """Wait until every rank has reached the commit point. Return at once if a reduction of the step proves that."""
+        """Wait until every rank has reached the commit point, unless a reduction over all ranks has proved that."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
@@ -128,7 +128,7 @@ class Session:
     def begin_iteration(self, committed: int) -> None:
         """Begin the snapshot of ``state@committed``, and prepare the next iteration.
 
-        Called while that state is live and nothing of the next iteration has happened.
+        The trainer calls it while that state is live, before any part of the next iteration.
         """
         saving = self.saving
         observer.observer.before_iteration(self, committed)
@@ -244,7 +244,7 @@ class Session:
         self.saving.disk.interrupted()
 
     def interrupted(self) -> None:
-        """Reset all work that was under way, because an interruption may have raised its exception at any moment."""
+        """Reset all work that an interruption may have left half done, because its exception may come at any moment."""
         self.commit.interrupted()
         self.recoverer.interrupted()
         if self.binding.boundary_log is not None:
