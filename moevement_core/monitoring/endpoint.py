@@ -24,9 +24,9 @@ from moevement_core.monitoring.config import ADDRESS_FLAG, LOOPBACK, PORT_FLAG, 
 from moevement_core.util.environment import PARENT_ENV
 
 AGAIN_S = 5.0
-"""Least seconds between two starts of the answering process, if it ends or cannot be started."""
+"""Shortest time in seconds between two starts of the answering process, if it ends or cannot be started."""
 SERVED = "metrics/served"
-"""Key in the job's store. Tasks, which know the script's flags, write a :class:`Served` there for the coordinator."""
+"""Key in the job's store. Tasks know the script's flags, so they write a :class:`Served` there for the coordinator."""
 
 
 @dataclass(frozen=True)

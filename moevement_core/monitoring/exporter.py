@@ -1,6 +1,6 @@
 """Process that serves a run's figures to Prometheus; ``endpoint.py`` starts it beside a job.
 
-The process reads only the run directory. So ranks may come and go, and a request cannot delay the launcher.
+The process reads only the run directory. So it serves figures whichever ranks live, and cannot delay the launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moevement_core.run.figures import Figure, Kind, Sample
 from moevement_core.util.parent import end_with_parent
 
 REQUEST_TIMEOUT_S = 10.0
-"""Seconds that a client may take to send its request, during which a thread waits for it."""
+"""Seconds that a client may take to send its request; a thread of the server waits for it meanwhile."""
 
 
 class RunCollector(Collector):

@@ -19,7 +19,7 @@ class News:
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     is_rewritten: bool = False
-    """True if a new file has replaced the file: lines read before are invalid, and ``lines`` are all of its lines."""
+    """True if a new file has replaced the old one: earlier lines are invalid, and ``lines`` has all of the new."""
 
 
 class Tail:
