@@ -128,7 +128,7 @@ class Binding(ABC):
 
     @abstractmethod
     def operators(self) -> Sequence[Operator]:
-        """Return the operators that this rank holds, with their sizes. Names are those of the model on all ranks."""
+        """Return the operators that this rank holds, with their sizes. Names are unique in the model, across ranks."""
 
     @abstractmethod
     def states(self) -> Mapping[str, OperatorState]:
@@ -155,7 +155,7 @@ class Binding(ABC):
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`boundary`, random states last: restoring other values may change them."""
+        """Restore the values of :meth:`boundary`, random states last, because restoring the rest may change them."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:
@@ -222,16 +222,16 @@ class Binding(ABC):
     # After a failure
 
     def build_data(self) -> Any:
-        """Return data of a survivor with which a replacement can build model and optimizer without communication."""
+        """Return data of a survivor from which a replacement can build model and optimizer without communication."""
         return None
 
     def run_totals(self) -> Any:
-        """Return running totals of a survivor, which a replacement continues; they are not part of the state."""
+        """Return running totals of a survivor, which a replacement continues; they do not affect the training state."""
         return None
 
     @abstractmethod
     def regroup(self) -> None:
-        """Make every object that survived use the current process groups."""
+        """Switch all objects of a survivor to the current process groups."""
 
     @abstractmethod
     def build(self, build_data: Any) -> bool:
@@ -261,7 +261,7 @@ class Binding(ABC):
         return []
 
     def replicas(self) -> list[Replicas]:
-        """Return digests of the compute weights that must be equal on several ranks, without communication."""
+        """Return, without communication, digests of all compute weights that must be equal on several ranks."""
         return []
 
     def live_replicas(self) -> Collection[int]:
@@ -280,7 +280,7 @@ class Binding(ABC):
         return None
 
     def iterations_left_out(self) -> Collection[int]:
-        """Return iterations that never run, so ranks send nothing in them."""
+        """Return iterations that the job never executes, so that ranks have no logs and no updates of them."""
         return ()
 
     @abstractmethod
@@ -315,7 +315,7 @@ class Binding(ABC):
     # Windows on disk
 
     def settings(self) -> dict[str, Any]:
-        """Return the flags that replayed iterations depend on; a job that loads a window must have equal ones."""
+        """Return the flags that replayed iterations depend on; a job that loads a window must have equal values."""
         return {}
 
     def newest_checkpoint(self) -> int | None:

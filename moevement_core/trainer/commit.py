@@ -1,4 +1,4 @@
-"""Commit point: order in which a step reduces, updates and gathers, so that a failure leaves it whole or undone.
+"""Commit point: order in which a step reduces, updates and gathers, so that a failure leaves the step whole or undone.
 
 1. All reductions come first. A restart may interrupt them.
 2. The rank makes the update and sets its mark. No restart interrupts this, and the rank waits for no other rank.
@@ -7,8 +7,8 @@
 When a rank makes an update, every rank has already finished all reductions of the step. Ranks without the update can
 therefore make it from their own reduced gradients (:meth:`Commit.follow`), without data of other ranks.
 
-A reduction that another rank has aborted may seem to end successfully. A rank therefore asks the job's store between 1
-and 2 whether the generation was interrupted, and makes no update if it was
+After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. A rank therefore
+asks the job's store between 1 and 2 whether the generation was interrupted, and makes no update if it was
 (:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
 """
 
@@ -53,13 +53,14 @@ class Commit(ABC):
         self.torn = False
         """True if an update has begun and not ended, so that this rank holds the state of no iteration."""
         self.updating: Callable[[], None] = lambda: None
-        """Hook inside the update section, when all gradients are final and no state has changed. It may neither wait
-        nor raise. A commit whose update also changes gradients does not call it.
+        """Hook that is called inside the update section, when all gradients are final and no state has changed.
+
+        It may neither wait nor raise. A commit point whose update also changes gradients does not call it.
         """
         self.updated: Callable[[int], None] = lambda iteration: None
-        """Hook after the update of an iteration, while its gradients are still in memory."""
+        """Hook that is called after the update of an iteration, while its gradients are still in memory."""
         self.overwriting: Callable[[], None] = lambda: None
-        """Hook before a gather that overwrites gradients; it returns when the gradients have been copied."""
+        """Hook that is called before a gather overwrites gradients; it returns when the gradients have been copied."""
 
     @abstractmethod
     def step(self, iteration: int) -> Any:

@@ -1,4 +1,4 @@
-"""Prediction of whether replayed values equal the lost values, or differ in last bits because sums change their order.
+"""Prediction: do replayed values equal the lost values, or differ in last bits because sums have another order.
 
 Three causes change last bits and are no error:
 
@@ -46,7 +46,7 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
 
 
 class PlacementHistory:
-    """History of the placements of ranks under which iterations were computed, as far back as snapshots reach."""
+    """History of placements (node and device of each rank) in training, as far back as snapshots reach."""
 
     def __init__(self) -> None:
         self._placements: list[tuple[int, str]] = []
@@ -58,8 +58,8 @@ class PlacementHistory:
         Args:
             iteration: iteration whose state is live.
             placement: current placement.
-            since: iteration after which the placement is in force, according to other ranks. Used only on a rank
-                without a history.
+            since: iteration after which the placement is in force, as other ranks report; ``NONE`` if unknown. A rank
+                that has a history ignores it.
         """
         if not self._placements and since != NONE:
             self._placements.append((min(iteration, since), placement))
@@ -69,9 +69,9 @@ class PlacementHistory:
             self._placements.append((iteration, placement))
 
     def unchanged_since(self, placement: str) -> int | None:
-        """Return the iteration after which all iterations were computed under ``placement``, the current one.
+        """Return the iteration after which all iterations were computed under ``placement``, the current placement.
 
-        Return None if this rank has seen no iteration yet.
+        The result is a very large number if none was yet, and None if this rank has seen no iteration.
         """
         if not self._placements:
             return None
@@ -85,7 +85,7 @@ class PlacementHistory:
 
 
 _NEVER = 1 << 62
-"""Iteration that stands for "no iteration was computed under the current placement"."""
+"""Value in place of an iteration if no iteration was computed under the current placement yet."""
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
@@ -116,7 +116,7 @@ def placed_since(reports: Sequence[Report]) -> int:
 
 
 def arithmetic_of_all() -> tuple[str, ...]:
-    """Return the arithmetic of each current rank, or one entry if all are equal. Every rank calls it.
+    """Return the arithmetic (processor, libraries) of each rank, or one entry if all are equal. Every rank calls it.
 
     If sums depend on the placement, the digest of the placement comes last.
     """

@@ -1,6 +1,6 @@
 """Observer of each iteration, for benchmarks alone.
 
-A process has one observer, set before training begins, because a benchmark runs the measured script unchanged.
+A benchmark sets the observer of its process before training begins, and runs the script that it measures unchanged.
 """
 
 from __future__ import annotations
