@@ -38,7 +38,7 @@ Ranks and spares ignore all of them. Otherwise a rank could end before the bound
 WIND_DOWN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals, out of :data:`END_SIGNALS`, that batch systems send before they take a machine away."""
 END_S = 10.0
-"""Seconds that a process with its own SIGTERM handler has to end before :func:`end_all` kills it."""
+"""Seconds after SIGTERM until :func:`end_all` kills a process with its own SIGTERM handler."""
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -64,7 +64,7 @@ class Child:
     def __init__(self, label: str, program: Program, environment: Mapping[str, str], logs: Path | None) -> None:
         self.label, self.logs = label, logs
         self.code: int | None = None
-        """Exit code; None while the process runs. A negative code is the number of the signal that killed it."""
+        """Exit code; None while the process runs. ``-N`` if signal N killed the process."""
         self.was_ended = False
         """True if :func:`end_all` ended the process, so that its exit code says nothing about the job."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
@@ -204,7 +204,7 @@ def end_all(children: Sequence[Child], timeout_s: float = END_S) -> None:
 
     Args:
         children: the processes.
-        timeout_s: seconds that a process with a SIGTERM handler has to end; all others get SIGKILL at once.
+        timeout_s: seconds from SIGTERM to SIGKILL for processes with a SIGTERM handler; others get SIGKILL at once.
     """
     running = [child for child in children if child.poll() is None]
     for child in running:
@@ -235,9 +235,10 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 @contextmanager
 def no_orphans_left() -> Iterator[None]:
-    """Kill every descendant of a process started in a ``with`` block, when the block ends.
+    """Kill, at the end of a ``with`` block, all processes that were started in the block, and their descendants.
 
-    This process makes itself a subreaper, so it adopts the checkpoint writers and data workers of a killed rank.
+    This process makes itself a subreaper. So it becomes the parent of the checkpoint writers and data workers that a
+    killed rank leaves, and finds them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     launcher = psutil.Process()

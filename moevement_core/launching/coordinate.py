@@ -38,12 +38,12 @@ from moevement_core.util.words import spares_words
 POLL_S = 0.05
 MOST_PORT = 65535
 GRACE_S = 60.0
-"""Seconds that tasks have to end by themselves at the end of the job, while the store still answers them."""
+"""Longest wait, in seconds, for tasks to end by themselves at the end of the job; the store answers them meanwhile."""
 
 MOST_REASONS = 3
 """Number of reasons, as reported by surviving ranks, that the coordinator prints for one failure."""
 TASKS_GRACE_S = 20.0
-"""Seconds that the commands of the nodes have to end, after every task that the coordinator can reach has ended."""
+"""Longest wait, in seconds, for the commands of the nodes to end, once all tasks that can be reached have ended."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def coordinate(what: Coordination) -> int:
     if what.run_dir is not None:
         _make(what.run_dir)
     record = RunRecord(what.run_dir) if what.run_dir is not None else None
-    # The run directory may belong to another job. Only ranks notice that, so the entry is written when they train.
+    # The run directory may belong to another job, which only ranks check. So the entry is written when they train.
     entry = JobFile(record, JobEntry.of_this_process(what.command, what.ranks, None), begins=False)
     with Signals() as signals:
         signals.may_wind_down = True

@@ -64,7 +64,7 @@ class Launch:
     ranks_per_node: int | None = None
     """Number of consecutive processes that count as one simulated node; None: no nodes are simulated."""
     spare_timeout_s: float = 600.0
-    """Seconds that a job waits for a spare when none is left."""
+    """Seconds that a job waits for a new spare when none is left."""
     respawn_after_s: float = 0.0
     """Seconds from the end of a process to the start of its replacement; infinite: no replacement is started."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -354,8 +354,9 @@ _WITH_ABORTS = {
     "NCCL_NVLS_ENABLE": "0",
     # NCCL's diagnosis (RAS) thread reopens connections each time that an abort shuts them down.
     "NCCL_RAS_ENABLE": "0",
-    # After a connection error, torch's watchdog of the group sleeps for four times this value, 60 s by default, so that
-    # all ranks can write their records. An abort waits for the watchdog, and neighbours of a lost rank leave late.
+    # After a connection error, torch's watchdog of the group sleeps for four times this value (60 s in all by default),
+    # so that all ranks can write their records. An abort waits for the watchdog, so neighbours of a lost rank would
+    # leave late.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # After such an error, torch's heartbeat thread writes a record of the last collectives, and then sleeps for 480 s.
     # The destructor of the process group waits for that thread, so survivors would hang in their next generation.

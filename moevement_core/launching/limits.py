@@ -1,4 +1,4 @@
-"""Limits of this host on threads and open files, checked at the start, because a job that reaches a limit may hang."""
+"""Check of this host's limits on threads and open files at the start, because a job that reaches a limit may hang."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
 def allow_open_files(ranks: int, members: int = 0) -> None:
     """Raise the soft limit on open files to what the job needs, in this process and all later children.
 
-    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024. The
-    store reaches that in a job of about 340 ranks. A rank reaches it in a gloo job of about 100 ranks.
+    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024 files,
+    which the store reaches in a job of about 340 ranks, and a rank in a gloo job of about 100 ranks.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
     needs fewer files.
@@ -67,7 +67,7 @@ def allow_open_files(ranks: int, members: int = 0) -> None:
     if hard < (connections := CONNECTIONS_OF_A_MEMBER * members):
         raise ConfigError(
             f"the hard limit of open files (ulimit -Hn) is {hard}; the job's store needs {connections} files for "
-            f"{members} ranks and spares; raise the limit, or start fewer"
+            f"{members} ranks and spares; raise the limit, or start fewer processes"
         )
     # Twice the connections, because leases and later spares have connections as well.
     wanted = OTHER_FILES + max(FILES_FOR_A_PEER * ranks, 2 * connections)
@@ -83,7 +83,7 @@ def _open_files() -> tuple[int, int]:
 
 
 def _limits(cgroups: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, limit and current use of each limit on threads that holds for this process."""
+    """Yield each limit on threads that applies to this process: its name, its value, and the threads in use."""
     for folder in _groups(cgroups):
         try:
             limit, used = ((folder / name).read_text().strip() for name in ("pids.max", "pids.current"))

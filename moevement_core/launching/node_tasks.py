@@ -1,7 +1,7 @@
 """Commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={host} ...``).
 
-Each node has its own command, because the loss of one node could end a command that spans nodes on all of them. srun
-aborts a whole step when one of its nodes reboots before Slurm has noticed that the node was down.
+Each node has its own command, because the loss of one node may end a command that spans several nodes: srun aborts a
+whole step when one of its nodes reboots before Slurm has noticed that the node was down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GONE_S = 5.0
 A live task reconnects within a tenth of the lease time.
 """
 KILL_S = 2.0
-"""Seconds that a command has to end after SIGTERM. In this time srun notifies Slurm, and then waits for the tasks."""
+"""Seconds from SIGTERM to SIGKILL for a command. In this time srun notifies Slurm, and then waits for the tasks."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class _Node:
 class NodeTasks:
     """Tasks of all nodes. If the tasks of a node end and the job continues, this object starts them again.
 
-    So a node that reboots while the job holds it rejoins the job, and the node's processes become spares.
+    So a node that reboots during the job, and still belongs to the job's allocation, joins the job again. Its processes
+    become spares.
 
     Args:
         command: the command for each node.
@@ -160,7 +161,7 @@ class NodeTasks:
 
     @property
     def how_they_ended(self) -> str:
-        """Text on the exit codes of the commands of all nodes, for the reason why a job has ended."""
+        """Exit codes of the commands of all nodes, in words, for the message that says why the job has ended."""
         return "; ".join(f"the tasks of {node.name} ended with exit code {node.process.poll()}" for node in self._nodes)
 
     def step(self, connected: Collection[str], heard: Collection[str], *, has_begun: bool) -> None:
@@ -197,7 +198,7 @@ class NodeTasks:
         """Wait for the commands to end by themselves, and kill those that have not ended in time.
 
         Args:
-            grace_s: seconds that all commands have together.
+            grace_s: seconds to wait for all commands together.
         """
         deadline = time.monotonic() + grace_s
         for node in self._nodes:

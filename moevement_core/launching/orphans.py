@@ -1,7 +1,8 @@
 """Orphans: processes that outlive the rank that started them. The supervisor, a subreaper, adopts them.
 
-A killed rank leaves, for example, the server of a queue of Megatron's dense checkpoints. The server keeps the
-memory of its imports and waits forever for its next request. In a job with many failures, orphans would fill the hosts.
+For example, a killed rank leaves the server process of a queue that Megatron uses for dense checkpoints. This process
+keeps the memory of its imports, and waits forever for its next request. In a job with many failures, orphans would use
+up the memory of the hosts.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from moevement_core.util.environment import MEMBER_ENV, PARENT_ENV
 LOOK_S = 1.0
 """Seconds between two searches for orphans."""
 GRACE_S = 5.0
-"""Seconds that an orphan has to notice the death of its rank and to end by itself."""
+"""Seconds in which an orphan may notice the death of its rank and end by itself, before the supervisor kills it."""
 DEVICE_FILES = "/dev/nvidia*"
 """Pattern of device files. A process that has such a file open, such as a fork of a rank, may hold device memory."""
 RELEASE_S = 2.0
-"""Longest time in seconds for which the supervisor delays the report of a death until orphans release the device."""
+"""Longest time in seconds by which the supervisor delays the report of a death, so that orphans release the device."""
 
 
 class Orphans:
@@ -53,8 +54,8 @@ class Orphans:
         """Collect orphans that have ended, and kill those that still live after the grace time.
 
         Args:
-            started_pids: ids of processes that the supervisor has started and not yet seen to end. Ids of ended
-                processes are excluded, because the kernel may reuse them.
+            started_pids: ids of the processes that the supervisor has started and has not seen end. It excludes ids of
+                ended processes, because the kernel may reuse them.
             living: members whose processes live.
         """
         now = time.monotonic()
@@ -76,7 +77,7 @@ class Orphans:
 
         Args:
             member: the member that has ended.
-            started_pids: ids of processes that the supervisor has started and not yet seen to end.
+            started_pids: ids of the processes that the supervisor has started and has not seen end.
         """
         if not glob(DEVICE_FILES):
             return True

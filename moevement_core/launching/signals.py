@@ -11,7 +11,7 @@ from moevement_core.launching.children import END_SIGNALS, WIND_DOWN_SIGNALS
 from moevement_core.util.interrupts import is_importing
 
 REPEAT_S = 1.0
-"""Seconds after the first signal for an orderly end in which further such signals count as duplicates.
+"""Seconds after the first signal that asks for an orderly end, in which further ones count as its duplicates.
 
 ``timeout`` sends one signal to the command and a second one to the process group. Batch systems send signals to each
 process and through ``srun``.
@@ -19,7 +19,7 @@ process and through ``srun``.
 
 
 class Stopped(BaseException):
-    """Exception that ends the job at once, raised after a signal that asks for this."""
+    """Exception that ends the job at once; a signal handler raises it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -16,9 +16,9 @@ LOOK_S = 1.0
 STOPPED_S = 15.0
 """Seconds after which a stopped process (SIGSTOP) is reported."""
 SILENT_S = 60.0
-"""Shortest time without a new line in the metrics, in seconds, before a hang is reported."""
+"""Least time without a new line in the metrics, in seconds, before the launcher reports a hang."""
 SILENT_ITERATIONS = 20
-"""Shortest time without a new line before a hang is reported, as a multiple of the longest iteration so far."""
+"""Least time without a new line before the launcher reports a hang, as a multiple of the longest iteration so far."""
 
 
 class HangDetector:

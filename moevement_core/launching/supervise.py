@@ -1,6 +1,7 @@
 """Task of a job over several hosts: supervises one or more members, and replaces members that end.
 
-Slurm does not restart a task. So a task is no rank; it supervises ranks and spares.
+Slurm does not restart a task that has ended. So ranks and spares are processes that a task starts and can replace, and
+the task itself is not a rank.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from moevement_core.util.file_modes import FLAG, use_file_mode
 
 POLL_S = 0.05
 GRACE_S = 30.0
-"""Seconds that processes have to end by themselves when the job has ended."""
+"""Longest wait, in seconds, for processes to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
-"""Number of lease durations for which a task whose lease has ended still tries to reach the coordinator."""
+"""Number of lease times for which a task still tries to reach the coordinator after its lease has ended."""
 TOKEN_PATIENCE_S = 5.0
 """Seconds that a task waits for the coordinator to announce the job's token in the store."""
 LATE = 1 << 32
-"""Number of the first member of tasks that join later, and the most members that each such task may have."""
+"""Smallest member number in the first task that joins later; each such task has a range of this many numbers."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def task_of(environment: Mapping[str, str], processes: int) -> Task:
 def claim(store: SignedStore, task: Task) -> Task:
     """Claim the number of ``task`` in the store. If another process has claimed it, claim a number of a later task.
 
-    With this, a repaired or added node joins the job with the same command as the first nodes.
+    So a repaired or added node can join the job with the command that the first nodes used.
     """
     own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     if store.claim(TASK.format(task.number), own_claim) == own_claim:

@@ -31,7 +31,7 @@ LOOK_S = 0.2
 
 
 class Link(Protocol):
-    """Interface from a supervisor to the coordinator, which is in the same process or at the end of a connection."""
+    """Interface through which a supervisor reaches the coordinator, in this process or over a connection."""
 
     lease_s: float
     """Lease time in seconds."""
@@ -58,7 +58,7 @@ class Link(Protocol):
 
         Args:
             members: all members of this supervisor that have not ended.
-            alive: members that are not stopped, each with the newest iteration that it has committed.
+            alive: members that run and are not stopped (SIGSTOP), each with the newest iteration that it has committed.
         """
 
 
@@ -98,8 +98,8 @@ class Supervisor:
         link: connection to the coordinator.
         on_end: called with a member and its ended process; returns True if a replacement is to start.
         on_replaced: called with the ended member, its process, and the replacement process.
-        may_settle: returns True if the job does not wait for new processes. A new process then idles at first, so that
-            its start does not slow down a recovery.
+        may_settle: returns True if the job does not need new processes at once. A new process then idles at first, so
+            that its start does not slow down a recovery.
         respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
     """
 
@@ -160,7 +160,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Child]:
-        """Processes that the supervisor has not yet seen to end."""
+        """Processes whose end the supervisor has not seen."""
         return [self.children[member] for member in sorted(self._running)]
 
     def step(self) -> None:
@@ -254,10 +254,10 @@ class Supervisor:
 
 
 def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
-    """Return True if a process ended by a mistake in the flags or the script, which would end every process.
+    """Return True if a process ended because of a mistake in the flags or the script, which would end every process.
 
-    Once the job trains, the answer is always False, because the flags were good. A later edit of a configuration, a
-    removed folder or a full disk concerns only the process that started later.
+    Once the job has trained, the answer is always False, because flags and script were good. What a user changes later
+    (an edited configuration, a removed folder, a full disk) concerns only processes that start later.
 
     Args:
         child: the process, which has ended.

@@ -1,4 +1,4 @@
-"""Watches of the launcher over its processes: one kind ends the job at the first failure, one replaces failed ranks."""
+"""Watches of the launcher over its processes: one class ends the job at a failure, the other replaces failed ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.util.words import spares_words
 
 SAY_S = 5.0
-"""Seconds that ranks have to end by themselves after a rank has found a mistake in the flags."""
+"""Longest wait, in seconds, for a rank's report of a mistake in the flags, after a rank has ended because of it."""
 
 
 class Watch(ABC):
@@ -55,7 +55,7 @@ class UntilOneFails(Watch):
         children: processes of the ranks.
         record: record of the run; None: the run has no record.
         say: called with a line of text for the user.
-        pages: status pages of the ranks. A rank that can end at a boundary reports its committed iterations there.
+        pages: status pages of the ranks. A rank whose script can end at a boundary reports committed iterations there.
     """
 
     def __init__(

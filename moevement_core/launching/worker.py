@@ -49,7 +49,7 @@ class Trainer:
     refuse: Callable[[Sequence[str], int], None] = lambda argv, ranks: None
     """Function that raises ConfigError if a script cannot begin with its arguments and a number of ranks.
 
-    The launcher calls it before any rank is started, so it checks only what does not need a rank.
+    The launcher calls it before it starts any rank, so the function checks only what needs no rank.
     """
 
     def count_devices(self) -> int:
@@ -71,8 +71,8 @@ class Trainer:
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()
         packages()  # Ranks forked from here inherit its cached result.
-        # An earlier job in this process may have left objects with threads in reference cycles. A fork that collected
-        # them would crash.
+        # An earlier job in this process may have left objects with threads in reference cycles. A forked rank would
+        # crash if it collected these objects.
         gc.collect()
         gc.freeze()  # Garbage collections in the ranks skip these objects, and so copy none of their pages.
         return Program(run_forked, (self.run_rank, argv))
@@ -87,7 +87,7 @@ def run_script(
 
     Args:
         argv: the script and its arguments, including ``--config`` files.
-        spec: specification of the main module that processes spawned from here import first.
+        spec: specification of the main module; a process that is spawned from here imports that module first.
         prepare: function that is called right before the script.
         quiet: libraries whose warnings only rank 0 shows.
 
@@ -132,7 +132,7 @@ def end_groups() -> None:
 
 
 def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
-    """Call ``run_rank`` with ``argv`` in a forked process, after undoing what the fork has inherited."""
+    """Call ``run_rank`` with ``argv`` in a forked process, without the sockets and temporary folder of the launcher."""
     tempfile.tempdir = None  # tempfile then reads TMPDIR, which is set for this rank.
     _close_sockets()
     run_rank(argv)
@@ -161,7 +161,7 @@ def _warn_once(libraries: Sequence[str]) -> None:
 def _close_sockets() -> None:
     """Close the sockets that this fork has inherited from the launcher.
 
-    While sockets are open here, the other ends of the launcher's connections cannot see that the launcher has ended.
+    As long as a copy of a socket is open here, the other end of the connection cannot see that the launcher has ended.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
