@@ -252,7 +252,8 @@ class ReplaceFailedRanks(Watch):
 
     def _tell_roster(self) -> None:
         roster = self._coordinator.roster
-        if roster.generation != self._roster.generation and self._coordinator.state is not State.PROPOSED:
+        # A proposed roster that a further death supersedes is never formed, so nobody is told of it.
+        if roster.generation != self._roster.generation and self._coordinator.state in (State.RUNNING, State.DONE):
             self._roster = roster
             if roster.generation > 0:
                 self._progress.print_line(_sentence(roster, self._supervisor.children))

@@ -48,7 +48,7 @@ from moevement_core.rendezvous.takeover import split_blocks, take_over
 LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
 
-WRITTEN_ONCE = ("job/", "tasks/", "injected/")
+WRITTEN_ONCE = ("job/", "tasks/", "injected/", "flipped/")
 """Prefixes of store keys that a process writes once in the life of the job.
 
 The writer may be gone when a value is lost, so the coordinator keeps these values and restores them.

@@ -17,6 +17,7 @@ from moevement_core.comms.token import Token
 from moevement_core.launching import orphans, supervisor
 from moevement_core.launching.children import Child, Program, end_all, no_orphans_left
 from moevement_core.launching.watch import ReplaceFailedRanks
+from moevement_core.rendezvous.coordinator import State
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
 from moevement_core.rendezvous.signed_store import SignedStore
@@ -152,3 +153,22 @@ def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device
                 os.kill(int((held / "1").read_text()), 0)
         finally:
             end_all(job.children)
+
+
+def test_a_roster_that_a_death_supersedes_before_it_is_formed_is_not_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Job, "enter", lambda self: None)
+    job = Job(tmp_path, 0)
+    try:
+        coordinator = job.watch._coordinator
+        while coordinator.state is not State.PROPOSED:
+            assert job.watch.is_running()
+        os.kill(job.children[1].pid, signal.SIGKILL)
+        while coordinator.state is State.PROPOSED:
+            assert job.watch.is_running()
+        assert coordinator.roster.generation == 0
+        assert job.watch.is_running()
+        assert not job.watch.wind_down(), "no generation was formed"
+    finally:
+        end_all(job.children)
