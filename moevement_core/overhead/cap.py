@@ -1,8 +1,7 @@
-"""Control of the bytes that an iteration saves, by the measured cost of saving.
+"""Rule by which the measured cost of saving changes the number of bytes that an iteration saves.
 
-The cost of copies, digests and sends grows with the bytes that an iteration saves. The control reduces the bytes as
-soon as the cost is clearly above the cap (multiplicative decrease). The control raises the bytes step by step while the
-cost is below half of the cap.
+The cost of copies, digests and sends grows with these bytes. :func:`factor` cuts the bytes as soon as the cost is
+clearly above the cap (multiplicative decrease), and raises them step by step while the cost is below half of the cap.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ RECENT = 16
 FEWEST = 4
 """Fewest comparisons with quiet iterations for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
-"""Thresholds of an early decrease. ``FEWEST_CLEAR`` comparisons suffice if the cost minus ``SURE`` standard errors
-exceeds ``CLEAR`` times the cap. A quick reaction is then worth more than certainty."""
+"""Thresholds of an early decrease. If the cost minus ``SURE`` standard errors exceeds ``CLEAR`` times the cap, the
+bytes decrease after ``FEWEST_CLEAR`` comparisons, without waiting for ``FEWEST``."""
 FEWEST_TO_GROW = 8
 """Fewest comparisons before the bytes may grow."""
 AIM = 0.7
-"""Share of the cap at which a change of the bytes aims, so that the next measurement stays below the cap."""
+"""Cost that a change of the bytes aims for, as a share of the cap; below 1, so that the next measurement stays below
+the cap."""
 LEAST_STEP, MOST_STEP = 1 / 16, 2.0
 """Smallest and largest factor by which the bytes change at a time."""
 OVERHEAD_CAP = 0.02
@@ -57,7 +57,9 @@ def factor(evidence: Evidence | None, cap: float) -> float:
 
 
 class CapWatch:
-    """Detector of a cost that stays above the cap, because flags fix the window or windows cannot become rarer.
+    """Detector of the moment when the measured cost rises above the cap.
+
+    The cost can stay above the cap if flags fix the window, or if windows cannot become rarer.
 
     Args:
         cap: share of training time that saving may cost.
@@ -68,9 +70,10 @@ class CapWatch:
         self._is_above = False
 
     def has_passed(self, evidence: Evidence) -> bool:
-        """Return True when the cost rises clearly above the cap; False while it stays above or below.
+        """Return True only at the call that first finds the cost clearly above the cap, so that one warning is logged.
 
-        The method ignores evidence from fewer than :data:`RECENT` comparisons.
+        The method returns True again once the cost has been below the cap in between. It ignores evidence from fewer
+        than :data:`RECENT` comparisons.
         """
         if evidence.comparisons < RECENT:  # The saved bytes have changed lately, or there are few measurements.
             return False

@@ -3,8 +3,8 @@
 Drift in a machine's speed affects a quiet iteration and its neighbours equally. The estimate therefore compares each
 quiet iteration with its neighbours: ``median(saving neighbours) / quiet - 1``. The result is the cost of digests and
 sends. In quiet iterations, digests and sends pause or have nothing to do. If only few iterations save, the estimate
-compares each saving iteration with the quiet iterations around it. The cost on the training thread is measured by a
-clock in every iteration.
+compares each saving iteration with the quiet iterations around it. A clock measures the cost on the training thread
+in every iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REACH = 2
 REMEMBERED = 64
 """Most comparisons in an estimate; older ones are forgotten, because load and links change."""
 ITERATIONS = 256
-"""Number of newest iterations that give the share of saving iterations and the cost on the training thread."""
+"""Number of newest iterations from which the share of saving iterations and the cost on the training thread come."""
 CONFIDENCE = 0.95
 MAD_TO_DEVIATION = 1.4826
 """Ratio of the standard deviation to the median absolute deviation, for a normal distribution."""
@@ -105,7 +105,10 @@ class OverheadEstimate:
         self._all.clear()
 
     def _compare(self, middle: Timed) -> None:
-        """Compare an iteration with the neighbours of the other kind, saving or quiet, if there are enough of them."""
+        """Compare a quiet iteration with its saving neighbours, or a saving one with its quiet neighbours.
+
+        Nothing is compared if there are too few such neighbours, or if ``middle`` is quiet and disturbed.
+        """
         others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
         undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
@@ -121,7 +124,7 @@ class OverheadEstimate:
         self._quiet_s.append(quiet_s)
 
     def _is_at_edge(self, middle: Timed) -> bool:
-        """Return True if ``middle`` is a saving iteration, and all iterations on one side of it are quiet."""
+        """Return True if ``middle`` is a saving iteration, and all iterations before or after it are quiet."""
         recent = list(self._recent)
         sides = recent[:REACH], recent[-REACH:]
         return not middle.is_quiet and any(all(near.is_quiet for near in side) for side in sides)

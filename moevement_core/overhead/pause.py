@@ -13,7 +13,7 @@ would slow down the quiet iteration."""
 
 
 class Pause:
-    """Pause that the training thread begins and ends, and during which background threads wait.
+    """Pause of background threads. The training thread begins and ends it.
 
     Threads poll a plain attribute. A lock would be a risk: the exception of a restart could leave it locked forever
     (:mod:`moevement_core.util.gate` explains this).
