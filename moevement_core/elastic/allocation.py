@@ -15,7 +15,7 @@ from moevement_core.errors import ConfigError
 Replicas = npt.NDArray[np.int64]
 
 GAIN = 0.1
-"""Share of the slowest replica's tokens that a new allocation must save, so that it is worth a migration."""
+"""Least share by which a new allocation must reduce the slowest replica's tokens, so that it is worth a migration."""
 
 
 def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor: int) -> Replicas:
@@ -66,14 +66,14 @@ def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Rep
 def better_allocation(
     tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas, floor: int, gain: float = GAIN
 ) -> Replicas | None:
-    """Return an allocation with the same total number of replicas that is worth a migration, int64 ``[E]``, or None.
+    """Return a new allocation of the same number of replicas, int64 ``[E]``; None if none is worth a migration.
 
     Args:
         tokens: recent tokens of each expert of a layer, summed over all ranks, ``[E]``.
         replicas: present number of replicas of each expert, int64 ``[E]``.
         floor: least number of replicas of each expert.
-        gain: share of the slowest replica's tokens that the allocation must save. It keeps a job from migrating at
-            every fluctuation of its routing.
+        gain: least share by which the allocation must reduce the slowest replica's tokens. It keeps a job from
+            migrating at every fluctuation of its routing.
     """
     better = allocate(tokens, int(replicas.sum()), floor)
     is_worth_it = slowest_share(tokens, better) <= (1.0 - gain) * slowest_share(tokens, replicas)

@@ -30,8 +30,8 @@ class ElasticConfig:
     )  # fmt: skip
     join_wait_s: float = flag(
         "--moevement-join-wait", type=float, default=JOIN_WAIT_S, metavar="S", check=_seconds,
-        help="an elastic job grows when no further process has joined for S seconds, so that it admits several "
-        f"processes together (default: {JOIN_WAIT_S:g})",
+        help="before it grows, an elastic job waits until no further process has joined for S seconds, to admit "
+        f"several processes together (default: {JOIN_WAIT_S:g})",
     )  # fmt: skip
     expert_slots: int | None = flag(
         "--moevement-expert-slots", type=int, metavar="C", check=at_least(1),
@@ -41,8 +41,8 @@ class ElasticConfig:
     )  # fmt: skip
     min_replicas: int = flag(
         "--moevement-min-replicas", type=int, default=MIN_REPLICAS, metavar="F", check=at_least(1),
-        help="with --moevement-expert-slots: each expert has at least F replicas, on F nodes, if slots and nodes "
-        "suffice, so that any F - 1 nodes may fail at once; on fewer nodes, F - 1 ranks if slots allow (default: "
+        help="with --moevement-expert-slots: least number of replicas of each expert; they are on F nodes if slots and "
+        "nodes suffice, so that any F - 1 nodes may fail at once, else on F ranks if slots suffice (default: "
         f"{MIN_REPLICAS})",
     )  # fmt: skip
     rebalance_interval: int = flag(

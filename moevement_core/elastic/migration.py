@@ -41,14 +41,15 @@ class Migration:
 
 
 def assign_places(held: Sequence[Held], wanted: Sequence[Placement]) -> dict[int, int]:
-    """Return the number of the place that each node gets in all layers, so that few experts have to move.
+    """Return the place that each node gets, so that few experts have to move.
 
-    All layers get the same mapping. If each layer had its own, the loss of few nodes would cost one layer or another an
-    expert: the groups of different layers would be on different nodes.
+    A place is an entry of a placement: the experts that one node will hold. All layers share one mapping of nodes to
+    places, so the groups of experts of all layers are on the same nodes. With a mapping for each layer, more sets of
+    few nodes would hold all replicas of some expert.
 
-    A node only gets a place with as many slots as the place of its own position. The function assigns places to nodes
-    greedily. If no more transfers are needed with the k-th place for the k-th node, it assigns the places so. The work
-    is quadratic in the number of nodes, in array operations.
+    The k-th node has as many slots as the k-th place, and only gets a place with as many slots. The function assigns
+    places greedily, unless the k-th node can have the k-th place without more transfers. The work is quadratic in the
+    number of nodes, in array operations.
 
     Args:
         held: for each layer, experts on each node that takes part; the nodes are the same in all layers.

@@ -34,7 +34,7 @@ def maximum_rank_overlap(replicas: Replicas, slots: Sequence[int]) -> Placement:
     Nodes with more slots come first, so scarce experts get large nodes.
 
     Args:
-        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
         slots: slots of each node, ``[N]``.
 
     Raises:
@@ -55,10 +55,10 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
     """Return a placement that survives the loss of any ``floor - 1`` nodes, if there is such a placement.
 
     The function returns Lazarus's placement if it survives this loss, else a placement by round robin. If no placement
-    survives it, as many nodes may be lost as any placement survives.
+    survives the loss of ``floor - 1`` nodes, the result survives the loss of as many nodes as possible.
 
     Args:
-        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
         slots: slots of each node, ``[N]``.
         floor: least number of nodes that should hold each expert, f.
         ranks: ranks of each node, ``[N]``. If there are fewer than f nodes, the function prefers a placement that lets
@@ -68,8 +68,8 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
         ConfigError: replicas do not fill the slots, or an expert has no replica.
     """
     _check(replicas, slots)
-    # A second replica on the same node is no use here. So all E experts can be on f nodes each only with f * E slots
-    # that hold different experts of their node.
+    # A second replica on the same node does not help, so a node with s slots counts with min(s, E) of them. E experts
+    # on f nodes each need f * E such slots.
     useful = sum(min(node, replicas.size) for node in slots)
     needed = min(floor, int(replicas.min()), useful // replicas.size)
     on_ranks = min(floor, int(replicas.min()))
@@ -106,12 +106,12 @@ def spread(
     nodes as it has replicas, or all nodes.
 
     Args:
-        replicas: replicas of each expert, int64 ``[E]``; their sum is that of ``slots``.
+        replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
         slots: slots of each node, ``[N]``.
         loads: tokens of each replica, by expert, ``[E]``. Among nodes with equally many vacant slots the one with the
             fewest tokens comes first; without loads, the first one.
-        most: number of different nodes that each expert gets for certain, if the slots allow. The experts' other
-            replicas are placed afterwards. None: all nodes that the expert's replicas allow.
+        most: number of different nodes that each expert gets first, if the slots allow; its further replicas are placed
+            after those of all experts. None: as many nodes as the expert has replicas.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
@@ -121,7 +121,7 @@ def spread(
     tokens = np.zeros(len(slots))
     placed: list[list[int]] = [[] for _ in slots]
     left = replicas.copy()
-    # With loads, heavy replicas come first, because the order of the light ones can even them out.
+    # With loads, heavy replicas come first, because light ones that come later can even out the loads of nodes.
     order = range(replicas.size) if loads is None else np.argsort(-np.asarray(loads), kind="stable").tolist()
 
     def put(expert: int, count: int, candidates: npt.NDArray[np.int64]) -> None:
@@ -192,7 +192,8 @@ def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> lis
 def _groups(replicas: Replicas, slots: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the experts of each group, and its nodes.
 
-    The smallest of the nodes decides the size of a group. Experts for which no node is left belong to no group.
+    A group has as many experts as its smallest node has slots. A last group without nodes holds the experts for which
+    no node is left.
     """
     ascending = np.argsort(replicas, kind="stable").tolist()
     free = sorted(range(len(slots)), key=lambda node: -slots[node])

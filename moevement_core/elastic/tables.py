@@ -1,7 +1,7 @@
 """Tables of expert slots: the expert in each slot of each rank, for all layers of a pipeline stage.
 
 Lazarus plans for the loss of nodes (section 4.1): it places experts on nodes, and then spreads a node's experts over
-the node's ranks. So a node counts with the slots of all its ranks of the stage.
+the node's ranks. The slots of a node are those of all its ranks of the stage.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class StageExperts:
 def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, floor: int) -> dict[int, Table]:
     """Return the table of each layer of a stage.
 
-    If other stages have equally many ranks on the same nodes, the layers of all these stages give the same nodes the
-    same places. Then the loss of a node hits groups of experts that lie on the same nodes in every layer, and the job
-    survives more losses. Every stage comes to the same mapping, in any order of ``others``.
+    Stages with equally many ranks on the same nodes share one mapping of nodes to places
+    (:func:`~moevement_core.elastic.migration.assign_places`). The groups of experts of all their layers are then on the
+    same nodes, and the job survives more losses of nodes. Every stage computes the same mapping, in any order of
+    ``others``.
 
     Args:
         stage: stage whose tables are wanted.
@@ -88,7 +89,7 @@ def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, f
 
 
 def in_place(held: Sequence[int], experts: Sequence[int]) -> tuple[int, ...]:
-    """Return ``experts`` ordered by slot, so that experts that the rank already holds stay in the same slot.
+    """Return the expert of each slot, so that every expert that the rank already holds keeps its slot.
 
     Args:
         held: expert in each slot of the rank now.
@@ -110,7 +111,7 @@ def _replicas(tokens: Sequence[int], node_slots: Sequence[int], floor: int) -> R
 def _on_nodes(
     stage: StageExperts, wanted: Mapping[int, Placement]
 ) -> tuple[list[dict[int, list[int]]], list[Placement]]:
-    """Return the experts that each node of a stage holds, and those of each place, for each layer."""
+    """Return two lists with an entry for each layer: the experts that each node holds, and the wanted placement."""
     of_nodes = list(stage.ranks_by_node.values())
     held = []
     for layer in wanted:
@@ -120,7 +121,7 @@ def _on_nodes(
 
 
 def _inside(experts: Sequence[int], ranks: int, slots: int, loads: Sequence[float]) -> Placement:
-    """Return the experts of each rank of a node. Replicas of an expert go to different ranks, and loads are even."""
+    """Return the experts of each rank of a node: replicas of an expert on different ranks if possible, loads even."""
     numbers, counts = np.unique(np.asarray(experts, dtype=np.int64), return_counts=True)
     rows = spread(counts.astype(np.int64), [slots] * ranks, [loads[expert] for expert in numbers.tolist()])
     return tuple(tuple(int(numbers[index]) for index in row) for row in rows)
