@@ -48,7 +48,7 @@ DEVICE_BYTES_PER_S = 1e12
 _MASTER_BYTES = 4
 """Bytes of one element of master weights, the widest tensors in a snapshot."""
 INTERRUPTED = 0.5
-"""Mean part of the interrupted iteration that a failure destroys; it does not count as replayed."""
+"""Mean share of the interrupted iteration that was done when the failure came; it does not count as replayed."""
 DENSE_OVERHEAD = 0.03
 """Largest share of training time that dense checkpoints of CheckFreq may cost, as in MoEvement's section 5.2."""
 
@@ -93,7 +93,7 @@ class StagePlan:
     ordering: Ordering
     budget: Budget
     own: Window
-    """Smallest window that this stage alone would need."""
+    """Window that this stage would have if it were the only one."""
     window: Window
     """Window of the whole job, divided into slots of this stage."""
     log_bytes: int
@@ -103,7 +103,7 @@ class StagePlan:
     is_redone: bool
     """True if slots hold gradients in place of compute weights, for a recovery by redo."""
     ranks: OperatorTable
-    """Operator table with a row for each rank; if the parts of ranks are unknown, for each expert-parallel rank."""
+    """Operator table with a row for each rank, or for each expert-parallel rank if the parts of ranks are unknown."""
 
     @property
     def weighed(self) -> OperatorTable:
@@ -209,7 +209,7 @@ class CheckpointPlan:
                 "iterations"
             )
         self.period: int = inputs.period or max(self.size, *map(self._shortest_period, stages))
-        """Iterations from the start of one window of the job to the next: W, and a rest without snapshots after it."""
+        """Iterations from the start of one window of the job to the next start: W plus a rest without snapshots."""
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
@@ -324,10 +324,10 @@ class CheckpointPlan:
         return min(self.snapshot_memory(stage), in_flight)
 
     def parity_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory that a holder needs for one parity group.
+        """Return the bytes of host memory that a rank needs to keep one parity sum of a group.
 
-        A parity sum is as long as the longest snapshot. The result includes buffers for the blocks that a holder has
-        in memory at the same time.
+        A parity sum is as long as the longest snapshot of the group. The result includes buffers for the blocks that
+        the rank has in memory at the same time.
         """
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
