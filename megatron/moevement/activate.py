@@ -81,13 +81,13 @@ def points() -> tuple[Point, ...]:
             ("megatron.training.argument_utils:ArgumentGroupFactory",),
             "_get_field_docstrings",
             arguments.remember_field_docstrings,
-            "Megatron parses the sources of all configuration classes whenever it builds a parser",
+            "Megatron parses the sources of all configuration classes again for each parser; one parse suffices",
         ),
         Point(
             (arguments_,),
             "validate_args",
             preflight.validate_args_after_preflight,
-            "one rank reports errors in one line",
+            "Megatron's assertions print a traceback on every rank; rank 0 alone reports the error, in one line",
         ),
         *(
             Point(
@@ -146,7 +146,7 @@ def points() -> tuple[Point, ...]:
             lambda pretrain: in_process.restart_in_process(_process)(
                 recorder.record_pretrain(_process)(launcher_store.meet_in_launcher_store(pretrain))
             ),
-            "uses the launcher's store, writes the run's summary, and is entered again after a failure",
+            "must use the launcher's store, write the run's summary, and be entered again after a failure",
         ),
         Point(
             ("megatron.training.inprocess_restart",),
@@ -285,12 +285,17 @@ def _save_points() -> tuple[Point, ...]:
 
     training = "megatron.training.training"
     return (
-        Point((training,), "save_checkpoint", dense_save.save_or_report(_process), "a failed save ends no job"),
+        Point(
+            (training,),
+            "save_checkpoint",
+            dense_save.save_or_report(_process),
+            "a failed save must not end the job",
+        ),
         Point(
             (training,),
             "maybe_finalize_async_save",
             dense_save.finalize_or_report(_process),
-            "an asynchronous save shows its failure here",
+            "Megatron raises the error of a failed asynchronous save here",
         ),
         Point(
             ("megatron.training.initialize",),
@@ -303,7 +308,7 @@ def _save_points() -> tuple[Point, ...]:
                 (writer,),
                 "get_write_results_queue",
                 results_queue.with_small_server,
-                "the queue's server imports the training script, and stays if its start is interrupted",
+                "the server of the queue imports the training script; if its start is interrupted, nothing ends it",
             )
             for writer in saves.WRITERS
         ),
@@ -353,7 +358,7 @@ def _optimizer_points() -> tuple[Point, ...]:
                 owner,
                 "sharded_state_dict",
                 lambda original: masters.masters_by_number(torch_adam.with_adam_state(original)),
-                "torch's Adam has no moments before its first step; a rank saves one of its replicas of an expert",
+                "torch's Adam has no moments before its first step; a rank saves only one replica of an expert",
             )
             for owner in others
         ),

@@ -1,7 +1,8 @@
 """Description of a job's shape from Megatron's flags, without running the job.
 
-Megatron builds the model once for each pipeline stage, in this one process and on the meta device, without memory. The
-process groups do not communicate (torch's ``fake`` backend). So the description covers whatever Megatron can build.
+Megatron itself builds the model, so the description covers every model that Megatron can build. It builds the model
+once for each pipeline stage, in this one process, on the meta device, which takes no memory. The process groups do not
+communicate (torch's ``fake`` backend).
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def _chunks(config: Any, virtual: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
-    """Provide Megatron's process groups as the first rank of ``stage`` sees them, over as few ranks as shapes need."""
+    """Provide Megatron's process groups of the first rank of ``stage``, in a job of as few ranks as the shapes need."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -206,7 +206,7 @@ def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_fo
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
-    """Make the update that other ranks have committed. This rank had finished all reductions of the step."""
+    """Apply the update of iteration ``newest``, which other ranks committed; this rank finished its reductions."""
     assert job.session is not None
     assert job.stand is not None
     # Replicas of a stage have the same gradients, and all ranks of a model replica clip by the same norm.

@@ -25,7 +25,7 @@ class Slots:
     of_rank: int
     """Number of slots of a rank in each layer; c in Lazarus."""
     floor: int
-    """Smallest number of replicas of an expert, on as many nodes, if there are enough slots; f in Lazarus."""
+    """Least number of replicas of an expert, each on another node if slots and nodes suffice; f in Lazarus."""
     tables: dict[int, Table] = field(default_factory=dict)
     """Tables by number of the layer in the model, counted from 0."""
 

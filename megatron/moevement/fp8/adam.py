@@ -148,7 +148,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_weights(self, parameter: torch.Tensor) -> None:
-        """Copy the master weights into the parameter, unless the parameter is a half of them."""
+        """Copy the master weights into the parameter, unless the parameter itself holds their upper half."""
         if self.master_weights and not self.keeps_remainder(parameter):
             parameter.detach().copy_(self.get_unscaled_state(parameter, MASTER))
 

@@ -67,8 +67,8 @@ class CommittedOptimizer(Commit):
         boundary: function that returns a copy of the boundary state after the current iteration. What the step itself
             changes (loss scalers, step counts, the schedule) has its value from before the step.
         advance: function that returns the schedule's state after an update, from that boundary state.
-        vote: function that returns once every rank of the job has called it; at once if a reduction of the step proves
-            that every rank has reached the vote.
+        vote: function that returns once every rank of the job has called it. It returns at once if a reduction of the
+            step already proves that every rank has come this far.
         step: replacement for the trainer's ``optimizer.step()`` in training; it calls :meth:`step`.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
         num_tokens: function that waits for the device and returns the number of tokens by which gradients were divided;
@@ -190,7 +190,10 @@ class CommittedOptimizer(Commit):
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
 
     def _replace_copies(self) -> None:
-        """Move the computation of FP8 weights from the update to the gather, because all replicas take part in it."""
+        """Move the computation of FP8 weights from the update, which waits for no other rank, to the gather.
+
+        The computation reduces the weights' scales over all replicas.
+        """
         for member in self._gathering():
             if weights.is_quantised(member):
                 for name in COPIES:
@@ -292,10 +295,10 @@ class CommittedOptimizer(Commit):
 
     @override
     def interrupted(self) -> None:
-        """Close what an interruption left open.
+        """Reset the update section, the mode and the deferral of gathers, which an interruption may have left.
 
-        With an open section, the steps of a replay would wait for every rank and never allow a restart. With deferred
-        gathers, a replay would train on weights that were not gathered.
+        With a section that is left, a replay's step would block all restarts from then on. With deferred gathers, a
+        replay would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)

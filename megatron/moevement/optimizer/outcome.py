@@ -49,7 +49,7 @@ class Reduced:
                 self.clip_norms_by_group = all_recorded(result)
 
     def check_finite(self) -> None:
-        """Refuse norms that are not finite; they are on the host, and equal on all ranks that contribute to them.
+        """Refuse norms that are not finite. All ranks that contribute to a norm have the same value, on the host.
 
         Raises:
             ResultError: a norm is not finite. Local gradients were validated before, so the sum or the communication is
@@ -92,7 +92,7 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 
 
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
-    """Restore the result of :func:`step_counts`; each later step adds 1, whichever operators are frozen."""
+    """Restore the result of :func:`step_counts`; each later step adds 1 to all counts, even if operators are frozen."""
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for inner_optimizer, of_groups in zip(inner, counts, strict=True):
         for group, count in zip(inner_optimizer.param_groups, of_groups, strict=True):

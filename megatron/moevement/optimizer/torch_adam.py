@@ -1,8 +1,9 @@
 """Dense checkpoints of runs with torch's Adam, which Megatron uses without Apex and Transformer Engine.
 
 Apex and Transformer Engine create an optimizer's state on request, and count steps in the parameter group. Torch
-creates the state at the first step, and counts steps in each parameter's state. Megatron's checkpoints confuse the two.
-A fresh process fails to load a checkpoint, or loads a wrong step count, which makes all later weights slightly wrong.
+creates the state at the first step, and counts steps in each parameter's state. Megatron's checkpoints mix the two
+conventions: a fresh process fails to load a checkpoint, or loads a wrong step count, which makes all later weights
+slightly wrong.
 The functions here give every parameter its initial state and a separate step count. The count comes only from the group
 in which the checkpoint keeps it.
 """

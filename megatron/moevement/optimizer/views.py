@@ -197,7 +197,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
-    """Return a function that returns the part of a parameter that a rank owns; None if other ranks own all of it."""
+    """Return a function that maps a parameter to the part that a rank owns, or to None if other ranks own all of it."""
     parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):

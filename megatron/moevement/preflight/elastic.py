@@ -33,7 +33,7 @@ REFUSED = (
     ),
     Refusal(
         "--moevement-strategy moc or moetion", lambda args: args.moevement_strategy in ("moc", "moetion"),
-        "only the ranks that saved an expert count the tokens that its older versions have lost",
+        "tokens that an expert has lost are counted only on the ranks that saved the expert",
     ),
 )  # fmt: skip
 _WHOLE = "each data-parallel rank of a stage has to hold whole experts in its slots"

@@ -86,7 +86,7 @@ def _optimizer(args: Namespace) -> Iterator[str]:
     if args.optimizer not in OPTIMIZERS[1:]:
         return
     if args.use_distributed_optimizer:
-        yield f"{asked} --use-distributed-optimizer: it puts whole layers on single ranks; leave the latter out"
+        yield f"{asked}: --use-distributed-optimizer would put whole layers on single ranks; leave this flag out"
     if args.moevement_recovery != Recovery.REPLAY:
         yield (
             f"{asked} --moevement-recovery {args.moevement_recovery}: an update needs the gradient of a whole matrix, "

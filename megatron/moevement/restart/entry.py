@@ -168,7 +168,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
             log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
-    except Unrecoverable:  # At the next meeting, no rank claims to have state.
+    except Unrecoverable:  # At the next meeting, this rank reports that it has no state.
         job.has_begun = False
         raise
     return True
@@ -243,7 +243,7 @@ def enter_loop(process: Process) -> Wrapper:
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
-    """Complete the metrics up to iteration ``until``, and do what is due after it, once all ranks have its state."""
+    """Complete the metrics up to iteration ``until``, once all ranks have its state; then do what is due after it."""
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)

@@ -55,7 +55,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(old_groups: list[Any]) -> list[Any]:
-    """Return the groups that are still in use by other objects than ``old_groups`` and their :class:`Groups`."""
+    """Return the groups to which objects other than ``old_groups`` and their :class:`Groups` still refer."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
     ]  # the argument of getrefcount is the third reference

@@ -251,7 +251,7 @@ def _reset_metrics(live: Live) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    destroy_moe_metrics_tracker()  # It also keeps process groups; a rank may move to a stage without experts.
+    destroy_moe_metrics_tracker()  # The tracker keeps process groups, but the rank may move to a stage without experts.
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
     for optimizer in (live.optimizer, *members(live.optimizer)):
@@ -285,8 +285,8 @@ def _reset_reductions(chunk: Any) -> None:
 
     Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
     iteration twice. In its first iteration after the reset, every rank reduces after the backward pass, as a
-    replacement does. Survivors that overlapped reductions with the pass would use another order than the replacement,
-    if groups of parameters share communicators.
+    replacement does. If survivors overlapped reductions with that pass, they would issue the reductions on a shared
+    communicator in another order than the replacement.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):

@@ -81,8 +81,8 @@ def _forget_dispatch_buffers() -> None:
 def program_start() -> float | None:
     """Return the script's start time, which has to be restored before ``pretrain`` is entered again.
 
-    Ranks reduce this time if it is set. Without the restoration, survivors would have it set and a replacement would
-    not, so their numbers of reductions would differ.
+    ``pretrain`` reduces this time over ranks if it is set, and sets it afterwards in any case. Without the restoration,
+    survivors would always reduce it, but a replacement only if its script has set it.
     """
     from megatron.training import training
 

@@ -1,6 +1,6 @@
 """Wrappers of Megatron's dense saves, which report a failed save and let the job continue.
 
-Megatron does all the saving and resharding. This module only handles failures, which Megatron does not.
+Megatron itself saves and reshards. This module only catches the error of a failed save, which would end the job.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ NEVER = 1 << 30
 _GRADIENTS = "bucket"
 """Word that only messages of Megatron's gradient checks contain; all other checks are of losses."""
 TRANSIENT = 2
-"""Number of transient bad results at which a process is replaced. The second pass did not repeat these results."""
+"""Number of transient bad results at which a process is replaced. A transient result is one that the second pass did
+not repeat."""
 
 
 def validate_first_iteration() -> None:
@@ -146,7 +147,10 @@ def _place(job: Job, machine: Any) -> int:
 
 
 def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int | None:
-    """Return the chunk that first sent a non-finite value in a direction, counted in that direction; None if none."""
+    """Return the chunk that first sent a non-finite value in ``direction``; None if no chunk did.
+
+    Chunks are numbered in the order of ``direction``.
+    """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
     from megatron.core.utils import get_model_config

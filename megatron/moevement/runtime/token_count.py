@@ -1,4 +1,4 @@
-"""Record of each batch's token count. Only the last stage counts tokens, but other stages may replay without it."""
+"""Record of each batch's token count. Only the last stage counts, but other stages may replay without that stage."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
 
 
 class RouterRoom:
-    """Control of the extra capacity of this rank's routers. All ranks of a stage change it at the same time.
+    """Switch of the extra capacity of experts, for this rank's routers. All ranks of a stage switch at the same time.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
