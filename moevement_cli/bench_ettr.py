@@ -58,7 +58,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="strategies to measure (default: all)",
     )
     add("--mtbf", type=float, nargs="*", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
-    add("--trace", type=Path, metavar="FILE", help="also kill by this trace; each line is milliseconds,add|remove,NODE")
+    add("--trace", type=Path, metavar="FILE", help="also kill as in this trace; a line is milliseconds,add|remove,NODE")
     add("--speedup", type=float, default=1.0, metavar="X", help="factor by which the trace runs faster (default: 1)")
     add("--iterations", type=int, default=60, metavar="N", help="iterations of each job (default: 60)")
     add("--repeats", type=int, default=1, metavar="R", help="number of schedules for each mean time (default: 1)")
@@ -98,7 +98,7 @@ def ettr(arguments: argparse.Namespace) -> int:
     schedules, console = _schedules(arguments), Console()
     if scenario is not None and scenario.job.ranks != arguments.nproc:
         raise ConfigError(
-            f"--scenario has {scenario.job.ranks} ranks, but --nproc is {arguments.nproc}; give equal ones"
+            f"--scenario has {scenario.job.ranks} ranks, but --nproc is {arguments.nproc}; both numbers must be equal"
         )
     samples = list(_samples(arguments, schedules, console))
     if scenario is not None:
@@ -108,7 +108,7 @@ def ettr(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             plot(samples, arguments.plot)
             console.print(f"plot: {arguments.plot}")
-    finally:  # samples of an hour must not be lost if the plot fails
+    finally:  # A failed plot must not lose the samples, which may have taken an hour.
         if arguments.json:
             print(json.dumps([asdict(sample) for sample in samples]))
     return 0
@@ -171,7 +171,7 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
         for number, schedule in enumerate(schedules):
             for name in arguments.strategies:
                 limited = schedule
-                if name == "none":  # this job restarts from iteration 0 after each kill, and would never end
+                if name == "none":  # Without a limit on kills, this job would never end: each kill restarts it from 0.
                     few = [failure for failure in schedule.failures if failure.at_s <= 2 * free.training_s]
                     limited = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
                 job = run(name, limited, Path(folder, f"{name}_{number}"))

@@ -97,7 +97,7 @@ def _wiped(arguments: argparse.Namespace) -> Samples:
     from megatron.moevement.bench import recovery as script
 
     every = arguments.window + 2
-    # Ranks lose their memory at multiples of `every`. A round is one stage, then all stages.
+    # Ranks lose their memory at multiples of `every`. In a round, first one stage loses it, then all stages do.
     first = -(-script.BEGIN // every) * every
     flags = [*_flags(arguments, first + (2 * arguments.rounds - 1) * every + 1), "--moevement-replicas", "0"]
     environment = {script.STAGE_ENV: str(arguments.stages // 2), script.EVERY_ENV: str(every)}

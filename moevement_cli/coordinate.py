@@ -14,8 +14,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement coordinate``."""
     parser.description = (
         "Serve the torch store of a job on several hosts, and assign the job's ranks. Start one coordinator for each "
-        "job, in the job script beside srun, so that it outlives every rank. The tasks run `moevement launch --spares "
-        "S SCRIPT`, with the HOST:PORT of the coordinator in MOEVEMENT_STORE."
+        "job, in the job script beside srun, so that the coordinator outlives every rank. Set MOEVEMENT_STORE to its "
+        "HOST:PORT in the tasks, which run `moevement launch --spares S SCRIPT`."
     )
     parser.add_argument(
         "--ranks", type=int, required=True, metavar="N", help="number of ranks of the job, without spares"
@@ -29,7 +29,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that the job waits for a spare if none is left (default: 600)",
     )
-    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="run directory of the job, for ranks.json")
+    parser.add_argument(
+        "--run-dir", type=_folder, metavar="DIR", help="run directory of the job; ranks.json goes there"
+    )
     parser.add_argument(
         "--nodes",
         metavar="A,B,...",

@@ -35,7 +35,7 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {
     "bytes-per-s": (float, 12.5e9, "bytes per second of a node's network"),
     "regroup-s": (float, 25.0, "seconds until new process groups are ready"),
     "restart-s": (float, 120.0, "seconds until a restarted job trains"),
-    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; the paper has 50 for restart"),
+    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; Lazarus has 50 for restart"),
     "checkpoint-s": (float, 20.0, "seconds by which a checkpoint delays training"),
     "wait-s": (float, 120.0, "seconds that the job waits for further new nodes before it adds them"),
     "rebalance-every": (int, 200, "iterations between two allocations of experts"),
@@ -46,9 +46,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement elastic``."""
     parser.description = (
         "Simulate a trace of nodes that join and leave, in segments, under three systems. lazarus: elastic experts, "
-        "with the allocation, placement and migration of --moevement-expert-slots. regroup: equal numbers of experts, "
-        "in groups of nodes that hold each expert once. restart: the job restarts from the newest checkpoint whenever "
-        "a node leaves. Defaults are the testbed and the GPT-S model of the Lazarus paper. See docs/elastic.md and "
+        "with the allocation, placement and migration of --moevement-expert-slots. regroup: nodes form groups, and "
+        "each group holds every expert once. restart: the job restarts from the newest checkpoint whenever nodes leave "
+        "or join. Defaults are the testbed and the GPT-S model of the Lazarus paper. See docs/elastic.md and "
         "docs/simulator.md."
     )
     parser.add_argument(

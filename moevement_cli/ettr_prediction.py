@@ -66,7 +66,7 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
         scenario: scenario of the training, with its profile.
         samples: samples of all jobs over links of the same rate. The first sample may be of the failure-free job.
     """
-    # Factor by which iterations of the job are longer than in the profile. The machine may have been faster then.
+    # Factor by which iterations of the job are longer than in the profile: the machine's speed may have changed since.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
     cluster = scenario.cluster
     scenario = replace(

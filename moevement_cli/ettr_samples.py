@@ -78,7 +78,7 @@ class Sample:
     overhead_high: float | None = None
     """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
     lost_s: list[float] = field(default_factory=list)
-    """Seconds that each failure took from training. A failure before the next new commit is part of the same loss."""
+    """Seconds that each failure took from training. A further failure before the next new commit adds no entry."""
 
     @property
     def available(self) -> float:

@@ -159,7 +159,7 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
-    """Return the number formats of the state. The job's own formats replace those that the command line leaves out."""
+    """Return the number formats of the state: those of the command line, completed by the job's own formats."""
     regime = replace(asked, scaling=own.scaling, gradient=own.gradient) if asked is not None else own
     if asked is not None and not asked.is_narrow:
         regime = replace(regime, step_bytes=own.step_bytes)
@@ -302,7 +302,7 @@ def _cost_table(checkpoints: CheckpointPlan) -> Table:
 
 
 def _rarer(checkpoints: CheckpointPlan) -> DensePlan:
-    """Return the plan of dense checkpoints at the shortest interval at which a rank keeps two of them at most."""
+    """Return the plan of dense checkpoints at the shortest interval at which a rank keeps at most two checkpoints."""
     return checkpoints.dense(LAG_ALLOWANCE + 2)
 
 
