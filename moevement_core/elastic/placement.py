@@ -151,9 +151,8 @@ def compact(replicas: Replicas, slots: Sequence[int]) -> Placement:
 def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
     """Return the probability that every expert keeps a replica if ``lost`` random nodes fail.
 
-    The experts are placed by :func:`maximum_rank_overlap` on ``nodes`` nodes with ``slots`` slots each. So the function
-    counts the sets of ``lost`` nodes that leave at least one node of each group, and divides this number by the number
-    of all sets of ``lost`` nodes.
+    The experts are placed by :func:`maximum_rank_overlap` on ``nodes`` nodes with ``slots`` slots each. The result is
+    the share of the sets of ``lost`` nodes that leave at least one node of each group.
     """
     if not 0 <= lost <= nodes:
         return Fraction(0)
