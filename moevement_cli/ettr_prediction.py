@@ -64,7 +64,8 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
 
     Args:
         scenario: scenario of the training, with its profile.
-        samples: samples of all jobs over links of the same rate. The first sample may be of the failure-free job.
+        samples: samples of all jobs over links of the same rate. If the first one is that of the failure-free job, its
+            iteration time says how the machine's speed differs from that in the profile.
     """
     # Factor by which iterations of the job are longer than in the profile: the machine's speed may have changed since.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0

@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
             script.ITERATIONS_ENV: str(arguments.iterations),
             script.STORAGE_ENV: str((arguments.storage or Path(folder)).absolute()),
         }
-        # These flags switch checkpoints off, because the timers would count snapshots as a part of training.
+        # These flags leave checkpoints out, because the timers would count snapshots as a part of training.
         flags = [*_flags(arguments, arguments.iterations, micro_batch_size), "--timing-log-level", "2"]
         _launch(arguments, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
         samples = Path(folder, "samples.json")
