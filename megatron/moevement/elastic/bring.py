@@ -91,7 +91,7 @@ def report_resized(job: Job, resized: Resized) -> None:
         tuple[float | None, float, float, float],
     )
     interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
-    deaths = (*roster.earlier, *roster.deaths)  # ``earlier``: deaths before interrupted attempts to continue
+    deaths = (*roster.earlier, *roster.deaths)  # ``earlier``: deaths from which the job had not recovered
     began_at = min([*(death.at for death in deaths), *filter(None, interrupted_at)], default=min(usable_at))
     lost = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in deaths if death.rank is not None)
     event = ResizedEvent(

@@ -178,7 +178,7 @@ def _number_of_start(name: str) -> int:
 def _standing(process: Process) -> _Standing | None:
     """Return the report of this rank; None if the rank is new.
 
-    After a torn optimizer step, a rank reports no committed iteration, but it may still have snapshots.
+    A rank whose optimizer step was interrupted halfway reports no committed iteration, but may still have snapshots.
     """
     if (survivor := process.survivor) is not None:
         return _standing_of(survivor.lineage, survivor.mark, survivor.stand, may_follow=False)
@@ -206,7 +206,7 @@ def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_fo
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
-    """Apply the update of iteration ``newest``, which other ranks committed; this rank finished its reductions."""
+    """Apply the update of iteration ``newest`` as other ranks did; this rank had finished the step's reductions."""
     assert job.session is not None
     assert job.stand is not None
     # Replicas of a stage have the same gradients, and all ranks of a model replica clip by the same norm.

@@ -105,7 +105,7 @@ def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if not self.use_precision_aware_optimizer:
             original(self)
             return
-        get_te_version()  # It caches the result, so it must run before the stand-in modules below exist.
+        get_te_version()  # The call caches its result, so it must come before the stand-in modules below exist.
         names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
         modules = {name: types.ModuleType(name) for name in names}
         modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not config.use_precision_aware_optimizer:
             return original(config, *args, **kwargs)
-        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # They decide where this module counts steps.
+        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # These names decide where it counts steps.
             replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
         with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
             return original(config, *args, **kwargs)

@@ -57,7 +57,7 @@ def quantize_param_shard(
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
     """Update the inverse scales of weights with delayed scaling, after a gather of codes.
 
-    Delayed scaling reduces amaxes over ranks. So every replica has the scale with which another rank computed codes.
+    Delayed scaling reduces amaxes over ranks, so every replica has the scale with which the codes were computed.
     """
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:

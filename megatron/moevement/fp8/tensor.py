@@ -97,7 +97,7 @@ class QuantisedTensor(torch.Tensor):
         """Set the represented values to ``values``.
 
         A flat weight is a shard that an optimizer updates, so delayed scaling records the amax for the next scale. A
-        whole weight is set when state is loaded. Then no amax is recorded, because the amax history is loaded as well.
+        whole weight is set when state is loaded. Its amax is not recorded, because the amax history is loaded as well.
         """
         if self.scales is not None and self.dim() == 1:
             self.scales.record(Role.WEIGHT, values.to(self.dtype))

@@ -164,9 +164,9 @@ class CommittedOptimizer(Commit):
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
         """Return a ``count_zeros`` that returns an earlier count when it is called inside the update section.
 
-        Megatron counts zeros after it clips gradients. That is inside the section, where ranks may not wait for each
-        other. So the zeros are counted before the section. The result differs from Megatron's count only if clipping
-        rounds a gradient down to zero.
+        Megatron counts zeros after it clips gradients, which is inside the section, where no rank may wait for another.
+        The count needs a reduction, so this class counts before the section. The result differs from Megatron's count
+        only if clipping rounds a gradient down to zero.
         """
 
         @functools.wraps(original)

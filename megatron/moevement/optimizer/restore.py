@@ -19,7 +19,7 @@ from moevement_core.snapshot.snapshot import Snapshot, as_bytes
 class Restore:
     """Loader of snapshots into the live tensors of one rank.
 
-    All data-parallel replicas load the same operators at the same point.
+    All data-parallel replicas load the same operators at the same point of a recovery.
 
     Args:
         chunks: this rank's virtual stages in their data-parallel wrappers.

@@ -230,8 +230,8 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the tensor that the distributed optimizer updates for a parameter, and its state as it is stored.
 
-    With ``--use-precision-aware-optimizer``, the optimizer may keep the master weights itself. Then it updates a range
-    of the parameter. If the optimizer keeps only the remainders of master weights, that range has their upper halves.
+    An optimizer that keeps master weights itself, which ``--use-precision-aware-optimizer`` permits, updates a range of
+    the parameter. If the optimizer keeps only the remainders of master weights, that range has their upper halves.
     """
     group, place = member.model_param_group_index_map[parameter]
     inner = member.optimizer

@@ -129,5 +129,5 @@ def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
     elif hasattr(holder, "__dict__"):
         for name, value in list(vars(holder).items()):
             if id(value) in replacement:
-                # This bypasses the class's __setattr__. Its side effects happened at the first assignment.
+                # Bypass the class's __setattr__, whose side effects happened at the first assignment.
                 vars(holder)[name] = replacement[id(value)]

@@ -32,7 +32,7 @@ def take_rank(rank: int, world: int, device: int | None = None) -> None:
         if is_last and writer is None:
             getattr(global_vars, f"_set_{name}_writer")(args)
         elif not is_last and writer is not None:
-            with suppress(Exception):  # another rank writes from now on
+            with suppress(Exception):  # an error does no harm, because another rank writes from now on
                 writer.flush() if name == "tensorboard" else writer.finish()
             setattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER", None)
 

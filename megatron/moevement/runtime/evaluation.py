@@ -1,10 +1,10 @@
 """Evaluation that leaves every random generator unchanged, and ends early if the job is asked to end.
 
 An evaluation may draw random numbers; a router, for example, may add jitter to its inputs. An evaluation runs between
-two iterations, and snapshots do not include it. A rank that fails after an evaluation and is replayed would continue
-with the random states from before the evaluation. This module therefore restores the random states after each
-evaluation, with and without sparse checkpointing. So losses do not depend on how often a job is evaluated. In stock
-Megatron, losses depend on it if an evaluation draws random numbers.
+two iterations, and snapshots do not include it. If a rank failed after an evaluation, its replacement would replay and
+then continue with the random states from before the evaluation. This module therefore restores the random states after
+each evaluation, with and without sparse checkpointing. Training losses then do not depend on the number of evaluations.
+In stock Megatron they do, if evaluations draw random numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
                 for chunk in model:
                     chunk.train()
                 get_timers()("evaluate").stop()
-                # All samples of this evaluation count as consumed, so a continued job next evaluates those after them.
+                # All samples of this evaluation count as consumed, so that a continued job evaluates later samples.
                 before, after_first, *_ = sorted({*consumed, settings.consumed_valid_samples})
                 arguments = signature.bind(forward_step, data_iterator, model, *args, **kwargs).arguments
                 iterations = arguments.get("eval_iters") or settings.eval_iters

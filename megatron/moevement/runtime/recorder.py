@@ -93,7 +93,7 @@ def record_iteration(process: Process) -> Wrapper:
             job = process.job
             job.live.iteration = iteration
             checkpointing = job.session.metrics() if job.session is not None else {}
-            if job.loads is not None and job.live.record is not None:  # This waits for the device, as the loss does.
+            if job.loads is not None and job.live.record is not None:  # Waits for the device, as the loss does.
                 checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
             job.ledger.write(
                 iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,

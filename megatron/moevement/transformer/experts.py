@@ -115,7 +115,7 @@ def _classes() -> dict[Any, Any]:
             if self.config.gradient_accumulation_fusion:  # type: ignore[attr-defined]
                 for weight in (*w1, *w2):
                     weight.fuse_weight_gradient = True
-            # Counts of dispatchers without drops are on the host. This call copies others, as Megatron's experts do.
+            # Dispatchers without drops give counts on the host. Other counts are copied here, as in Megatron's experts.
             counts = tokens_per_expert.tolist()
             kind = activation_of(self.config)  # type: ignore[attr-defined]
             assert kind is not None
