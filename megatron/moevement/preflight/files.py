@@ -50,7 +50,7 @@ def data(args: Namespace) -> Iterator[str]:
         # A tokenizer may also be named by its repository on a hub, which looks like owner/name.
         is_file = path and (flag != "tokenizer_model" or path.startswith(("/", ".")) or path.count("/") > 1)
         if is_file and not Path(path).exists():
-            yield f"--{flag.replace('_', '-')} {path}: no such file"
+            yield f"--{flag.replace('_', '-')} {path}: no such file; give a path that exists"
 
 
 def _split(args: Namespace) -> Iterator[str]:

@@ -129,13 +129,16 @@ def widths(args: Namespace) -> Iterator[str]:
             "change one of them or give --kv-channels"
         )
     if heads % tp:
-        yield f"--num-attention-heads {heads}: not a multiple of --tensor-model-parallel-size {tp}"
+        yield f"--num-attention-heads {heads}: not a multiple of --tensor-model-parallel-size {tp}; change one of them"
     groups = args.num_query_groups
     if args.group_query_attention and groups:
         if heads % groups:
             yield f"--num-query-groups {groups}: does not divide --num-attention-heads {heads}; use a divisor"
         if groups % tp and tp % groups:
-            yield f"--num-query-groups {groups}: neither a multiple nor a divisor of --tensor-model-parallel-size {tp}"
+            yield (
+                f"--num-query-groups {groups}: neither a multiple nor a divisor of --tensor-model-parallel-size {tp}; "
+                "change one of them"
+            )
     for flag, width in (
         ("--ffn-hidden-size", args.ffn_hidden_size),
         ("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
