@@ -11,7 +11,7 @@ from moevement_core.util.flags import from_args
 
 
 def grid_of(args: Namespace) -> Grid | None:
-    """Return the sizes that the job may have; None if the job is not elastic.
+    """Return the sizes that the job may have, in units of a stage; None if the job is not elastic.
 
     A process calls it before the job's first change of size, because ``args`` must have the size at the start.
 
