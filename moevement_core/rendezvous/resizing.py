@@ -11,20 +11,17 @@ from dataclasses import asdict, dataclass
 class Grid:
     """Grid of the ranks of an elastic job, and the sizes that the job may have.
 
-    A *unit* is the group of ranks that hold one replica of a stage together; their numbers are consecutive. A stage has
-    a unit for each data-parallel replica. The units of a stage come before those of the next stage, as in Megatron's
-    default order of ranks.
+    A *unit* is the smallest group of ranks of a stage that the job adds or removes together. It holds one or more whole
+    data-parallel replicas of the stage, and its ranks have consecutive numbers. The units of a stage come before those
+    of the next stage, as in Megatron's default order of ranks.
     """
 
     stages: int = 1
     """Number of pipeline stages."""
     unit: int = 1
-    """Number of ranks that hold one replica of a stage together.
-
-    It is the product of tensor and context parallelism, and of expert parallelism if experts are not elastic.
-    """
+    """Number of ranks in a unit."""
     sizes: tuple[int, ...] = ()
-    """Numbers of data-parallel replicas that the job may have, ascending."""
+    """Numbers of units that a stage of the job may have, ascending."""
     join_wait_s: float = 0.0
     """Seconds without a new member before the job grows, so that it admits members that join shortly after another."""
 
