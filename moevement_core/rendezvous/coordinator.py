@@ -457,7 +457,7 @@ class Coordinator:
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
             return False
         world = len(self.roster.ranks)
-        larger = grid.world(grid.replicas(min(world + len(self.waiting()), self._ranks)))
+        larger = grid.world(grid.units(min(world + len(self.waiting()), self._ranks)))
         if larger <= world:
             return False
         self._report(f"{_processes(larger - world)} joined; the job continues with {larger} ranks instead of {world}")
@@ -467,12 +467,12 @@ class Coordinator:
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
         """Propose the largest job for which survivors and waiting members suffice; wait for spares if none exists."""
         waiting = self.waiting()
-        replicas = grid.replicas(min(len(survivors) + len(waiting), self._ranks))
-        if not replicas:
+        units = grid.units(min(len(survivors) + len(waiting), self._ranks))
+        if not units:
             self._wait_for_spares(grid.world(grid.sizes[0]) - len(survivors) - len(waiting))
             return
-        world = grid.world(replicas)
-        ranks = grid.roster(survivors, len(self.roster.ranks), waiting, replicas)
+        world = grid.world(units)
+        ranks = grid.roster(survivors, len(self.roster.ranks), waiting, units)
         entered = len(self._entered.members)
         if world < entered:
             self._report(f"no spare is left; the job continues with {world} ranks instead of {entered}")

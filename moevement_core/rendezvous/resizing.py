@@ -35,16 +35,16 @@ class Grid:
         fields = json.loads(text)
         return Grid(**{**fields, "sizes": tuple(fields["sizes"])})
 
-    def replicas(self, processes: int) -> int:
-        """Return the largest allowed number of replicas for a number of processes; 0 if there are too few processes."""
+    def units(self, processes: int) -> int:
+        """Return the most units of a stage that ``processes`` can form, of the allowed numbers; 0 if too few exist."""
         return max((size for size in self.sizes if size * self.unit * self.stages <= processes), default=0)
 
-    def world(self, replicas: int) -> int:
-        """Return the number of ranks of a job with ``replicas`` data-parallel replicas."""
-        return replicas * self.unit * self.stages
+    def world(self, units: int) -> int:
+        """Return the number of ranks of a job whose stages have ``units`` units each."""
+        return units * self.unit * self.stages
 
-    def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], replicas: int) -> dict[int, int]:
-        """Return the member for each rank of a job that goes on with ``replicas`` replicas.
+    def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], units: int) -> dict[int, int]:
+        """Return the member for each rank of a job that goes on with ``units`` units in each stage.
 
         Complete units keep their stage and their order, so that their state does not move. Survivors of incomplete
         units, and then waiting members, take the remaining ranks.
@@ -53,19 +53,19 @@ class Grid:
             survivors: surviving members, by the ranks that they had.
             world: number of ranks before the failure.
             free: waiting members; the first ones take ranks first.
-            replicas: new number of replicas; survivors and waiting members suffice for it.
+            units: new number of units of a stage; survivors and waiting members suffice for it.
         """
         had = world // (self.unit * self.stages)
         whole: list[list[list[int]]] = []
         for stage in range(self.stages):
-            units = [self._unit(survivors, stage * had + number) for number in range(had)]
-            whole.append([unit for unit in units if len(unit) == self.unit][:replicas])
+            of_stage = [self._unit(survivors, stage * had + number) for number in range(had)]
+            whole.append([unit for unit in of_stage if len(unit) == self.unit][:units])
         kept = {member for stage in whole for unit in stage for member in unit}
         others = iter([*(member for _, member in sorted(survivors.items()) if member not in kept), *free])
         ranks: list[int] = []
-        for units in whole:
-            ranks += [member for unit in units for member in unit]
-            ranks += [next(others) for _ in range((replicas - len(units)) * self.unit)]
+        for of_stage in whole:
+            ranks += [member for unit in of_stage for member in unit]
+            ranks += [next(others) for _ in range((units - len(of_stage)) * self.unit)]
         return dict(enumerate(ranks))
 
     def _unit(self, survivors: Mapping[int, int], number: int) -> list[int]:

@@ -58,9 +58,9 @@ def test_survivors_keep_their_stage_and_order() -> None:
     """Check two stages of three ranks that lose rank 1 of the first and rank 5 of the second, while member 9 waits."""
     grid = Grid(2, 1, (1, 2, 3))
     survivors = {0: 10, 2: 12, 3: 13, 4: 14}
-    assert grid.replicas(len(survivors)) == 2
+    assert grid.units(len(survivors)) == 2
     assert grid.roster(survivors, 6, [9], 2) == {0: 10, 1: 12, 2: 13, 3: 14}
-    assert grid.replicas(3) == 1
+    assert grid.units(3) == 1
     assert grid.roster({0: 10, 1: 11, 2: 12}, 6, [9], 2) == {0: 10, 1: 11, 2: 12, 3: 9}, (
         "a stage of which nobody is left"
     )
