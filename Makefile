@@ -69,6 +69,7 @@ format: setup ## let ruff format the code
 # Not with --quiet: it lets no warning through, and strict mode counts none then.
 docs: setup ## all pages as a site in site/; a link that leads nowhere is an error
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@$(PYTHON_BIN) scripts/page_ages.py
 
 lock: setup ## resolve requirements/requirements.in into the lock file
 	@.venv/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --no-header --no-annotate \
