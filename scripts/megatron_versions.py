@@ -28,10 +28,11 @@ VERSIONS = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 INTRODUCTION = """\
 # Versions of Megatron-Core
 
-Functions of Megatron that are replaced, and names of its objects that are read, by version of its wheel: what is not
-as in the one that this project is written for, which is pinned. `python scripts/megatron_versions.py` writes this page,
-and `tests/packaging/test_megatron_versions.py` compares it with the wheels. Of a version without differences it is
-known that it has the same names; only the pinned one is trained with.
+This page is for people who want to use this project with another version of megatron-core. This project is written for
+one version, which is pinned (0.19.2). It replaces functions of Megatron, and reads attributes of Megatron's objects.
+For each version, the page lists those functions and attributes that differ from the pinned version. A version without
+differences has the same names, but jobs were run only with the pinned version. `python scripts/megatron_versions.py`
+writes this page, and `tests/packaging/test_megatron_versions.py` compares it with the wheels.
 
 | megatron-core | differences |
 | --- | --- |

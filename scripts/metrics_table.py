@@ -18,15 +18,15 @@ compares.
 ## The endpoint
 
 Give `--moevement-metrics-port 9400` among the flags of the script. The endpoint then serves all figures in
-Prometheus's text format at `http://127.0.0.1:9400/metrics`. It needs `--run-dir`, because it reads the figures from
-there. Without the flag there is no endpoint. It listens on loopback alone; `--moevement-metrics-address 0.0.0.0` lets
-other hosts ask. It has no password; who reaches it can only read.
+Prometheus's text format at `http://127.0.0.1:9400/metrics`. It reads the figures from the run directory, so it needs
+`--run-dir`. By default it listens on loopback only; `--moevement-metrics-address 0.0.0.0` lets other hosts connect. It
+has no password. Anyone who reaches it can read the figures, and nothing else.
 
-- **A process of its own.** The launcher starts it, and starts it again if it ends. So it outlives every rank: during
-  a recovery `moevement_processes` tells how many are left. It holds no locks, threads or connections of the job, so
-  no request delays training.
-- **Several hosts.** One endpoint serves the whole job, on the host of `moevement coordinate`. The run directory has
-  to be on a file system that this host sees.
+- **A process of its own.** The launcher starts the endpoint, and starts it again if it ends. So the endpoint outlives
+  every rank: during a recovery `moevement_processes` shows how many processes are left. It shares no locks, threads or
+  connections with the job, so no request delays training.
+- **Several hosts.** One endpoint serves the whole job, on the host of `moevement coordinate`. This host has to see the
+  file system with the run directory.
 - **Refused.** Under `srun` without `--spares` no process outlives a rank, so the launcher refuses the flag. If the
   port is in use, the job does not start, and one line says so.
 
@@ -35,11 +35,11 @@ other hosts ask. It has no password; who reaches it can only read.
 ## TensorBoard
 
 If Megatron has a writer (`--tensorboard-dir`, or `--run-dir` with its folder `tensorboard/`), the last rank writes
-the tags below in each iteration. The tag of a checkpoint counter shows what the iteration added to it, as its line of
-`metrics.jsonl` does. Without `--run-dir` there is no record of failures, and their tags stay at 0.
+the tags below in each iteration. The tag of a checkpoint counter shows what this iteration added to the counter, as the
+line of `metrics.jsonl` does. Without `--run-dir` there is no record of failures, and the tags of failures stay at 0.
 
-Figures of checkpoints are those of the last rank, which writes the record. A job that is started again in the same
-run directory continues its figures.
+Figures of checkpoints are those of the last rank, which writes the record. If you start a job again in the same run
+directory, it continues the figures.
 """
 
 
