@@ -1,4 +1,7 @@
-"""Encoding of messages between ranks with msgpack, never with pickle; decoding checks the expected type."""
+"""Encoding of messages between ranks with msgpack. Pickle is never used, because it would execute received code.
+
+The receiver names the type that it expects, and refuses data of another type.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from moevement_core.policy.schedule import Schedule
 
 
 class Plain:
-    """Nested plain data with tensors, for values without a known type. Tuples stay tuples.
+    """Wrapper of nested plain data with tensors, for a value whose exact type the receiver cannot name.
+
+    Tuples arrive as tuples.
 
     Args:
         value: any value that :func:`moevement_core.comms.plain.flatten` accepts.
@@ -38,7 +43,7 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
 
     Args:
         data: received bytes.
-        kind: expected type of the value.
+        kind: type that the value must have.
 
     Raises:
         ExchangeError: the value has another type, or :func:`encode` did not make the bytes.
@@ -47,7 +52,7 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
     except (msgspec.MsgspecError, SnapshotError, TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
         name = getattr(kind, "__name__", None) or str(kind)
-        raise ExchangeError(f"received data is not of type {name}: {error}; all ranks need the same version") from None
+        raise ExchangeError(f"received data is not of type {name}: {error}; all ranks need one version") from None
 
 
 def _encode(value: Any) -> Any:

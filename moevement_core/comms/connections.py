@@ -1,12 +1,12 @@
 """TCP connections between ranks for data outside training; a connection is made at its first use.
 
-Process groups have two disadvantages here. A gloo group connects every rank with every other rank. And in torch 2.13, a
-gloo receive that has got a part of its bytes never ends if the connection breaks. So if a rank died while sending, the
-receiving rank would hang.
+This module does not use process groups, for two reasons. A gloo group connects every rank with every other rank. And in
+torch 2.13, a gloo receive never ends if the connection breaks after some of the bytes have arrived. The receiving rank
+would hang if the sending rank died during a send.
 
-Both sides of a connection prove that they belong to this job and generation. Each side sends a MAC over the nonces of
-both sides and over the purpose of the connection. A rank limits the number of callers without this proof, the bytes
-that it reads from them, and the time that they have.
+Both sides of a connection prove that they belong to this job and generation (the time between two failures). For this
+proof each side sends a MAC over the nonces of both sides and over the purpose of the connection. A rank limits how many
+callers may be connected without this proof, how many bytes it reads from each of them, and how long each may take.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _UNLIMITED = 0xFFFFFFFF
 """Rate in bytes per second that the kernel treats as no limit. Rates above it, 34 Gbit/s, cannot be set."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
-"""Most unsent bytes in the buffer of a connection. The kernel sends these bytes even while sends pause."""
+"""Most unsent bytes in the kernel's buffer of a connection. The kernel sends them even while this process pauses."""
 UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
-"""Smallest buffer for unsent bytes of a connection with a rate limit. Above this size, the buffer holds what the
-connection may send in :data:`UNSENT_PACED_S` seconds. The buffer is small, because a message of training may have to
-wait for these bytes."""
+"""Smallest buffer for unsent bytes of a connection with a rate limit. At high rates the buffer is larger: it holds the
+bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. Buffers are small, because a message of training
+may have to wait until the kernel has sent their content."""
 
 LOWER_EFFORT = 1
-"""DSCP of traffic that may wait for all other traffic (RFC 8622)."""
+"""DSCP (the class of traffic in an IP header) of packets that may wait for all other packets (RFC 8622)."""
 BULK = 2
 """Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
 
@@ -61,7 +61,7 @@ MOST_UNKNOWN = 256
 _HELLO = struct.Struct("!16s16sqqq")
 """First message of the caller: nonce, name of the channel, rank of the caller, tag, and number of the stream."""
 _ANSWER = struct.Struct("!16s32s")
-"""Answer of the called rank: nonce and MAC. The caller then sends a MAC in its turn."""
+"""Answer of the called rank: nonce and MAC. The caller then sends its own MAC."""
 
 _Key = tuple[str, int, int, int]
 """Name of the channel, other rank, tag, and number of the stream."""
@@ -69,21 +69,23 @@ _Key = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Address:
-    """Address at which a rank listens."""
+    """Address at which a rank listens, and the secret that a caller needs."""
 
     host: str
     port: int
     secret: bytes
-    """Secret of this rank in this generation."""
+    """Secret that the listening rank made for this generation; both MACs of a connection depend on it."""
 
 
 class Connections(Refusable):
-    """Connections of one rank in one generation. A connection belongs to one channel, sender, receiver and tag.
+    """Connections of one rank in one generation.
+
+    A connection carries the messages of one channel from one sender to one receiver with one tag.
 
     Args:
         host: address of this host at which other ranks reach this rank.
-        streams: number of parallel connections (streams) for each channel, sender, receiver and tag; the same on every
-            rank.
+        streams: number of parallel connections (streams) for each channel, sender, receiver and tag. Every rank must
+            give the same number.
         is_source: True if ``host`` is also the source address of connections to other ranks; False if the routes of the
             host determine the source address.
     """
@@ -100,7 +102,7 @@ class Connections(Refusable):
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
         self._background = set[str]()
-        """Channels whose messages may wait for those of training."""
+        """Names of the channels whose messages may wait for messages of training."""
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     @cached_property
@@ -109,7 +111,7 @@ class Connections(Refusable):
         raise RuntimeError("addresses of the ranks are not known yet; call open() first")
 
     def open(self, rank: int, addresses: Sequence[Address]) -> None:
-        """Begin to accept connections of other ranks.
+        """Begin to accept connections of other ranks; called once, when this rank knows all addresses.
 
         Args:
             rank: this rank.
@@ -123,8 +125,8 @@ class Connections(Refusable):
 
         Args:
             name: name of the channel, at most 16 bytes.
-            is_background: True if messages of the channel may wait for messages of training, in a network with classes
-                of traffic.
+            is_background: True if messages of the channel may wait for messages of training. The setting has an effect
+                only in a network that tells classes of traffic apart.
         """
         if is_background:
             self._background.add(name)
@@ -160,8 +162,8 @@ class Connections(Refusable):
         if self._source is not None:
             connection.bind(self._source)
         connection.connect((address.host, address.port))
-        self.refuse_if_aborted()  # an earlier abort could not shut down a socket that was not connected
-        connection.settimeout(None)  # no limit, because a stopped rank answers once it continues
+        self.refuse_if_aborted()  # an abort during connect() could not shut down the unconnected socket
+        connection.settimeout(None)  # no limit, because a rank that was stopped (SIGSTOP) answers once it continues
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # systems other than Linux keep more unsent bytes
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -201,7 +203,7 @@ class Connections(Refusable):
             except OSError as error:
                 if self.is_refused:
                     return
-                log.warning(f"cannot accept a connection of another rank now; trying again: {error}")
+                log.warning(f"this rank cannot accept a connection, and tries again in {RETRY_S:g} s: {error}")
                 time.sleep(RETRY_S)
                 continue
             self._make_room(caller)
@@ -255,14 +257,14 @@ def _token_of(address: Address) -> Token:
 
 
 def _lower_class(connection: socket.socket) -> None:
-    """Mark the bytes of a connection as traffic that may wait, for the queues of this host and of the network."""
+    """Mark the bytes of a connection, so that queues of this host and of the network let other traffic pass first."""
     if connection.family == socket.AF_INET6:
         option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
     else:
         option = (socket.IPPROTO_IP, socket.IP_TOS)
     with suppress(OSError):  # a sandbox may refuse the options
         connection.setsockopt(*option, LOWER_EFFORT << 2)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # comes last: the first option sets it too
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # last, because IP_TOS sets it too
 
 
 def _pace(connection: socket.socket, bytes_per_s: float) -> None:

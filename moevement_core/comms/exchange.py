@@ -1,4 +1,4 @@
-"""Messages between ranks outside of training: data of a type that both sides know, never pickled objects."""
+"""Collective exchange of Python values between ranks: data of a type that all ranks know, never pickled objects."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def broadcast_object(local: Any, kind: Any, source: int = 0) -> Any:
 def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
     """Call ``answer`` on rank 0, and return the result on every rank.
 
-    Collective: every rank calls the function at the same point. Ranks may see some facts differently, such as a file or
-    the time. With this function all ranks use the facts of rank 0, and so decide alike.
+    Collective: every rank calls the function at the same point. It is for facts that ranks may see differently, such as
+    a file or the time. All ranks then decide by what rank 0 sees.
 
     Args:
         answer: function that only rank 0 calls. If it raises an error, the other ranks keep waiting.

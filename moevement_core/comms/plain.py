@@ -13,7 +13,9 @@ _TENSOR, _ARRAY, _TUPLE, _BYTES, _MAPPING = "@tensor", "@array", "@tuple", "@byt
 
 
 def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return ``value`` in a form that JSON can hold, and a list of its tensors; the form refers to them by index.
+    """Return ``value`` in a form that JSON can hold, and a list of its tensors.
+
+    In that form, the index of a tensor in the list stands for the tensor.
 
     Raises:
         SnapshotError: a part of ``value`` is neither plain data nor a tensor.
@@ -48,10 +50,14 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the value that :func:`flatten` converted; each of ``tensors`` may also be given as flat bytes.
+    """Return the value that :func:`flatten` converted.
+
+    Args:
+        plain: value in the form that JSON can hold.
+        tensors: tensors of the value, each as it was or as flat bytes.
 
     Raises:
-        SnapshotError: ``plain`` was not made by :func:`flatten`, or does not match ``tensors``.
+        SnapshotError: :func:`flatten` did not make ``plain``, or ``tensors`` do not match it.
     """
     try:
         return _restore(plain, tensors)

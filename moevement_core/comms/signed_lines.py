@@ -2,8 +2,8 @@
 
 The called side first sends a nonce. The caller answers with another nonce and a MAC over both nonces. Each further line
 has a MAC over the direction, number and text of the line. The key of that MAC is derived from both nonces. So an
-attacker cannot replay, drop or reflect a line, or use a line of another connection. The MAC of the first line from the
-called side authenticates the called side.
+attacker cannot replay, drop or reflect a line, or use a line of another connection. The called side sends no MAC with
+its nonce; the MAC of its first line proves that it has the token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moevement_core.comms.token import Token
 MAX_LINE_BYTES = 1 << 20
 """Most bytes of a received line, and most bytes of lines that wait to be sent."""
 MAX_UNKNOWN_BYTES = 512
-"""Bytes that a peer may send before it has proved that it has the token."""
+"""Most bytes that a caller may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64
 """Number of hexadecimal digits of a MAC."""
 
@@ -60,14 +60,14 @@ class SignedLines:
 
     @property
     def is_open(self) -> bool:
-        """True once messages can be sent. On the called side, the caller has then proved that it has the token."""
+        """True once messages can be sent. On the called side, the caller has proved before that it has the token."""
         return self._key is not None
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived since the last call.
 
         Raises:
-            ConnectionError: the other side is gone, has no token or a different one, or sent something else than lines.
+            ConnectionError: the other side is gone, has no token or a different token, or sent data that is no line.
         """
         while True:
             try:
@@ -121,9 +121,9 @@ class SignedLines:
         return self._key.mac(side.value, number.to_bytes(8, "big"), text).hex().encode()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or keep it for the next call if the connection accepts no data now.
+        """Send a message; if the connection accepts no data now, keep the message until the next call of this method.
 
-        If more than :data:`MAX_LINE_BYTES` are unsent, the message is dropped.
+        The method drops the message if :data:`MAX_LINE_BYTES` or more are unsent already.
 
         Raises:
             ConnectionError: the other side is gone.

@@ -1,8 +1,8 @@
-"""Distribution of bytes over several connections to the same rank: each stripe of bytes takes the next connection.
+"""Distribution of bytes over several connections to one rank: each stripe of bytes takes the next connection.
 
-A single TCP connection that one thread fills carries about 10 to 20 Gbit/s. All bytes with the same sender, receiver
-and tag are numbered. The number of a byte determines its connection, so both sides know the connection, even if they
-send and receive pieces of different sizes.
+Several connections are needed on fast links, because one TCP connection that one thread fills carries about 10 to 20
+Gbit/s. Both sides count the bytes with one sender, receiver and tag. The count determines the connection of a byte. So
+both sides know the connection, even if they send and receive pieces of different sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 STRIPE_BYTES = 1 << 20
+"""Consecutive bytes that take the same connection."""
 
 
 class Stripes:
@@ -31,10 +32,10 @@ class Stripes:
         """Send or receive ``data`` over several connections at once; return when all of it has been moved.
 
         Args:
-            direction: other rank and tag. Only one thread at a time may call this method for each direction.
+            direction: other rank and tag. For one direction, only one thread at a time may call this method.
             data: flat host bytes, uint8.
-            move: function of the number of a connection and a view. It sends the view, or receives into the view, over
-                that connection.
+            move: function that takes the number of a connection and a view. Over that connection it sends the view, or
+                receives into the view.
 
         Raises:
             Exception: first error of ``move``, after all calls of ``move`` have ended.

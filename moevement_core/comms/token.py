@@ -1,7 +1,7 @@
 """Job token: the secret with which the processes of a job authenticate each other.
 
 A process gets the token in its environment or in a file that only its owner can read. It is never on a command line,
-which every user of a host can see. Each signature includes its purpose, so that it is not valid for another purpose.
+which every user of a host can see. Each MAC covers its purpose, so an attacker cannot reuse it for another purpose.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _own: Token | None = None
 def given_token() -> Token | None:
     """Return the token from this process's environment, or from the file that a variable names; None without a token.
 
-    The function removes the variable with the token from the environment, because some tools record environments.
+    The function removes the variable with the token from the environment, because some tools record environments. Later
+    calls return the same token.
 
     Raises:
         ConfigError: the token is too short, or other users can read its file.
@@ -89,7 +90,7 @@ def given_token() -> Token | None:
 
 
 def own_token() -> Token:
-    """Return the token from this process's environment, or from the file that a variable names.
+    """Return the token of :func:`given_token`; for processes that cannot work without one.
 
     Raises:
         ConfigError: there is no valid token.
@@ -106,7 +107,7 @@ def _read(path: Path) -> str:
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{TOKEN_FILE_ENV} {path}: not a regular file; needs a file of mode 0600")
             if status.st_uid != os.getuid():
-                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: is of user {status.st_uid}; must be of user {os.getuid()}")
+                raise ConfigError(f"{TOKEN_FILE_ENV} {path}: belongs to user {status.st_uid}; needs user {os.getuid()}")
             if stat.S_IMODE(status.st_mode) & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
                 raise ConfigError(f"{TOKEN_FILE_ENV} {path}: mode {mode} lets others read it; run chmod 600 {path}")

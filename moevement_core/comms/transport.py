@@ -1,4 +1,4 @@
-"""Transport of bytes between ranks outside training. Sends and receives block; most run on background threads."""
+"""Transport of bytes between ranks outside training. Sends and receives block, so most run on background threads."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 class Transport(ABC):
-    """Transport of messages between ranks; messages with the same sender, receiver and tag stay in order.
+    """Transport of messages between ranks; messages with one sender, receiver and tag stay in order.
 
-    Background threads call the methods.
+    Background threads call the methods. ``peer`` is the rank at the other end.
     """
 
     @abstractmethod
@@ -43,7 +43,7 @@ class Transport(ABC):
 
 
 class Refusable(ABC):
-    """Object with operations in which threads wait for other ranks; an abort ends these waits."""
+    """Object with operations in which threads wait for other ranks. After a failure, :func:`refuse` ends the waits."""
 
     def __init__(self) -> None:
         self.is_refused = False
@@ -57,10 +57,10 @@ class Refusable(ABC):
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Mark an operation that may wait for another rank.
+        """Count the ``with`` block as an operation that may wait for another rank, for :func:`drained`.
 
         Raises:
-            RuntimeError: communication was aborted.
+            RuntimeError: :func:`refuse` was called before.
         """
         with lock:
             self.refuse_if_aborted()
@@ -73,21 +73,21 @@ class Refusable(ABC):
                 changed.notify_all()
 
     def refuse_if_aborted(self) -> None:
-        """Raise RuntimeError after an abort."""
+        """Raise RuntimeError if :func:`refuse` was called before."""
         if self.is_refused:
             raise RuntimeError("communication has been aborted")
 
 
 lock = threading.RLock()
-"""Lock of all transports. Code always enters the lock directly, and never through the condition below;
-:mod:`moevement_core.util.gate` has the reason."""
+"""Lock of all transports. Code always enters the lock directly, and never through the condition below. The docstring of
+:mod:`moevement_core.util.gate` explains why."""
 changed = threading.Condition(lock)
-"""Condition that is notified of every change that a thread of a transport may wait for."""
+"""Condition that wakes threads of all transports after each change for which they may wait."""
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """End every wait in all existing transports; later operations on them raise RuntimeError."""
+    """End every wait in all existing transports after a failure; their later operations raise RuntimeError."""
     with lock:
         for operation in _refusable:
             operation.is_refused = True
@@ -96,6 +96,6 @@ def refuse() -> None:
 
 
 def drained(timeout_s: float) -> bool:
-    """Wait until no operation is under way, for at most ``timeout_s`` seconds; return True if none is."""
+    """Wait at most ``timeout_s`` seconds until no operation is under way; return True if none is under way."""
     with lock:
         return changed.wait_for(lambda: not any(operation._under_way for operation in _refusable), timeout_s)
