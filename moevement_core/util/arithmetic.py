@@ -1,7 +1,7 @@
 """Description of the processor and the libraries that determine the last bits of a result.
 
-Windows on disk outlive the machines that wrote them. On a different processor or with a different library version, a
-replay gives results with different last bits. That difference is not an error.
+Windows on disk outlive the machines that wrote them. A replay on a different processor, or with a different library
+version, gives results with different last bits. The recovery must then not report these bits as an error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 _PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Fields of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. The model name is not among them, because
-it is empty or always the same in many virtual machines."""
+"""Fields of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. The list leaves out the model name, which
+many virtual machines leave empty or set to one fixed text."""
 _GPU_LIBRARIES = ("transformer-engine", "triton", "apex")
 """Distributions whose kernels a model may run on a GPU."""
 _SUMS_ON_GPUS = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
@@ -26,7 +26,7 @@ _SUMS_ON_GPUS = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", 
 def arithmetic() -> str:
     """Return a text that names everything in this process that determines the bits of results.
 
-    Two processes with the same text compute the same bits. On GPUs this holds under two conditions. Computations are
+    Two processes with equal texts compute the same bits. On GPUs, two more conditions must be met: computations are
     repeatable (:func:`is_repeatable`), and ranks that sum together run on the same nodes and devices
     (:func:`sums_follow_places`).
     """
@@ -41,15 +41,15 @@ def arithmetic() -> str:
 def is_repeatable() -> bool:
     """Return True if this process computes the same bits when it repeats a computation on the same device.
 
-    A CPU always does. On a GPU some kernels add in no fixed order unless torch uses deterministic algorithms.
+    CPUs always do so. On a GPU, some kernels add in no fixed order unless torch uses deterministic algorithms.
     """
     return not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()
 
 
 def sums_follow_places() -> bool:
-    """Return True if the nodes and devices of the ranks determine the order of a sum over ranks.
+    """Return True if the order of a sum over ranks depends on the nodes and devices of the ranks.
 
-    This is the case with NCCL on GPUs, and not with gloo on CPUs.
+    It does with NCCL on GPUs. It does not with gloo on CPUs.
     """
     return torch.cuda.is_available()
 

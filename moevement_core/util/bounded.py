@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""Seconds of one wait. Waits are short, because a main thread that executes no bytecode for long counts as hanging."""
+"""Longest single wait in seconds. Waits are short, because a rank counts as hung if its main thread executes no
+bytecode for long."""
 
 
 def within[T](seconds: float, work: Callable[[], T]) -> T:
@@ -17,7 +18,7 @@ def within[T](seconds: float, work: Callable[[], T]) -> T:
 
     Args:
         seconds: longest time to wait.
-        work: function that does no harm if it continues and ends on the abandoned thread.
+        work: function to run. After a timeout it continues on the abandoned thread, so it must do no harm there.
 
     Raises:
         OSError: ``ETIMEDOUT`` if ``work`` takes longer. Errors of ``work`` are raised as they are.

@@ -35,5 +35,5 @@ class Damage:
 
 
 def report(check: str, data: str, action: str) -> None:
-    """Log damage as a warning of this rank; any thread may call it."""
+    """Log damage as a warning; any thread of the rank that found it may call this function."""
     log.warning(str(Damage(check, data, action)))

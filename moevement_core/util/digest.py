@@ -1,4 +1,4 @@
-"""Digest of nested training state; it depends on nothing but the values of the state.
+"""Digest of nested training state, computed from the values of the state alone.
 
 Two states have the same digest exactly if they have the same structure, names, dtypes, shapes and bits. The digest
 ignores times, hosts, process ids, memory addresses and the insertion order of dicts.

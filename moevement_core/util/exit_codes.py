@@ -18,8 +18,8 @@ from moevement_core.errors import CodeDiffers, ConfigError, DataError, MoEvement
 
 USAGE_ERROR = 2
 BROKEN_DEVICE = 74
-"""Exit code of a process that gives its rank back because its device is unusable (``EX_IOERR`` of sysexits.h); the job
-continues."""
+"""Exit code of a process that gives up its rank because its device is unusable (``EX_IOERR`` of sysexits.h). The job
+continues with a replacement."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
 """Variable with the number of the ended member that this process replaces. A process with this variable prints its
 errors itself, whatever its rank."""
@@ -35,9 +35,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def exit_cleanly() -> Iterator[None]:
     """Convert errors of this project to one line on stderr and an exit code.
 
-    Errors that a user can correct give exit code 2. All ranks find the same such errors, so only rank 0 prints them.
-    There are two exceptions: every process prints errors in its environment variables or code, and a process that
-    replaces another one prints all errors. All other errors give exit code 1, and every process prints them.
+    Errors that a user can correct give exit code 2. Every rank finds these errors, so only rank 0 prints them. There
+    are two exceptions: every process prints errors in its environment variables or code, and a process that replaces
+    another process prints all errors. Errors that a user cannot correct give exit code 1, and every process prints
+    them.
 
     Raises:
         SystemExit: the ``with`` block raised one of this project's errors.
@@ -70,7 +71,7 @@ def quiet_on_closed_output() -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno not in _FULL:
             raise
-        # For a closed terminal, isatty() returns False.
+        # A closed terminal is found by its kind of file, because isatty() returns False for it.
         is_terminal = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
         _discard_output()
         if is_terminal:

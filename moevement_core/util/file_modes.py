@@ -16,8 +16,8 @@ from moevement_core.util.flags import flag
 
 FLAG = "--moevement-file-mode"
 ENV = "MOEVEMENT_FILE_MODE"
-"""Environment variable with the default of the flag. It is for ``moevement coordinate``, which does not see the flags
-of the training script."""
+"""Environment variable with the default of the flag. ``moevement coordinate`` needs it, because that command does not
+see the flags of the training script."""
 
 
 class FileMode(StrEnum):
@@ -34,7 +34,7 @@ class FileMode(StrEnum):
 
     @property
     def folder_bits(self) -> int:
-        """Mode bits of a folder; they also allow readers to enter it."""
+        """Mode bits of a folder; whoever may read the folder may also enter it."""
         return {FileMode.PRIVATE: 0o700, FileMode.GROUP: 0o750, FileMode.ALL: 0o755}[self]
 
 

@@ -141,7 +141,7 @@ def at_least(least: int) -> Check:
 
 
 def each(check: Check, into: Callable[[Any], Any]) -> Check:
-    """Return a check that applies ``check`` to every value and collects the results.
+    """Return a check for a flag with several values: it calls ``check`` for each value and collects the results.
 
     Args:
         check: check of one value.
@@ -176,7 +176,7 @@ def within(least: float, most: float = math.inf) -> Check:
 def gigabytes(name: str, value: float | None) -> float:
     """Convert gigabytes to whole bytes; return infinity for None.
 
-    Rounding is necessary: without it, a decimal number of gigabytes could become one byte too small.
+    The function rounds, because a product such as ``4.1 * 1e9`` is slightly below the whole number that is meant.
     """
     checked = positive(math.inf)(name, value)
     return round(checked * 1e9) if math.isfinite(checked) else checked

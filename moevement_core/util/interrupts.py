@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C: the command ends, no matter which code the signal interrupts."""
+"""End of a command by Ctrl-C, no matter which code the signal interrupts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 _AGAIN_S = 0.1
+"""Seconds after which the handler tries again to raise KeyboardInterrupt."""
 
 
 def is_importing(frame: FrameType | None) -> bool:
@@ -30,8 +31,8 @@ class _Interrupts:
     """Handler that raises KeyboardInterrupt at SIGINT, and tries again later if that has no effect.
 
     During an import the handler does not raise. In a finalizer, Python drops the exception. In both cases an alarm
-    (SIGALRM) calls the handler again. A thread could not do that: a signal handler must not start a thread, because it
-    may have interrupted the start of another thread.
+    (SIGALRM) calls the handler again. A thread cannot replace the alarm: the handler must not start one, because it may
+    have interrupted the start of another thread.
     """
 
     def __init__(self) -> None:
@@ -72,9 +73,9 @@ class _Interrupts:
 def interruptible(*, process_ends: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGINT, as soon as no module is being imported.
 
-    Code may turn the KeyboardInterrupt into another error; the ``with`` block then raises KeyboardInterrupt in place of
-    that error. Code in the block may also catch KeyboardInterrupt and continue. The function changes nothing in two
-    cases: outside the main thread, and if SIGINT is ignored (``nohup``) or the caller has set a handler.
+    If code in the ``with`` block turns the KeyboardInterrupt into another error, the block still raises
+    KeyboardInterrupt. Code in the block may also catch KeyboardInterrupt and continue. The function changes nothing in
+    two cases: outside the main thread, and if SIGINT is ignored (``nohup``) or the caller has set a handler.
 
     Args:
         process_ends: True if the process ends after the ``with`` block; it ignores SIGINT from then on.
@@ -100,7 +101,7 @@ def interruptible(*, process_ends: bool) -> Iterator[None]:
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Return True if a KeyboardInterrupt is the error, or one of its causes or contexts."""
+    """Return True if ``error`` or one of its causes or contexts is a KeyboardInterrupt."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):

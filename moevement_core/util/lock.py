@@ -1,13 +1,14 @@
 """Lock of a folder, so that one job at a time writes to it, even if several hosts share the folder.
 
 The lock is a file with owner, host and heartbeat that its holder creates (``O_EXCL``) and rewrites every few seconds.
-Clocks of different hosts are never compared. An observer measures, by its own host's clock, how long the file stays
-the same. If the file changes, the holder is alive, and :func:`acquire` refuses the folder. The observer takes the lock
-over if the file stays the same for :data:`STALE_S`, or if the holder ran on this host and has ended. To take the lock
-over, the observer renames the old file and creates a new one. Of several observers, only one can rename the file.
+Clocks of different hosts are never compared. A process that wants a locked folder is an observer: it measures, by its
+own host's clock, how long the file stays the same. If the file changes, the holder is alive, and :func:`acquire`
+refuses the folder. The observer takes the lock over if the file stays the same for :data:`STALE_S`, or if the holder
+ran on this host and has ended. For that it renames the old file and creates a new one. Of several observers, only one
+can rename the file.
 
-The owner is the *job*. A process of the same job takes a lock over at once, because it has taken over the rank of the
-former holder. The former holder notices the loss within a heartbeat and stops writing.
+The owner of a lock is the *job*. Another process of the owner takes the lock over at once, because it has taken over
+the rank of the former holder. The former holder notices the loss within a heartbeat and stops writing.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ STALE_S = 15.0
 """Seconds without a heartbeat after which an observer takes the holder for dead."""
 _LOOK_S = 0.1
 _SETTLE_S = 0.2
-"""Seconds to wait after a takeover. Within this time, another observer that read the old file may still rename the new
-one."""
+"""Seconds from a takeover until the new file counts as settled. Until then, another observer that has read the old file
+may rename the new file by mistake."""
 _RELEASE_S = 5.0
 _BYTES = 512
 """Size of the lock file in bytes. It is constant, so that a heartbeat overwrites the whole file in one write."""
@@ -54,14 +55,15 @@ class Holder:
     """Token of this acquisition."""
     host: str
     machine: str
-    """Boot and process namespace in which ``pid`` is valid."""
+    """Identifier of the boot and the process namespace in which ``pid`` is valid."""
     pid: int
     started: str
-    """Start time of the process, in kernel ticks since boot. It tells this process from a later one with the same id.
+    """Start time of the process, in kernel ticks since boot. A later process with the same id has another start time.
     """
     since: float
     """Time of the acquisition, in seconds since the epoch by the holder's clock."""
     beat: int = 0
+    """Number of heartbeats so far; it changes the content of the file."""
 
     @staticmethod
     def of_this_process(job: str) -> Holder:
@@ -79,7 +81,7 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process has certainly ended; False if it is alive or this machine cannot know."""
+        """True if the holder's process has certainly ended; False if it is alive, or if it ran on another machine."""
         return is_gone(self.machine, self.pid, self.started)
 
     def sentence(self) -> str:
@@ -93,7 +95,7 @@ class Holder:
 
     @staticmethod
     def decode(data: bytes) -> Holder | None:
-        """Return the holder that :meth:`encode` encoded; None for an unwritten file, or one that is no lock."""
+        """Return the holder that :meth:`encode` encoded; None if ``data`` is empty or not from a lock file."""
         try:
             return Holder(**json.loads(data))
         except (ValueError, TypeError):
@@ -101,7 +103,7 @@ class Holder:
 
 
 class FolderLock:
-    """Lock that this process holds, with a thread that renews it; :func:`acquire` creates the object.
+    """Lock that this process holds, with a thread that writes its heartbeats. :func:`acquire` returns the object.
 
     Callers use the object as a context manager, or call :meth:`release`.
     """
@@ -154,7 +156,7 @@ class FolderLock:
         _write(self._descriptor, self._mine)
 
     def _create_again(self) -> None:
-        """Create the lock file again after it was deleted, or after the folder was unreachable for a while."""
+        """Create the lock file again after another program deleted it, or after the folder was gone for a while."""
         if (descriptor := _create(self.folder / LOCK, self._mine)) is not None:
             os.close(self._descriptor)
             self._descriptor = descriptor
@@ -180,16 +182,16 @@ def acquire(
         folder: folder, which is created if it is missing.
         job: identifier of the job, the same in all its processes and different in other jobs.
         flag: flag by which the user named the folder, for messages.
-        may_wait: True to watch the lock for ``stale_s`` seconds if its holder may be dead; False to refuse the folder
-            at once.
-        report: callback that receives a sentence when the watching begins, and later if another job takes the lock
-            over.
+        may_wait: True to watch the lock for up to ``stale_s`` seconds if its holder may be dead; False to refuse the
+            folder at once.
+        report: callback that receives a sentence when the function begins to watch, and later if another job takes the
+            lock over.
         beat_s: seconds between heartbeats.
         stale_s: seconds without a heartbeat after which a holder counts as dead.
 
     Raises:
         FolderInUse: another job holds the lock.
-        OSError: the folder cannot be made, read or written.
+        OSError: this process cannot make, read or write the folder.
     """
     make_folder(folder)
     path, own = folder / LOCK, Holder.of_this_process(job)
@@ -222,7 +224,7 @@ def acquire(
 def other_holder(folder: Path, job: str) -> str | None:
     """Return text that names the holder of ``folder`` if another job than ``job`` holds it; None otherwise.
 
-    The function reads the lock file, which may take long.
+    The function reads the lock file, and so may wait long for the disk.
 
     Raises:
         OSError: the folder cannot be read.
@@ -263,7 +265,15 @@ def _token(data: bytes) -> str | None:
 
 
 def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
-    """Remove the lock file of a holder that has ended; put the file back if another process has just created it."""
+    """Remove the lock file of a holder that has ended.
+
+    The function first renames the file, and then reads it. If another process has just created this file, the function
+    puts the file back.
+
+    Args:
+        path: lock file.
+        is_it: function that returns True for the content of the file to remove.
+    """
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         os.rename(path, aside)

@@ -1,8 +1,9 @@
-"""Host memory for the boundary log, allocated in one piece for all tensors that an iteration sends.
+"""Host memory for the boundary log: copies of the tensors that a rank sends to other pipeline stages.
 
-Each page-locking call waits for the whole device, so fewer calls cost less. Every iteration of pipeline training sends
-the same number of tensors of the same few sizes. When memory is missing, the log therefore allocates one piece for the
-rest of the iteration. A log that keeps K iterations has K such pieces, and so exactly the planned size.
+Each page-locking call waits for the whole device, so few large allocations cost less than many small ones. Every
+iteration of pipeline training sends the same number of tensors of the same few sizes. When a buffer is missing, the log
+therefore allocates all buffers of this size for the rest of the iteration in one piece. A log of K iterations then has
+K pieces for each size, which is exactly the planned memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LogBuffers:
         """Number of buffers that the last complete iteration took, by size."""
 
     def begin_iteration(self) -> None:
-        """Begin to count the buffers that an iteration takes."""
+        """Begin to count the buffers that the new iteration takes."""
         self._taken.clear()
 
     def end_iteration(self) -> None:
@@ -56,7 +57,7 @@ class LogBuffers:
             most_bytes: most bytes of host memory that all buffers together may have.
 
         Returns:
-            None if no buffer of this size is free and ``most_bytes`` leaves no room for another one.
+            None if no buffer of this size is free and another one would exceed ``most_bytes``.
 
         Raises:
             RuntimeError: the host has too little memory.
@@ -74,7 +75,7 @@ class LogBuffers:
         return self._free[size].popitem()[1]
 
     def release(self, buffer: torch.Tensor, element_bytes: int) -> None:
-        """Make a buffer free again; later calls of :meth:`take` may return it."""
+        """Make a buffer free again, so that later calls of :meth:`take` may return it."""
         if buffer.numel():
             self._free[buffer.numel(), element_bytes][buffer.data_ptr()] = buffer
 
@@ -96,8 +97,8 @@ class LogBuffers:
     def reclaim(self, held: Iterable[torch.Tensor]) -> None:
         """Make every buffer free that is not in ``held``.
 
-        The log calls this method after an exception from another thread. The exception may have struck after
-        :meth:`take` and before the log stored the buffer. No log entry then refers to that buffer.
+        The log calls this method after an exception from another thread. If the exception came right after
+        :meth:`take`, the log had not stored the buffer yet, and no log entry refers to it.
 
         Args:
             held: all buffers that are still in use.

@@ -1,8 +1,8 @@
 """Files in memory that a process shares with its descendants, independent of folders and disks.
 
 A file in a temporary folder has two risks. If the disk is full, SIGBUS ends a process that writes to a mapped page
-without disk space. Cleaners of temporary folders remove files that look old. A file in memory has neither risk. It
-lives as long as the process that created it.
+without disk space. Cleaners of temporary folders remove files that look old. A file in memory has neither risk. The
+system frees it when no process has it open or mapped any more.
 """
 
 from __future__ import annotations

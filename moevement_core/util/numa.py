@@ -1,8 +1,8 @@
-"""Binding of a rank to the processors of its GPU's NUMA node, so that its host memory is there too.
+"""Binding of a rank to the processors of its GPU's NUMA node, so that Linux allocates the rank's host memory there.
 
-Copies from a GPU to the memory of another socket cross the link between the sockets. When a thread sends that memory,
-its reads cross the link too. Linux places a page next to the processor that touches it first, and a thread inherits
-the processors of its creator. One call before snapshots are allocated and threads are started is therefore enough.
+Copies from a GPU to the memory of another socket cross the link between the sockets. Reads of a thread that sends this
+memory cross the link again. Linux places a page next to the processor that touches it first, and a thread inherits the
+processors of its creator. So one call suffices, if the rank makes it before it allocates snapshots and starts threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def node_of(address: str, sys: Path = SYS) -> NumaNode | None:
     try:
         number = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
         processors = _processors(sys / f"devices/system/node/node{number}/cpulist")
-    except (OSError, ValueError):  # A container may hide the files. For an unknown node, the number is -1.
+    except (OSError, ValueError):  # A container may hide the files. For an unknown node, the kernel gives -1.
         return None
     return NumaNode(number, processors) if processors else None
 
@@ -43,8 +43,8 @@ def node_of(address: str, sys: Path = SYS) -> NumaNode | None:
 def bind_to_device(device: Device, sys: Path = SYS) -> NumaNode | None:
     """Bind the calling thread to the processors of the device's NUMA node, and log the result.
 
-    Threads that the calling thread starts later inherit the binding. If the calling thread may not use all processors,
-    a user or Slurm has bound it already. The function then leaves that binding as it is.
+    Threads that the calling thread starts later inherit the binding. If the calling thread may use only some of the
+    processors, a user or Slurm has bound it before, and the function leaves that binding as it is.
 
     Returns:
         The NUMA node; None if the thread is not bound to exactly this node.

@@ -15,8 +15,8 @@ class Range:
     Args:
         least: lower end.
         most: upper end.
-        is_open: True if ``least`` itself is not in the range.
-        or_infinite: True if infinity is in the range too.
+        is_open: True to exclude ``least`` itself.
+        or_infinite: True to include infinity.
     """
 
     least: float
@@ -44,7 +44,7 @@ class Range:
         return text + (" or inf" if self.or_infinite else "")
 
     def check(self, what: str, value: float | None) -> None:
-        """Raise an error if ``value`` is not in the range; None stands for a value that was left out, and passes.
+        """Raise an error if ``value`` is not in the range. None, for a value that the user left out, passes.
 
         Args:
             what: name of the value, for the message.

@@ -1,7 +1,7 @@
 """Replacement of standard output and error by streams that never raise an error.
 
-Otherwise a closed pipe (``| head``), a full disk or a limit on file sizes would raise an exception in the code that
-prints. A process reports a broken stream once, on the other stream.
+With Python's own streams, a closed pipe (``| head``), a full disk or a limit on file sizes would raise an exception in
+the code that prints. The new streams drop the output, and report the problem once, on the stream that still works.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Forgiving(io.FileIO):
 def never_fails() -> None:
     """Replace standard output and error by streams that drop data instead of raising errors.
 
-    Processes that are forked later inherit the streams. The function keeps a stream that other code, such as a test
-    runner, has already replaced.
+    Processes that are forked later inherit the streams. If other code, such as a test runner, has already replaced a
+    stream, the function leaves it as it is.
     """
     for name in _DESCRIPTORS:
         stream = getattr(sys, name)

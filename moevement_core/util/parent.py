@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Have the kernel kill this process when the process that started it ends, for whatever reason.
 
-    A new process calls this function first. Otherwise a rank would continue to train after its launcher has ended, and
-    disturb the next job.
+    A new process calls this function first. Without it, a rank would continue to train after the end of its launcher,
+    and disturb the next job.
     """
     parent = os.environ.get(PARENT_ENV)
     if parent is None:

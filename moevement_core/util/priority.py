@@ -11,15 +11,16 @@ LEAST = 19
 """Largest niceness of Linux, which is the lowest priority."""
 NICENESS = 5
 """Niceness that :func:`lower_priority` adds. If a training thread and a background thread share a processor, the
-background thread then gets a quarter of the time. With a value of 10 it got a tenth. On a busy host, the newest
-gradients then reached peers too late, and recoveries by redo had to re-execute iterations."""
+background thread gets a quarter of the time. A value of 10 gave it a tenth. On a busy host, that was too little: the
+newest gradients reached peers late, and recoveries that repeat updates from these gradients had to re-execute
+iterations."""
 
 
 def lower_priority() -> None:
     """Lower the priority of the calling thread and of the threads that it starts later.
 
-    On systems other than Linux, threads have no priority of their own, and the function does nothing. A process without
-    privileges cannot undo the change.
+    The function does nothing on systems other than Linux, where threads have no priority of their own. A process
+    without privileges cannot undo the change.
     """
     if sys.platform == "linux":
         with suppress(OSError):  # A sandbox may refuse the call.

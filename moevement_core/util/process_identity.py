@@ -1,4 +1,4 @@
-"""Identity of a process. The process id is not enough: a system reuses ids, and other machines have equal ids."""
+"""Identity of a process. The process id alone is not enough: a system reuses ids, and other machines use them too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def machine_id() -> str:
 
 
 def start_of(pid: int) -> str | None:
-    """Return the start time of a process of this machine, in ticks since boot; None if it has ended."""
+    """Return the start time of a process of this machine, in ticks since boot; None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -28,7 +28,7 @@ def start_of(pid: int) -> str | None:
 
 
 def is_gone(machine: str, pid: int, started: str) -> bool:
-    """Return True if a process has certainly ended; False if it is alive or this machine cannot know.
+    """Return True if a process has certainly ended; False if it is alive, or if it ran on another machine.
 
     Args:
         machine: identifier of the machine of the process (:func:`machine_id`).

@@ -1,4 +1,4 @@
-"""FP8 weights as snapshots store them: named raw buffers without conversion."""
+"""FP8 weights in the form in which snapshots store them: raw buffers with names, without conversion."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class QuantisedBuffers[Buffer: RawBuffer]:
     """Buffers of one weight in FP8.
 
     Attributes:
-        codes: one byte for each element, in the order of the elements; a range of elements is a range of bytes.
-        scales: factors by which the codes are multiplied, by name; they belong to the whole weight.
-        others: buffers of a second FP8 form of the weight, by name (MXFP8 by columns); they cannot be computed from
-            ``codes``.
+        codes: one byte for each element, in the order of the elements. A rank that owns a range of elements therefore
+            saves the same range of bytes.
+        scales: factors by which the codes are multiplied, by name; each range of elements needs all of them.
+        others: buffers of a second FP8 form of the weight (MXFP8 by columns), by name. ``codes`` do not determine them.
     """
 
     codes: Buffer

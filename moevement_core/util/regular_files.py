@@ -1,4 +1,4 @@
-"""Reading of files from untrusted folders. Pipes, sockets and devices are refused at once, without a wait."""
+"""Reading of files from untrusted folders. Pipes, sockets and devices are refused, because a read may wait forever."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TCP connections of this process, found through the descriptors of the process.
+"""TCP connections of this process, found through its open descriptors.
 
-The kernel's list of TCP connections covers the whole host, and would be long on a busy host.
+The kernel also lists TCP connections, but those of the whole host, which are many on a busy host.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_tcp(connection: socket.socket) -> bool:
 
 
 def moved(connection: socket.socket) -> tuple[int, int] | None:
-    """Return the bytes that the other side has acknowledged and the bytes received here.
+    """Return two numbers of bytes so far: those that the other side has acknowledged, and those received here.
 
     Returns:
         None if the connection is not established; zeros on Linux before 4.1.

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 class UndoStack:
     """Stack of changes to undo, the newest first.
 
-    A context manager is not enough: an exception that another thread raises may interrupt its exit. Changes then stay
-    on the stack, and the next call of :meth:`close` undoes them. An undo function may therefore be called twice, and
-    must allow that.
+    A context manager is not enough, because an exception from another thread may interrupt its exit. On this stack, a
+    change stays until it is undone, and the next call of :meth:`close` undoes it. An undo function may therefore be
+    called twice, and must allow that.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class UndoStack:
                 self._undo.remove(inner.close)
 
     def close(self) -> None:
-        """Undo all changes on the stack; an empty stack is allowed."""
+        """Undo all changes on the stack, if there are any."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -25,7 +25,7 @@ _SHOWN = 60
 
 
 def check_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise for the first variable with an invalid value; unset and empty variables pass.
+    """Raise an error for the first variable with an invalid value; unset and empty variables pass.
 
     Raises:
         VariableError: the value is invalid; the message has the name, the value and the valid range.
@@ -36,7 +36,7 @@ def check_variables(environment: Mapping[str, str] = os.environ) -> None:
     for name, known in CHOICES.items():
         if (text := environment.get(name)) and text not in known:
             raise VariableError(f"{name}={text[:_SHOWN]!r}: needs one of {', '.join(known)}, or to be unset")
-    # In a job with spares, members are numbered beyond the world size until they have a rank.
+    # In a job with spares, a member without a rank has a number at or above the world size.
     for number, count in RANKS if MEMBER_ENV not in environment else ():
         position, total = environment.get(number), environment.get(count)
         if position and total and int(position) >= int(total):
