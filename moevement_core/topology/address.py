@@ -1,4 +1,4 @@
-"""Address at which other ranks reach this one."""
+"""Address at which other ranks reach this rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
 def own_address(interfaces: Sequence[str] = ()) -> str:
-    """Return the address at which this rank listens for others.
+    """Return the address at which this rank accepts connections of other ranks.
 
-    The rank listens on one of ``interfaces`` if there are any, else on the interface in ``GLOO_SOCKET_IFNAME``. Without
-    this variable, it listens on the interface that leads to the job's store.
+    The address belongs to one of ``interfaces`` if there are any, else to the interface in ``GLOO_SOCKET_IFNAME``. If
+    that variable is unset, the address belongs to the interface that leads to the job's store.
 
     Args:
         interfaces: names of interfaces that every node has; ranks of a node use them in turn, by local rank.

@@ -1,6 +1,7 @@
-"""Host memory that each rank may use and will need. If it does not suffice, ranks drop own snapshots that peers have.
+"""Host memory that each rank may use and will need. If a rank needs too much, all ranks drop own snapshots early.
 
-All ranks know the needs of every rank before training begins. So all make the same decision, or raise the same error.
+They then drop an own snapshot as soon as all peers have it. All ranks know the needs of every rank before training
+begins. So all make the same decision, or raise the same error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class AtPeer:
     slots: tuple[int, ...] = ()
     """Bytes of each snapshot of a window."""
     count: int = 0
-    """Number of snapshots kept at a time."""
+    """Number of snapshots that a peer keeps at a time."""
     staging: int = 0
     """Bytes of the buffer that receives a part of a snapshot before the part is added to a parity sum."""
 
@@ -49,7 +50,7 @@ def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded
         budget: flags of the job.
         nodes: node of every rank.
         rank: number of this rank.
-        is_bounded: True if the need is known beforehand. Otherwise, without a flag, there is no cap.
+        is_bounded: False if nobody knows beforehand how much memory the strategy needs. Only a flag then sets a limit.
     """
     if budget.host_memory_bytes is not None:
         return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
@@ -85,8 +86,11 @@ class Total:
 
     rank: int
     own: int
+    """Bytes for the rank's own snapshots."""
     kept: int
+    """Bytes for snapshots of other ranks."""
     log: int
+    """Bytes for the boundary log."""
     allowed: Allowed
 
     @property
@@ -96,7 +100,7 @@ class Total:
 
     @property
     def beyond(self) -> float:
-        """Bytes by which the need exceeds the allowed memory; negative if the need fits."""
+        """Bytes by which the need exceeds the allowed memory; negative if memory is left."""
         return self.nbytes - self.allowed.nbytes
 
     def __str__(self) -> str:
@@ -122,7 +126,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the total of the rank that has the least memory left, or lacks most; of equal ranks, the lowest."""
+    """Return the total of the rank that lacks most memory or has least left; among equal ranks, the lowest rank."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 
@@ -130,21 +134,22 @@ def decide_keep_own(
     needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
     may_drop: bool,
 ) -> tuple[bool, Total]:  # fmt: skip
-    """Decide whether ranks keep own snapshots that all peers have, so that every rank fits into its memory.
+    """Decide whether ranks keep own snapshots that all peers have. They do if every rank then has enough memory.
 
     Args:
         needs: needs of every rank.
-        kept: function that computes the memory for kept snapshots under the protection in force.
+        kept: function that computes the memory for snapshots of other ranks under the protection in force.
         budget: flags of the job.
         window: W, for the message.
-        changes: weaker protections: the flag of each, and the function that computes kept snapshots under it.
-        may_drop: True if peers have all snapshots that would be dropped.
+        changes: weaker protections. For each, the flag that sets it, and the function that computes ``kept`` under it.
+        may_drop: False if own snapshots have to stay, because they are written to disk or are a part of parity, or
+            because some rank has too few peers.
 
     Returns:
-        True if ranks keep these snapshots, and the total of the rank that has the least memory left.
+        True if ranks keep own snapshots that all peers have, and the total of the rank with the least memory left.
 
     Raises:
-        ConfigError: a rank does not fit either way. The message names the cheapest change that makes it fit.
+        ConfigError: some rank needs too much memory in either case. The message names the cheapest remedy.
     """
     choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
     for keeps_own_copies in choices if may_drop else [True]:
@@ -161,7 +166,7 @@ def _cheapest(
     needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own_copies: bool,
     may_drop: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield changes that would make the job fit, the one that gives up the least first."""
+    """Yield changes of flags with which every rank has enough memory, the least costly change first."""
     if keeps_own_copies and may_drop and worst(needs, kept, keeps_own_copies=False).beyond <= 0:
         yield "--moevement-keep-own auto"
     unlogged = [replace(need, log=0) for need in needs]
@@ -180,5 +185,5 @@ def _cheapest(
 
 
 def gigabytes(nbytes: float) -> str:
-    """Return a number of bytes as gigabytes with three decimals, rounded up, so that a flag with it suffices."""
+    """Return bytes as gigabytes with three decimals, rounded up, so that a user can give the result to a flag."""
     return f"{math.ceil(nbytes / 1e6) / 1e3:.3f}"

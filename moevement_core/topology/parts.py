@@ -1,4 +1,4 @@
-"""Parts of a rank that a recovery uses."""
+"""Objects of one rank that a recovery uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.trainer.binding import Binding
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of one rank in one generation."""
+    """Objects of one rank in one generation; a recovery receives them together."""
 
     binding: Binding
     topology: Topology

@@ -1,6 +1,7 @@
-"""Position of this rank in the job, and its channels to other ranks; both are new after each failure.
+"""Position of this rank in the job, and its channels to other ranks. Each generation makes both anew.
 
-Objects that survive a failure (snapshots, popularity, logs) are kept elsewhere, and get the new topology.
+A generation is the time between two failures. Other packages keep the objects that survive a failure (snapshots,
+popularity, logs), and give them the new topology.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ from moevement_core.trainer.config import SessionConfig
 
 @dataclass(frozen=True)
 class _Rank:
-    """Report that each rank sends to all other ranks when the topology is made."""
+    """Report that each rank sends to all other ranks when :func:`connect` makes the topology."""
 
     place: Place
     node: str
     operators: Sequence[Operator]
     peers: tuple[int, ...] | None
-    """Peers that have kept copies of this rank's snapshots until now; None if the rank is new."""
+    """Peers that kept copies of this rank's snapshots in the last generation; None if the rank is new."""
     sources: tuple[int, ...]
-    """Ranks whose snapshots this rank has kept until now."""
+    """Ranks whose snapshots this rank kept in the last generation."""
     groups: Groups | None
-    """Parity groups of the job until now; None if the rank is new."""
+    """Parity groups of the job in the last generation; None if the rank is new."""
     address: Address
     """Address at which other ranks reach this rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """Channels of a rank to other ranks, beside those of training."""
+    """Channels of a rank to other ranks, in addition to the process groups of training."""
 
     job_group: Any
     """Process group of all ranks, for host tensors."""
@@ -71,9 +72,9 @@ class Channels:
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Channel over which recoveries fetch snapshots, beside the sends over ``snapshots``; None for a single rank."""
+    """Channel over which recoveries fetch snapshots while ``snapshots`` still sends; None for a single rank."""
     feeds: Transport | None
-    """Channel for logged tensors to stages that replay alone; None if there is only one stage."""
+    """Channel that carries logged tensors to a stage that replays alone; None if there is only one stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,18 +95,18 @@ class Topology:
     most_experts: int
     """Largest number of experts of any layer of the job; 1 without experts."""
     peers: Placement
-    """Peers of each rank; they keep copies of the rank's snapshots, or the parity of the rank's group."""
+    """Peers of each rank, which keep copies of the rank's snapshots or the parity of the rank's group."""
     groups: Groups
     """Parity groups of ranks; empty if peers keep copies instead."""
     groups_are_new: bool
-    """True if the groups differ from those of the last generation, so that the new parity sums are empty."""
+    """True if the groups differ from those of the last generation. Their parity sums are then empty."""
     warning: str | None
-    """Warning for users about the places of copies; None if nothing is unusual."""
+    """Warning for users if copies or parity protect less than the flags ask for; None otherwise."""
     channels: Channels
     pipeline: Pipeline
     neighbours: Neighbours
     replica: int
-    """Smallest rank of this rank's model replica."""
+    """Number of this rank's model replica: the smallest rank in the replica."""
     step_spans_job: bool
     """True if :attr:`~moevement_core.trainer.binding.Place.step_spans_job` is true on every rank."""
 
@@ -133,7 +134,7 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Yield protections that need less host memory, stronger ones first: the flag, and the resulting topology."""
+        """Yield protections that need less host memory, the strongest first: the flag, and the resulting topology."""
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
@@ -152,13 +153,13 @@ class Topology:
 def connect(
     config: SessionConfig, binding: Binding, before: Topology | None = None, *, is_running: bool = False
 ) -> Topology:
-    """Return the topology of a generation. Every rank of the job calls it at the same point.
+    """Return the topology of a generation. Collective: every rank of the job calls it at the same point.
 
     Args:
         config: flags of the job.
         binding: binding of this rank.
         before: topology of the last generation; None if this rank is new.
-        is_running: True if the job has already begun, so that it continues with the nodes that are left.
+        is_running: True if the job has begun. It then continues with weaker protection if too few nodes are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     connections = connections_of(config.copies)
@@ -266,7 +267,7 @@ def _in_parity(
 ) -> _Guard:
     members, blocks, warning = parity.members, parity.blocks, None
     if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
-        nodes, warning = range(len(nodes)), f"{parity} counts ranks as nodes: it survives lost processes, not nodes"
+        nodes, warning = range(len(nodes)), f"{parity} counts ranks as nodes: a job survives lost processes, not nodes"
     if is_running and len(set(nodes)) < members + blocks:
         members, blocks = narrowed(nodes, members, blocks)
         warning = f"{parity} is reduced to parity:{members}+{blocks}, because {len(set(nodes))} nodes are left"
@@ -290,9 +291,9 @@ def _place(config: SessionConfig, ranks: list[_Rank], copies: Copies) -> Placeme
 
 
 def _peers_before(ranks: list[_Rank]) -> list[tuple[int, ...]]:
-    """Return the former peers of every rank; an empty list if all ranks are new.
+    """Return the peers of every rank in the last generation; an empty list if all ranks are new.
 
-    A new rank does not know its former peers, but each of them reports whose snapshots it has kept.
+    A replacement does not know the peers of the failed rank, but each of these peers reports whose snapshots it kept.
     """
     if all(report.peers is None for report in ranks):
         return []

@@ -1,7 +1,7 @@
 """Planned end of a job at the same boundary on all ranks, before its machines are taken away.
 
 SIGTERM to a launcher, or Slurm's signal before the time limit, sets a flag in a page of memory that a supervisor shares
-with its processes. Ranks agree on the flag by a reduction in each iteration. Once it is set, all of them call
+with its processes. Ranks agree on the flag by a reduction in each iteration. Once it is set anywhere, all ranks call
 ``Binding.plan_exit``.
 """
 
