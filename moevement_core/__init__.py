@@ -1,20 +1,20 @@
-"""Engine of MoEvement: fault tolerance for any trainer; this docstring is a tour of the package.
+"""Engine of MoEvement: fault tolerance for any trainer. This docstring is a tour of the package.
 
 Every rank of a job creates a :class:`Session` on a :class:`Binding`, which describes the trainer. The binding provides
 the operators of the rank (:class:`Operator`, :class:`OperatorState`) and the other state that an iteration changes. It
 also defines how the trainer updates weights and re-executes an iteration. From then on:
 
 1. **In every iteration** the session captures a slice of the state, ``SS_t``, while the next iteration runs
-   (``engine/``). A :class:`Strategy` plans the slices (``strategies/``, ``policy/``). Senders send them to peers on
-   other nodes (``replication/``). A log keeps tensors that cross pipeline stages (``recovery/boundary_log.py``). A
-   writer writes windows of slices to disk (``storage/``). A commit point makes an optimizer step atomic under failures
-   (:class:`Commit`).
+   (``engine/``). A :class:`Strategy` plans the slices (``strategies/``, ``policy/``). Senders send them to peers, which
+   are ranks on other nodes (``replication/``). A log keeps tensors that cross pipeline stages
+   (``recovery/boundary_log.py``). A writer writes windows of slices to disk (``storage/``). A commit point makes an
+   optimizer step atomic under failures (:class:`Commit`).
 2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) detect the failure and give the
    rank to a spare. All survivors are interrupted, even if they wait, and enter training again (``restart/``).
 3. **Ranks recover** (``session/rejoin.py``). They agree on the iteration to resume (``recovery/agree.py``), plan the
    recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch snapshots. The stages that lost
-   their state replay (``recovery/replay.py``). Neighbouring stages feed the replaying stages from logs. Digests verify
-   the result (``recovery/check.py``).
+   their state replay: they execute iterations again (``recovery/replay.py``). Neighbouring stages send them logged
+   tensors. Digests verify the result (``recovery/check.py``).
 
 :func:`train` and :func:`iterations` do all that for a custom training loop. Read ``examples/plain_torch/train.py``
 first, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and

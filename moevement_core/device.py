@@ -1,8 +1,8 @@
 """Interface to the device of a process: streams, events, pinned host memory and memory use.
 
-The engine and the Megatron binding use it instead of ``torch.cuda``, so one code path serves an NVIDIA GPU and a
-machine without one. On the CPU a stream is the calling thread. Work is done when the call that issued it returns, so
-waiting is free and an event is a clock reading.
+The engine and the Megatron binding use this interface instead of ``torch.cuda``, so one code path serves machines with
+and without an NVIDIA GPU. On the CPU a stream is the calling thread. Work is done when the call that issues the work
+returns, so no call has to wait, and an event is a reading of the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 MOST_AT_ONCE = 2 << 30
 """Most bytes of host memory that one call should allocate, if the caller can use several pieces. All ranks of a node
-together page-lock some GB/s. A thread that stays in one call for a minute counts as hung."""
+together page-lock only some GB/s, and a thread that stays in one call for a minute counts as hung."""
 
 
 class Event(ABC):
@@ -91,18 +91,18 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until all work of this device is done."""
+        """Block the calling thread until all work of this device is done."""
 
     @abstractmethod
     def use_in_this_thread(self) -> None:
-        """Make this the current device of the calling thread; a new thread begins with the first device of the host."""
+        """Make this the current device of the calling thread; every new thread begins with the host's first device."""
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of host memory as uint8, page-locked if that makes copies from and to the device faster.
 
-        The memory begins at a page boundary. A later fork does not copy the memory: see :func:`shared_memory` and
-        :func:`parent_memory`. A forked process must not use it.
+        The memory begins at a page boundary. A later fork does not copy the memory; :func:`shared_memory` and
+        :func:`parent_memory` say how and why. A forked process must not use it.
 
         Raises:
             RuntimeError: the host has too little memory, or cannot page-lock it.
@@ -114,7 +114,7 @@ class Device(ABC):
 
     @abstractmethod
     def release_cached(self) -> int:
-        """Free device memory that torch caches without using it, and return the bytes that are free then.
+        """Free device memory that torch caches without using it; return the bytes of device memory that are then free.
 
         On the CPU nothing is freed, and the result is the memory that the host has available.
         """
@@ -125,12 +125,12 @@ class Device(ABC):
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
-    """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a mapping of its own.
+    """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a separate, shared mapping.
 
-    Private pages that are locked for a device cause problems at a fork. The kernel may copy all of them at the fork.
-    Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may copy a page when this
-    process next writes to it. The device then writes to other pages than this process reads. With a shared mapping,
-    parent and child keep using the same pages.
+    The mapping is shared because of forks. The kernel may copy private pages that are locked for a device at the fork.
+    Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may copy a private page when
+    this process next writes to it. The device then writes to other pages than this process reads. With a shared
+    mapping, parent and child keep using the same pages.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -144,8 +144,8 @@ def parent_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not have.
 
     A private mapping of huge pages is page-locked several times as fast as a shared mapping, whose pages have 4 KiB
-    (``benchmarks.gpu``, E2). A forked process does not get the mapping. So the kernel does not copy the pages, neither
-    at the fork nor later: :func:`shared_memory` has the problems of such copies.
+    (``benchmarks.gpu``, E2). A forked process does not get the mapping. So the kernel never copies the pages. The
+    docstring of :func:`shared_memory` names the problems of such copies.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -306,7 +306,7 @@ class CudaDevice(Device):
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         # Torch's allocator of pinned memory rounds up to a power of two, and never frees memory.
-        self.use_in_this_thread()  # A peer-serving thread would otherwise use the host's first device.
+        self.use_in_this_thread()  # A background thread would otherwise use the host's first device.
         memory = parent_memory(nbytes)
         if nbytes:
             runtime: Any = torch.cuda.cudart()
@@ -322,7 +322,7 @@ class CudaDevice(Device):
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def release_cached(self) -> int:
-        gc.collect()  # Objects that an interrupted step leaves form reference cycles.
+        gc.collect()  # Objects of an interrupted step refer to each other, so only the collector frees them.
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
@@ -333,8 +333,9 @@ class CudaDevice(Device):
 def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
     """Clear the last error of this thread in the CUDA runtime.
 
-    The runtime keeps an error until a call reads it. Torch would read the error after its next kernel, and raise it as
-    an error of that kernel. Torch's binding of the CUDA runtime has no function that reads the error.
+    The runtime keeps an error until a call reads it. If nothing else reads it, torch does so after its next kernel, and
+    raises it as an error of that kernel. Torch's binding of the CUDA runtime has no function that reads the error, so
+    this function calls the library.
 
     Args:
         loaded: file in which the system lists the libraries of this process.
@@ -349,13 +350,13 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 
 
 def release_cached_memory() -> int | None:
-    """Free device memory that torch caches, so that communicators, which do not allocate through torch, can use it.
+    """Free device memory that torch caches. NCCL's communicators can then use it; they do not allocate through torch.
 
     Returns:
-        Bytes of device memory that are free then; None if this process has not used a device yet.
+        Bytes of device memory that are then free; None if this process has not used a device yet.
     """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        return None  # A call of CUDA would occupy a device that may belong to another rank.
+        return None  # The first call of CUDA would occupy a device, which may belong to another rank.
     return current_device().release_cached()
 
 
@@ -367,8 +368,8 @@ def current_device() -> Device:
 def visible_devices() -> tuple[str, ...]:
     """Return the identities of the accelerators that this process sees, in the order of their numbers.
 
-    A device has the same identity in every process, even if its number differs. The function creates no context on a
-    device.
+    A device has one identity in all processes, even if they number devices differently. The function creates no CUDA
+    context, so it takes no device memory.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(_identity(number) for number in range(count))

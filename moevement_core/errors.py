@@ -1,7 +1,7 @@
 """Errors of this project, one class for each kind that a caller may handle differently.
 
-Every message has the value found, the value needed and the remedy. Libraries raise these errors. Only the command line
-converts them to a line on stderr and an exit code.
+Every message has the value found, the value needed and the remedy. Only the command line converts an error to a line on
+stderr and an exit code; all other code lets it pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CodeDiffers(ConfigError):
 
 
 class FolderInUse(ConfigError):
-    """Error of a job whose folder another job writes to; the folder is unchanged."""
+    """Error of a job that wants to write to a folder that another job uses; this job writes nothing there."""
 
 
 class OperatorError(ConfigError):
@@ -46,15 +46,15 @@ class ScheduleError(MoEvementError):
 
 
 class ExchangeError(MoEvementError):
-    """Error in a message from another process, which has an unexpected form or content."""
+    """Error in a message from another process: the message has an unexpected form or content."""
 
 
 class SnapshotError(MoEvementError):
-    """Error in a snapshot that is damaged, torn, stale, of another schedule or of another version."""
+    """Error in a snapshot, or in a message about snapshots, that is damaged, incomplete or of another version."""
 
 
 class ReplicationError(MoEvementError):
-    """Error in sending a copy to a peer that is gone or that refuses it."""
+    """Error of a sender whose peer refuses the host memory that the sender's copies need."""
 
 
 class RecoveryError(MoEvementError):
@@ -74,7 +74,7 @@ class ProcessGroupError(MoEvementError):
 
 
 class JobStopped(MoEvementError):
-    """Error of a process that waits to join a job that has ended or was abandoned."""
+    """Error of a process that waits to join a job: the job has ended or was abandoned."""
 
 
 class ResultError(MoEvementError):
@@ -82,8 +82,8 @@ class ResultError(MoEvementError):
 
     Args:
         message: description of the wrong value, with its place and iteration.
-        suspects: ranks whose processes may compute a wrong result once more, so that one of them has to be replaced.
-            Empty if it may be enough to compute the iteration once more.
+        suspects: ranks whose processes may compute a wrong result again. One of these processes has to be replaced.
+            Empty if it may be enough to execute the iteration again.
     """
 
     def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:

@@ -18,7 +18,7 @@ FORMAT_ENV = "MOEVEMENT_LOG"
 """Variable that sets the format of the lines: ``text`` (default) or ``json``."""
 NAME = "moevement"
 PREFIXES = (f"{NAME}: ", f'{{"{NAME}": ')
-"""Beginnings of this project's lines, as text and as JSON. They tell these lines from lines of other libraries."""
+"""Beginnings of this project's lines, as text and as JSON. Lines of other libraries begin differently."""
 
 
 class _Text(logging.Formatter):
@@ -40,7 +40,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):
-    """Handler that writes to the current ``sys.stdout``, because forked ranks redirect their output."""
+    """Handler that writes to the ``sys.stdout`` of the moment, because forked ranks replace it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)

@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 class OperatorKind(StrEnum):
-    """Kind of an operator; the strategies count the popularity of experts only."""
+    """Kind of an operator. Strategies treat experts differently, because they know how many tokens each expert gets."""
 
     EXPERT = "expert"
     GATE = "gate"
@@ -61,8 +61,8 @@ class StateBytes:
     compute: int
     """Bytes of compute weights, which forward and backward read."""
     master: int
-    """Bytes of master weights, which the optimizer updates. In FP32 training the compute weights are the master
-    weights, and their bytes count in both fields."""
+    """Bytes of master weights, which the optimizer updates. In FP32 training the compute weights are also the master
+    weights, and both fields have their bytes."""
     optimizer: int
     """Bytes of optimizer moments, with their scales and step counters."""
     gradient: int = 0
@@ -144,11 +144,11 @@ class OperatorTable:
     """Table of the operators of one schedule, ordered by name, and so in the same order on every rank.
 
     A table has a row of bytes for each rank. A table with one row describes a single rank. A table with several rows
-    describes a pipeline stage. The ranks of a stage give an operator the same slot, because they replay it together. If
-    a rank does not have an operator, the row of that rank has a zero for this operator.
+    describes a pipeline stage. All ranks of a stage save an operator in the same iteration of a window, because they
+    replay it together. If a rank does not have an operator, the row of that rank has a zero for this operator.
 
-    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). In other orders of operators, the index in
-    the table breaks ties.
+    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). If a strategy sorts operators by other
+    criteria, the index in the table breaks ties.
 
     Args:
         operators: operators of a single rank, in any order; ignored if ``ranks`` is set.
@@ -194,7 +194,7 @@ class OperatorTable:
     def of_matrices(
         cls, names: tuple[str, ...], kinds: tuple[OperatorKind, ...], full: Bytes, compute: Bytes, gradient: Bytes
     ) -> OperatorTable:
-        """Return a table with these names, kinds and arrays; the call makes the arrays read-only.
+        """Return a table with the given names, kinds and arrays; the call makes the arrays read-only.
 
         Raises:
             OperatorError: the lengths or shapes do not match, or a name occurs twice.
@@ -212,9 +212,10 @@ class OperatorTable:
         return table
 
     def with_gradients_for_compute(self) -> OperatorTable:
-        """Return a copy of the table in which the bytes of gradients replace the bytes of compute weights.
+        """Return a copy of the table for a strategy that saves gradients instead of compute weights.
 
-        The method limits the bytes of a gradient to those of the full state, because snapshots save the smaller one.
+        Bytes of gradients replace those of compute weights. They count as at most the bytes of the full state, because
+        the computation of windows relies on full states that are never smaller than the rest.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)
@@ -237,7 +238,7 @@ class OperatorTable:
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
-        """Distance of each operator from the input (embedding, layers, head), int64 ``[operators]``."""
+        """Distance of each operator from the input (-1: embedding, then layers, head last), int64 ``[operators]``."""
         head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
         return np.where(head, self.layers.max(initial=0) + 1, self.layers)
 

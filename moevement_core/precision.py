@@ -1,6 +1,6 @@
 """Precision regimes: formats of weights, master weights and moments, and the resulting bytes of state.
 
-Only planning uses them. A training run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
+Only planning uses this module. A training run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FACTOR_BYTES = 4
 
 
 class TensorShape(NamedTuple):
-    """Numbers that determine the bytes of a parameter in each format."""
+    """Numbers of a parameter that determine its bytes in each format."""
 
     elements: int
     rows: int = 0
@@ -45,7 +45,7 @@ class TensorShape(NamedTuple):
 class Regime:
     """Formats of a training regime (the columns of MoEvement's table 7), and the scaling of FP8 numbers.
 
-    Compute weights in FP8 are those of linear layers. Norms, routers, embedding and head stay in BF16.
+    If compute weights are in FP8, only those of linear layers are. Norms, routers, embedding and head stay in BF16.
     """
 
     compute: str
@@ -77,12 +77,12 @@ class Regime:
         return self.compute == "fp8"
 
     def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
-        """Return the bytes of an operator on one of the ``shards`` ranks that share it evenly.
+        """Return about the bytes of an operator on each of the ``shards`` ranks that share the operator evenly.
 
         Args:
             tensors: all tensors of the operator.
-            shards: number of ranks that each hold an equal part (Megatron's distributed optimizer); parts are rounded
-                up.
+            shards: number of ranks that each hold an equal part (Megatron's distributed optimizer). The size of a part
+                is rounded up.
         """
         elements = math.ceil(sum(tensor.elements for tensor in tensors) / shards)
         quantised = math.ceil(sum(tensor.elements for tensor in tensors if self.quantises(tensor)) / shards)
@@ -94,7 +94,8 @@ class Regime:
 
         Args:
             parts: pairs of a tensor of the operator and the number of its elements that the rank owns. If the rank owns
-                no element of a tensor, the tensor's scales count both as compute weights and as full state.
+                no element of a tensor, the rank still saves the tensor's scales, both with compute weights and with
+                full state.
         """
         elements = quantised = tensors = scales = full_scales = 0
         for tensor, owned in parts:
@@ -107,7 +108,7 @@ class Regime:
     def quantises(self, tensor: TensorShape) -> bool:
         """Return True if snapshots save a tensor's compute weights in FP8.
 
-        With MXFP8 the result is False. Snapshots then save BF16 weights, from which both FP8 forms are computed.
+        The result is False for MXFP8: snapshots then save BF16 weights, from which training computes both FP8 forms.
         """
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
