@@ -1,1 +1,1 @@
-"""Persisted windows on disk, which ranks write beside training and a new job can load."""
+"""Windows of snapshots on disk, which ranks write while training runs and which a new job can load."""

@@ -1,7 +1,8 @@
 """Snapshot as a file; ``docs/file_format.md`` describes the bytes.
 
-A file holds magic, version, length and digest of the header, and the header. The snapshot's payload follows without
-gaps, from the next multiple of 64 bytes on. A file is written under another name, made durable, and then renamed.
+A file begins with magic, version, length and digest of the header, and the header. The payload (the bytes of the
+tensors, without gaps) follows from the next multiple of 64 bytes on. Ranks write a file under another name, make it
+durable, and then rename it. So a file with a final name is complete.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def file_name(owner: int, iteration: int) -> str:
 
 
 def owner_and_iteration(name: str) -> tuple[int, int] | None:
-    """Return the owner and iteration in a name that :func:`file_name` made; None for other files."""
+    """Return the owner and iteration in a name of :func:`file_name`; None for any other name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Return True if :func:`write_snapshot` gives this name to a finished or an unfinished file."""
+    """Return True if ``name`` has the form that :func:`write_snapshot` gives to finished or to unfinished files."""
     return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
 
 
@@ -51,8 +52,9 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
 
     Args:
         folder: existing folder.
-        snapshot: snapshot whose buffer stays unchanged until this function returns.
-        is_wanted: function that is called before the file gets its name; if it returns False, the file is deleted.
+        snapshot: snapshot, whose buffer must stay unchanged until this function returns.
+        is_wanted: function that is called when the file is durable. If it returns False, the file is deleted instead of
+            getting its final name.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -62,7 +64,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
     padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
     path = folder / file_name(snapshot.header.rank, snapshot.iteration)
-    # Every attempt has its own name, because a stalled disk may still hold an earlier attempt.
+    # Every attempt has its own name, because a thread on a stalled disk may still write an earlier attempt.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
         with open(partial, "wb", buffering=0, opener=opener) as file:
@@ -91,7 +93,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Return the snapshot in a file, with unchecked tensors; :meth:`Snapshot.check` checks them.
+    """Return the snapshot in a file. Its tensors are unchecked; the caller calls :meth:`Snapshot.check`.
 
     Raises:
         SnapshotError: the file is missing, cut off, or of another version, or its header is damaged.
@@ -120,7 +122,7 @@ def payload_start(path: Path) -> int:
     """Return the offset in bytes at which the tensors of a snapshot file begin.
 
     Raises:
-        SnapshotError: the file has no valid header, as in :func:`read_header`.
+        SnapshotError: the file has no valid header; see :func:`read_header`.
     """
     return _read(path)[1]
 

@@ -1,11 +1,12 @@
-"""Manifest that makes a window on disk loadable. A job writes it when all files of all ranks exist.
+"""Manifest that makes a window on disk loadable. A job writes the manifest when all files of all ranks are durable.
 
-The manifest ``window_<iteration>_<job>.json`` is beside the folder ``window_<iteration>_<job>``. The iteration is the
-one whose state the window restores. If each node has a directory of windows, each directory has the same manifest.
+The manifest ``window_<iteration>_<job>.json`` is beside the folder ``window_<iteration>_<job>``. The name has the
+iteration whose state the window restores. If each node has a directory of windows, each directory has an equal
+manifest.
 
-The directory may hold foreign files under any name. A window is deleted only if its name has exactly the form above and
-it provably belongs to this project. The proof is the manifest or, before there is a manifest, the marker inside the
-window's folder. Only files that this project writes are deleted from a window; foreign files stay.
+Users may keep other files in the directory, under any name. This module deletes a window only if the name has exactly
+the form above and the window provably belongs to this project. The proof is the manifest or, before there is a
+manifest, the marker inside the window's folder. From the folder it deletes only files that this project writes.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _UNSEALED = 1
 _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
-"""Name of the file that marks a window's folder as this project's. It is written before the first snapshot."""
+"""Name of the file that marks a window's folder as this project's. Ranks write it before the first snapshot."""
 DATA_SETTINGS = "data"
 """Name of the setting that holds all settings of the training data, by name.
 
-These settings determine which samples training reads. A job may load a window although its own settings of the data
-differ. If its replay then reaches another state than the window records, the error lists the differences.
+These settings determine which samples training reads. A job may load a window of a job with other settings of the data.
+If the replay then reaches another state than the window records, the error lists the differences.
 """
 BY_ITERATION = ("iterations_to_skip",)
-"""Names of settings that are lists of iterations. The lists of the window and of the job that loads it must agree only
-in the iterations that are replayed.
+"""Names of settings that are lists of iterations. A job that loads a window compares its own list with the window's
+list, but only for the iterations that it will replay.
 """
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
@@ -55,17 +56,17 @@ class Manifest:
     first: int
     """First snapshot of the window, the same on every rank."""
     last: int
-    """Last snapshot of the window, which completes the state of every rank."""
+    """Last snapshot of the window, with which every rank has its whole state."""
     reaches: int
     """Iteration whose dense state the window restores."""
     progress: Mapping[str, int]
     """Iteration and consumed samples of the restored state."""
     settings: Mapping[str, Any]
-    """Settings that a job must share to load the window."""
+    """Settings of the job that wrote the window. A job that loads the window needs equal settings, except of the data.
+    """
     arithmetic: tuple[str, ...] = ()
-    """Arithmetic of each rank that wrote the window, or one entry if all ranks had the same; empty if unknown.
-
-    :mod:`moevement_core.util.arithmetic` describes it.
+    """Processor and libraries of each rank that wrote the window, as :func:`moevement_core.util.arithmetic.arithmetic`
+    describes them; one entry if all ranks had the same, empty if unknown.
     """
     is_sealed: bool = field(default=True, compare=False)
     """True if the file has a digest of these fields; files of version 1 have none."""
@@ -76,7 +77,7 @@ class Manifest:
         return f"window_{self.reaches:07d}_{self.job}"
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return a description of each setting in which a job differs from this window, except those of the data."""
+        """Return a text for each setting, except those of the data, in which a job differs from this window."""
         names = [name for name in settings if name in self.settings and name != DATA_SETTINGS]
         return _differences(
             {name: self._replayed(name, settings[name]) for name in names},
@@ -84,7 +85,7 @@ class Manifest:
         )
 
     def other_data(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return a description of each setting of the data in which a job differs from this window."""
+        """Return a text for each setting of the data in which a job differs from this window."""
         return _differences(settings.get(DATA_SETTINGS) or {}, self.settings.get(DATA_SETTINGS) or {})
 
     def _replayed(self, name: str, value: Any) -> Any:
@@ -93,7 +94,7 @@ class Manifest:
         return [iteration for iteration in value if self.first < iteration <= self.reaches]
 
     def write(self, directory: Path) -> None:
-        """Write the manifest under another name and rename it; called when the files of the window are durable."""
+        """Write the manifest, first under another name; called when the window's files are durable on all ranks."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
@@ -148,7 +149,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest with impossible values. A manifest without a digest may have such values.
+    """Refuse a manifest with impossible values. Manifests of version 1 may have them, because no digest protects these.
 
     Raises:
         SnapshotError: a value is impossible.
@@ -178,9 +179,9 @@ def manifests(directory: Path) -> list[Manifest]:
 
 
 def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
-    """Return the readable manifests in ``directory``, the newest first, and an error text for each unreadable manifest.
+    """Return the readable manifests in ``directory``, the newest first, and the error of each unreadable one.
 
-    The error texts are by name of the window.
+    The errors are texts, by name of the window.
     """
     readable, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
@@ -198,10 +199,10 @@ def reach_of(name: str) -> int:
 
 
 def make_window_folder(directory: Path, name: str) -> Path:
-    """Make the folder of a window, mark it as this project's, and return it; each rank that writes there calls this.
+    """Make the folder of a window, mark it as this project's, and return it; called by each rank that writes there.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: this process cannot make or write the folder.
     """
     folder = directory / name
     make_folder(folder)
@@ -227,10 +228,10 @@ def own_windows(directory: Path) -> Iterator[str]:
 
 
 def remove_window(directory: Path, name: str) -> None:
-    """Delete a window whose name :func:`own_windows` has returned.
+    """Delete the window ``name``, which :func:`own_windows` has yielded.
 
-    The manifest is deleted first, so that no job loads a partly deleted window. If the folder holds foreign files, the
-    folder and these files stay.
+    The function deletes the manifest first, so that no job loads a partly deleted window. If the folder holds foreign
+    files, the folder and these files stay.
     """
     (directory / f"{name}.json").unlink(missing_ok=True)
     folder = directory / name
@@ -247,12 +248,13 @@ def remove_window(directory: Path, name: str) -> None:
 
 
 def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[str]) -> None:
-    """Delete windows that are no longer needed, finished or not.
+    """Delete windows that the job no longer needs, finished or not. A window that cannot be deleted stays.
 
     Args:
         directory: folder with the windows.
-        job: name under which the job writes windows now. Its windows before ``oldest`` are deleted.
-        oldest: name of the oldest window that stays.
+        job: name under which the job writes windows now. Windows of this name that are older than ``oldest`` are
+            deleted.
+        oldest: name of the oldest window of the job that stays.
         replaced: names of other windows to delete.
     """
     for name in set(own_windows(directory)):
@@ -262,7 +264,7 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
 
 
 def remove_unfinished(directory: Path, start: str, but: str) -> None:
-    """Delete the unfinished windows of a job, which failures left behind.
+    """Delete the unfinished windows that failures of a job left behind.
 
     Args:
         directory: folder with the windows.
@@ -281,7 +283,7 @@ def is_of_job(name: str, start: str) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names of the files in ``folder`` durable."""
+    """Make new names and renames of files in ``folder`` durable; fsync of a file covers only its content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

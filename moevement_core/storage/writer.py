@@ -1,12 +1,12 @@
-"""Writer of windows to disk beside training, one window after the other.
+"""Writer of windows to disk while training runs, one window after the other.
 
-When a window is durable or has failed, the ranks begin with the newest persisted window. All ranks agree on which
-window is written, and on whether it is durable on every rank or has failed. If the window is durable, the first rank of
-each folder writes the manifest, and deletes windows older than the previous one.
+When a window is durable or has failed, the ranks begin to write the newest persisted window. All ranks agree on which
+window they write, and on whether it is durable on every rank or has failed on some rank. If it is durable, the first
+rank of each folder writes the manifest, and deletes all older windows except the previous one.
 
-The file of a snapshot may leave out experts that older files hold (``Header.on_disk``). In this case the first window
-is written whole. Every later window has links to those files of the previous window that hold the newest state of some
-operator.
+The file of a snapshot may leave out experts whose state an older file holds (``Header.on_disk``). In this case ranks
+write the first window whole. In every later window they link those files of the previous window that hold the newest
+state of some operator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moevement_core.storage.manifest import (
 
 Report = Callable[[str], None]
 KEPT = 2
-"""Number of windows on disk: the newest, and the previous one in case a node dies while manifests are renamed."""
+"""Number of windows on disk. The second newest is needed if a node dies while nodes rename the newest manifest."""
 
 
 _Identity = tuple[int, int, str]
@@ -61,7 +61,7 @@ class _Window:
     writing: Writing = Writing.BUSY
     """Progress of this rank with the window."""
     leased: Sequence[SnapshotLease] = ()
-    """Snapshots that stay in memory until it is known whether the window is durable on every rank."""
+    """Snapshots that stay in memory until the ranks know whether the window is durable on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Folder:
 
     path: Path
     writes_manifest: bool
-    """True if this rank is the first of the ranks that write there."""
+    """True if this rank is the first of the ranks that write to the folder."""
 
 
 class WindowWriter:
@@ -83,18 +83,19 @@ class WindowWriter:
         job: name under which the job writes windows, the same on all ranks.
         settings: settings for the manifest.
         arithmetic: arithmetic of the ranks for the manifest.
-        lease: function that lends the snapshots of a window, from its first to its last iteration. These are this
-            rank's own snapshots, and the copies that the rank's folder must hold. It returns None if one is missing.
+        lease: function that takes the first and last iteration of a window, and lends the snapshots of the window:
+            this rank's own, and copies of other ranks' snapshots if each node has its own folder. It returns None if a
+            snapshot is missing.
         progress_of: function that returns iteration and consumed samples of the state that a snapshot holds.
         report: callback that receives one sentence for each problem.
         taken_over: function that returns the name of another job that has taken over the folder, or None. It may wait
             for the disk.
-        left_behind: writers of earlier generations. While a stalled disk blocks one of them, no window begins.
-            Otherwise more and more stalled writers would keep buffers leased.
+        left_behind: writers of earlier generations. While a stalled disk blocks one of them, this writer begins no
+            window. Otherwise more and more stalled writers would keep buffers leased.
         leaves_out: True if files may leave out operators that older files hold.
-        keep: function that takes over the leases of each window that has become durable on every rank, because memory
-            holds operators that its files leave out. The writer's thread calls it. None: leases end when their files
-            are written.
+        keep: function that takes over the leases of each window once the window is durable on every rank; the writer's
+            thread calls it. A strategy needs it if a recovery prefers these whole snapshots in memory to the files,
+            which leave operators out. None: leases end when the files are written.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class WindowWriter:
         A window that only this rank wrote does not reset the number: ranks that share a full disk may fail in turn.
         """
         self._found: frozenset[str] = frozenset()
-        """Names of windows that are older than the job's start or last restart. The first durable window replaces them.
+        """Names of windows from before the job's start or last restart. They are deleted when a new window is durable.
         """
         self._window: _Window | None = None
         """Window that the job is writing now; None if there is none."""
@@ -151,12 +152,21 @@ class WindowWriter:
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
-        """Finish the window if ``writing``, the least progress of all ranks, is that it failed or is durable."""
+        """Finish the window if it has failed on some rank or is durable on all ranks.
+
+        Args:
+            writing: least progress of all ranks with the window.
+        """
         if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
             self._conclude(self._window, writing)
 
     def begin(self, first: int, last: int) -> None:
-        """Begin to write a window that is persisted on every rank, unless another window is being written."""
+        """Begin to write a window that is persisted on every rank. Do nothing while another window is being written.
+
+        Args:
+            first: first snapshot of the window.
+            last: last snapshot of the window.
+        """
         if self._window is not None or first <= self._last_begun:
             return
         self._last_begun = first
@@ -167,12 +177,12 @@ class WindowWriter:
             newest = next(lease.snapshot for lease in leased if lease.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
         before = self._durable
-        # Headers name the part of a snapshot to write. If no window is durable yet, snapshots are written whole.
+        # A header names the part of the snapshot to write. Until a window is durable, ranks write whole snapshots.
         is_whole = before is None or not self._leaves_out
         files = {_identity(lease.snapshot): _written(lease.snapshot, is_whole=is_whole) for lease in leased or ()}
         older: dict[_Identity, str] = {}
         if before is not None and not is_whole:
-            # A file of the last window may hold more of a snapshot that belongs to both windows.
+            # If a snapshot belongs to both windows, its file in the last window may hold more of it.
             files = {name: _more_complete(content, before.files.get(name)) for name, content in files.items()}
             older = _still_needed(files, before.files | before.older)
             first = min(first, before.manifest.first)
@@ -195,7 +205,7 @@ class WindowWriter:
         """Finish the window that is being written, so that another window may begin; every rank calls this method.
 
         Args:
-            agree: function that returns the least progress of all ranks.
+            agree: function that takes this rank's progress and returns the least progress of all ranks.
             timeout_s: seconds to wait for the disk.
         """
         deadline = time.monotonic() + timeout_s
@@ -207,7 +217,7 @@ class WindowWriter:
         """Finish the window that is being written, and end the thread; every rank calls this method.
 
         Args:
-            agree: function that returns the least progress of all ranks.
+            agree: function that takes this rank's progress and returns the least progress of all ranks.
             timeout_s: seconds to wait for the disk.
         """
         self.finish(agree, timeout_s)
@@ -217,9 +227,9 @@ class WindowWriter:
     def abandon(self) -> None:
         """Give up the window that is being written, after a failure and without waiting for the disk.
 
-        The window gets no further file and no manifest. The job deletes the window's files when it writes the next
-        window. Buffers stay leased until the write under way ends. If all ranks have already agreed that a window is
-        durable, that window still gets its manifest.
+        This rank writes no further file and no manifest for the window. When the job writes the next window, it deletes
+        the files of this one. Buffers stay leased until the write under way ends. A window that all ranks have already
+        found to be durable still gets its manifest.
         """
         if (window := self._window) is not None:
             self._jobs.put(lambda: _release(window))
@@ -264,7 +274,7 @@ class WindowWriter:
         return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
 
     def _refuse_if_taken_over(self) -> None:
-        """Refuse to write if another job uses the folder, because two jobs would delete each other's windows.
+        """Refuse to write if another job uses the folder. Two jobs in one folder would delete each other's windows.
 
         Raises:
             FolderInUse: another job has the folder now, or has begun to write to it.
@@ -273,7 +283,7 @@ class WindowWriter:
             raise FolderInUse(f"the folder was taken over by {other}; this job no longer writes or deletes files there")
         new = self._windows_of_others() - self._found
         if others := [name for name in new if not is_of_job(name, self._job)]:
-            raise FolderInUse(f"another job writes to the folder ({min(others)}), so this job writes there no longer")
+            raise FolderInUse(f"another job writes to the folder ({min(others)}), so this job no longer writes there")
 
     def _write(self, window: _Window, leased: Sequence[SnapshotLease]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
@@ -308,7 +318,7 @@ class WindowWriter:
                 _release(window)
 
     def _bring(self, identity: _Identity, folder: Path) -> None:
-        """Bring a file of the newest durable window into ``folder``: as a link, or a copy on a disk without links."""
+        """Link a file of the newest durable window into ``folder``, or copy it on a disk without links."""
         assert self._durable is not None
         name = file_name(*identity[:2])
         before = self._folder.path / self._durable.manifest.name / name
@@ -318,9 +328,9 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Link a file of the previous window into ``folder`` if its content is the wanted one; return True on success.
+        """Link a file of the previous window into ``folder`` if it has the wanted content; return True on success.
 
-        Successive windows that overlap share files. On a disk without links, each window has files of its own.
+        Successive windows that overlap share files by links. On a disk without links, each window has all its files.
         """
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
@@ -345,7 +355,7 @@ class WindowWriter:
             self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _hand_over(self, window: _Window) -> None:
-        if self._keep is None or self._abandoned:  # A recovery may be reading the snapshots that are kept now.
+        if self._keep is None or self._abandoned:  # After a failure, a recovery may be reading the kept snapshots.
             _release(window)
             return
         leased, window.leased = window.leased, ()
@@ -367,7 +377,7 @@ class WindowWriter:
         self._not_written += 1
         if not self._not_written & (self._not_written - 1):  # only the 1st, 2nd, 4th, 8th ... failure is reported
             first, so_far = window.manifest.first, f" ({self._not_written} so far)" if self._not_written > 1 else ""
-            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next will be tried")
+            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; ranks try the next one")
 
 
 def _release(window: _Window) -> None:
@@ -381,7 +391,7 @@ def _identity(snapshot: Snapshot) -> _Identity:
 
 
 def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
-    """Return the content of a snapshot's file, the same on all ranks of a stage, in the form of ``Header.contents``."""
+    """Return the content of a snapshot's file for all ranks of the stage, in the form of ``Header.contents``."""
     header = snapshot.header
     if is_whole or header.on_disk is None:
         return header.contents
@@ -389,7 +399,12 @@ def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
 
 
 def _more_complete(content: str, before: str | None) -> str:
-    """Return the content with more full states: that of the file to write, or that of the file in the last window."""
+    """Return the content with more full states.
+
+    Args:
+        content: content of the file to write.
+        before: content of the file with the same snapshot in the last window; None if there is none.
+    """
     if before is None:
         return content
     full = str(int(Saved.FULL))
@@ -397,7 +412,12 @@ def _more_complete(content: str, before: str | None) -> str:
 
 
 def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:
-    """Return the older files of each rank that hold the newest full state of some operator."""
+    """Return the older files that hold the newest full state of some operator, among the files of the same rank.
+
+    Args:
+        files: files of the new window, each with its content.
+        before: older files, each with its content.
+    """
     needed = {}
     for rank in {rank for rank, *_ in files}:
         newest = np.zeros(0, dtype=np.bool_)
