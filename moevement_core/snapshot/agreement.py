@@ -1,7 +1,8 @@
 """Agreement of all ranks about recoverable runs: which are persisted on every rank, and which never will be.
 
-Every iteration, each rank proposes the status of its recent runs. The smallest status of a run over all ranks is
-its status in the job. The reduction runs in the background and is read one iteration later, so no rank waits for it.
+A recoverable run consists of consecutive snapshots that together hold a whole state. Every iteration, each rank
+proposes the status of its recent runs. The smallest status of a run over all ranks is its status in the job. The
+reduction runs in the background, and ranks read its result one iteration later, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -20,34 +21,37 @@ HORIZON = 512
 MOST_PERIOD = HORIZON // 4
 """Most iterations from the beginning of one window to the beginning of the next.
 
-A run that is still needed may have begun two such periods ago, and earlier if replication lags. :data:`HORIZON` is long
-enough for such runs.
+A run that the job still needs may have begun two of these periods ago, and even earlier if replication lags.
+:data:`HORIZON` covers four periods.
 """
 NONE = -(1 << 40)
-"""Value that stands for no iteration; it is far below 0 because runs may begin before iteration 0."""
+"""Value that stands for no iteration. It is far below 0, because runs may begin a little before iteration 0."""
 
 
 class RunStatus(IntEnum):
-    """Status of a run; the smallest over all ranks is the status in the job."""
+    """Status of a recoverable run; the smallest over all ranks is the status in the job."""
 
     NEVER = 0
     """Status of an abandoned run, and of an iteration at which no run begins."""
     OPEN = 1
-    """Status of a run that may still become persisted."""
+    """Status of a run that peers do not have whole yet, but may still receive."""
     PERSISTED = 2
-    """Status of a run whose snapshots all peers have."""
+    """Status of a run whose snapshots have all reached all peers."""
 
 
 class Writing(IntEnum):
-    """Status of the window that is being written to disk; the smallest over all ranks is the status in the job."""
+    """Progress of a rank with the window that the job is writing to disk.
+
+    The smallest value over all ranks is the progress of the job.
+    """
 
     NOTHING = 0
     """Status of a rank that writes no window."""
     BUSY = 1
     FAILED = 2
-    """Status of a rank that ended without writing its files."""
+    """Status of a rank that could not write all of its files."""
     DURABLE = 3
-    """Status of a rank whose files are on disk."""
+    """Status of a rank whose files are all on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,11 @@ class Agreed:
     """Statuses of the job's runs, as all ranks agreed at one iteration."""
 
     iteration: int
-    """Iteration of the proposals. No run that begins at this iteration or later has a status."""
+    """Iteration in which ranks made their proposals. Runs that begin in it or later have no status yet."""
     statuses: Mapping[int, RunStatus]
-    """Status of each run by its first snapshot; a missing run has the status NEVER."""
+    """Status of each run, by its first snapshot. If a first snapshot is missing, the status of its run is NEVER."""
     writing: Writing = Writing.NOTHING
-    """Status of the window that all ranks are writing to disk."""
+    """Least progress of all ranks with the window that they are writing to disk."""
     is_winding_down: bool = False
     """True if any rank has received a request to end the job between two iterations."""
 
@@ -71,29 +75,38 @@ class Agreed:
     def first_open(self, after: int) -> int:
         """Return the first snapshot of the oldest open or persisted run that begins after ``after``.
 
-        Without such a run the result is the iteration of the proposals.
+        If there is no open or persisted run after ``after``, return the iteration of the proposals.
         """
         may = (start for start, status in self.statuses.items() if start > after and status)
         return min(may, default=self.iteration)
 
 
 class Agreement(ABC):
-    """Interface of an agreement on the job's runs. All ranks call both methods once an iteration."""
+    """Interface of an agreement on the job's runs. All ranks call both methods once an iteration, ``agreed`` first."""
 
     winding_down: Callable[[], bool] = staticmethod(lambda: False)
     """Function that returns True if this rank has received a request to end the job; called at every proposal."""
 
     @abstractmethod
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
-        """Propose the statuses of this rank's runs, by first snapshot; ``iteration`` is the same on all ranks."""
+        """Propose the statuses of this rank's runs, without waiting for other ranks.
+
+        Args:
+            iteration: iteration of the proposal, the same on all ranks.
+            statuses: status of each run of this rank, by its first snapshot.
+            writing: progress of this rank with the window on disk.
+        """
 
     @abstractmethod
     def agreed(self) -> Agreed | None:
-        """Return the statuses that follow from the last proposals of all ranks; None before the first proposals."""
+        """Return what follows from the last proposals of all ranks; None if there are no proposals.
+
+        An implementation may return a result only once, and None from then on until the next proposals.
+        """
 
 
 class SingleRankAgreement(Agreement):
-    """Agreement of a job with a single rank, which returns the proposals of this rank."""
+    """Agreement of a job with a single rank, whose proposals are the result."""
 
     def __init__(self) -> None:
         self._proposed: Agreed | None = None
@@ -114,7 +127,7 @@ class GroupAgreement(Agreement):
 
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
         values = torch.zeros(HORIZON + 2, dtype=torch.uint8)
-        values[HORIZON] = int(writing)  # outside the range of runs, because the window may have begun at any time
+        values[HORIZON] = int(writing)  # an element of its own, because the window may have begun at any time
         values[HORIZON + 1] = int(not self.winding_down())
         for start, value in statuses.items():
             if 0 <= iteration - start < HORIZON:

@@ -1,11 +1,11 @@
 """Host memory for snapshots, divided into pages; each snapshot takes as many pages as its bytes need.
 
-Snapshots differ in size from slot to slot, and after each reorder of operators. Buffers of the largest size would
-multiply the memory that sparse checkpointing needs, and blocks of exact sizes would leave gaps too small for any
-snapshot. With pages a snapshot may be in several pieces, so any free page can be used.
+Snapshots differ in size, within a window and after each reorder of operators. If all buffers had the largest size,
+sparse checkpointing would need a multiple of the memory. If buffers had exact sizes, freed buffers would leave gaps too
+small for any new snapshot. With pages a snapshot may be in several pieces, so it can use any free page.
 
-Pages are allocated and released in slabs. Data is never moved: new snapshots stay out of slabs that are to be released,
-and such a slab is released once its content is freed.
+The arena allocates and releases memory in slabs of many pages. It never moves data. To release a slab that is in use,
+it keeps new snapshots out of the slab, and releases the slab once all of its pages are free.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from moevement_core.snapshot.buffer import Buffer, Extent
 PAGE = 64 << 10
 """Bytes of a page."""
 SLABS = 64
-"""Approximate number of slabs that an arena grows by at a time.
+"""Approximate number of slabs by which an arena grows at a time.
 
-Few slabs save time, because each page-lock call is slow. Many slabs save memory, because a slab can be released only
-when all of its pages are free.
+With fewer slabs, an arena grows faster, because each page-lock call is slow. With more slabs, it can release more
+memory, because it can release a slab only when all pages of the slab are free.
 """
 SMALLEST_SLAB = 1 << 20
 """Bytes of the smallest slab."""
 RETURNED_AT_ONCE = 256 << 20
 """Approximate limit on the bytes that one call of :meth:`Arena.shrink` releases.
 
-A training thread may have to wait for the end of the call.
+Calls must be short, because the training thread may have to wait for the end of a call.
 """
 
 
@@ -42,7 +42,7 @@ def in_pages(nbytes: int) -> int:
 
 
 WATCHED = 64
-"""Number of buffers to acquire after :meth:`Arena.watch`. Only then does :meth:`Arena.fit` use the peak since then."""
+"""Number of buffers after which :meth:`Arena.fit` relies on the peak since :meth:`Arena.watch`."""
 
 
 class Arena:
@@ -55,7 +55,7 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock of the arena. Code always takes it directly, never through :attr:`_freed`.
+        """Lock of the arena. Code always takes the lock directly, never through :attr:`_freed`.
 
         The docstring of :mod:`moevement_core.util.gate` explains why.
         """
@@ -101,9 +101,9 @@ class Arena:
     def shrink(self, nbytes: int) -> bool:
         """Release free slabs while ``nbytes`` stay allocated; return True if a later call has to release more.
 
-        One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. If more has to be released, it
+        One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. If that is not enough, the call
         marks the slabs with the fewest used bytes. New buffers avoid marked slabs while other slabs have free pages.
-        So a later call finds the marked slabs free.
+        So later calls find more and more of the marked slabs free.
         """
         with self._resizing, self._lock:
             before = self._slabs, self._free
@@ -114,14 +114,14 @@ class Arena:
         return bool(self._leaving)
 
     def watch(self) -> None:
-        """Begin to record the peak of the bytes in use; the buffers that are in use now count."""
+        """Begin to record the peak of the bytes in use, starting from the bytes that are in use now."""
         with self._lock:
             self._most_used, self._acquired = self.nbytes - self.available, 0
 
     def fit(self, nbytes: int) -> bool:
         """Release free slabs beyond ``nbytes``, or beyond the peak of the bytes in use if the peak is smaller.
 
-        The peak is the one since :meth:`watch`. It is used only after :data:`WATCHED` buffers have been acquired.
+        The peak is measured since :meth:`watch`, and counts only after :data:`WATCHED` buffers were acquired.
 
         Returns:
             True if a later call may release more.
@@ -132,13 +132,14 @@ class Arena:
 
     def _slab(self, nbytes: int) -> torch.Tensor:
         slab = self._device.host_empty(nbytes)
-        slab.zero_()  # the system maps the pages now; otherwise the first copy would wait for that
+        slab.zero_()  # makes the system map the pages now, so that the first copy does not wait for it
         return slab
 
     def reclaim(self, held: Iterable[Buffer]) -> None:
         """Free all memory that is in none of the buffers ``held``.
 
-        Called after an interruption, which may have left an acquired buffer without an owner.
+        Called after a failure: its exception may have interrupted code between :meth:`acquire` and the storing of the
+        buffer. Nothing refers to such a buffer.
 
         Args:
             held: all buffers of this arena that are in use.
@@ -148,9 +149,9 @@ class Arena:
             self._freed.notify_all()
 
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
-        """Wait until ``nbytes`` are free; return False after ``timeout_s`` seconds.
+        """Wait until ``nbytes`` are free; return False if they are not within ``timeout_s`` seconds.
 
-        Another thread may acquire the free bytes before the caller does.
+        A True is no promise: another thread may acquire the free bytes before the caller does.
         """
         with self._lock:
             return self._freed.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
@@ -178,7 +179,7 @@ class Arena:
             return Buffer(*pieces)
 
     def release(self, buffer: Buffer) -> None:
-        """Free all remaining pages of ``buffer``."""
+        """Free all pages of ``buffer`` that :meth:`release_parts` has not freed yet."""
         with self._lock:
             extents, buffer.extents = buffer.extents, ()
             self._give_back([extent.memory for extent in extents])
@@ -213,7 +214,7 @@ def _nbytes(memory: torch.Tensor) -> int:
 def _without_surplus(
     slabs: Sequence[torch.Tensor], free: Sequence[torch.Tensor], surplus: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], frozenset[int]]:
-    """Return the slabs and free pieces that stay, and the addresses of slabs to release next.
+    """Return the slabs and free pieces that stay, and the addresses of slabs that later calls should release.
 
     Args:
         slabs: slabs in order of addresses.

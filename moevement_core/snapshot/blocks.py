@@ -1,4 +1,4 @@
-"""Blocks of a snapshot that is sent to a holder of parity: consecutive tensors of about 1 MiB together."""
+"""Blocks in which a rank sends a snapshot to a holder of parity: consecutive tensors of about 1 MiB together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _blocks(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], ...]:
 
 
 def blocks_of(header: Header) -> tuple[tuple[Entry, ...], ...]:
-    """Return the blocks of a snapshot in the order in which they are sent. Sender and receiver get the same blocks."""
+    """Return the blocks of a snapshot in the order of sending; sender and receiver compute equal blocks."""
     return _blocks(header.entries)
 
 

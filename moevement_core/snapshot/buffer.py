@@ -1,4 +1,4 @@
-"""Buffer of one snapshot: host memory in one or several pieces. Parts of it may be freed before the rest."""
+"""Buffer of one snapshot: host memory in one or several pieces, of which some may be freed before the rest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Buffer:
 
 
 def spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split ``source`` (flat uint8) like ``targets``; yield each part of it with the target of the same length."""
+    """Split ``source`` (flat uint8) into the lengths of ``targets``; yield each part with its target."""
     if len(targets) == 1:
         yield source, targets[0]
         return

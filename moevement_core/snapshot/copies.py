@@ -6,8 +6,8 @@ of the wait. Digests are computed later, from the host copy.
 
 A background thread makes the copies, and computes digests while no copy is queued. Without a GPU the thread copies with
 NumPy, which lets other threads run meanwhile. With a GPU the thread issues asynchronous copies on a separate stream, in
-chunks, of which few are under way at a time. A GPU serves copies of one direction in order. Without chunks, the small
-copies for which a mixture-of-experts layer waits would queue behind a whole snapshot.
+chunks, and keeps only a few chunks under way. The reason is that a GPU serves copies of one direction in order. The
+small copies for which a mixture-of-experts layer waits would otherwise queue behind a whole snapshot.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from moevement_core.snapshot.whole import Finish, begin_whole
 from moevement_core.util.gate import Gate
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Live tensor and the host pieces for its bytes, all flat uint8. Together the pieces are as long as the tensor."""
+"""Live tensor and the host pieces that receive its bytes, all flat uint8; the pieces together have its length."""
 Part = tuple[torch.Tensor, torch.Tensor]
 """Part of a live tensor and the host memory that receives its bytes, both flat uint8 of the same length."""
 CHUNK_BYTES = 8 << 20
-"""Bytes of a chunk. A link of 55 GB/s needs 0.15 ms for it, so the next chunk can be issued in time."""
+"""Bytes of a chunk. A link of 55 GB/s copies a chunk in 0.15 ms, which is enough time to issue the next chunk."""
 CHUNKS_UNDER_WAY = 2
 """Most chunks that are issued and not complete. The second chunk keeps the link busy when the first one completes."""
 
@@ -65,7 +65,7 @@ class Capture:
         """Processor seconds that the copies took on this host, including :attr:`whole_cpu_s`; close to 0 on a GPU."""
         self.digest_cpu_s = 0.0
         self.whole_cpu_s = 0.0
-        """Processor seconds spent on digests of the whole state, during which live state must stay unchanged."""
+        """Processor seconds for digests of the whole state. Live state must stay unchanged while they are computed."""
         self.error: BaseException | None = None
         self.is_urgent = False
         """True if training waits for the copies. The thread then issues all remaining chunks at once."""
@@ -94,8 +94,9 @@ class Capture:
     def order_after_copies(self) -> float:
         """Make later work of the current stream wait for the copies.
 
-        On a GPU the call blocks until all copies are issued; they may still run when it returns. Without a GPU the
-        method is the same as :meth:`wait_copied`. Use it only for captures without digests of the whole state.
+        On a GPU the call blocks until all copies are issued; the copies may still run when the call returns. Without a
+        GPU the method does the same as :meth:`wait_copied`. It is only for captures without digests of the whole state,
+        because it does not wait for these.
 
         Returns:
             Seconds that the call blocked.
@@ -121,7 +122,7 @@ class Capture:
         return waited_s
 
     def finish_whole(self, finish: Finish) -> None:
-        """Complete the digests of the whole state; called on the background thread after the copies."""
+        """Compute the digests of the whole state with ``finish``; called on the background thread after the copies."""
         if not self.to_digest_whole:
             return
         began = time.thread_time()
@@ -129,7 +130,7 @@ class Capture:
         self.whole_cpu_s = time.thread_time() - began
 
     def digest_next(self) -> bool:
-        """Compute the digest of the next pair from its host copy; return True if no pair is left."""
+        """Compute the digest of the next pair from its host copy; return True if all digests are computed."""
         began = time.thread_time()
         if len(self.digests) < len(self._pairs):
             _, targets = self._pairs[len(self.digests)]
@@ -142,13 +143,14 @@ class CopyEngine(ABC):
     """Engine that runs captures in order on a background thread, beside training.
 
     Args:
-        pause: pause during which the thread computes no digests; :meth:`settle` and :meth:`end_pause` end the pause.
+        pause: pause during which the thread computes no digests, so that training can be timed without them.
+            :meth:`settle` and :meth:`end_pause` end the pause.
     """
 
     def __init__(self, pause: Pause | None = None) -> None:
         self._pause = pause or Pause()
         self.error: BaseException | None = None
-        """Last error of the background thread; every later :meth:`start` raises it until :meth:`forget_error`."""
+        """Last error of the background thread; every :meth:`start` raises it again until :meth:`forget_error`."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -173,8 +175,7 @@ class CopyEngine(ABC):
             whole: live tensors of each operator that gets a digest of its whole state, by operator. They may change
                 only after :meth:`Capture.wait_copied`.
             done: function that is called on the background thread when copies and digests are complete.
-            failed: function that is called instead of ``done`` after an error, when no copy writes into the targets
-                any more.
+            failed: function that is called instead of ``done`` after an error. No copy writes into the targets then.
             ready: event after which ``beside`` holds the state to be saved; None: the end of the work that is issued on
                 the current stream so far.
 
@@ -198,9 +199,9 @@ class CopyEngine(ABC):
         return capture
 
     def forget_error(self) -> None:
-        """Forget the error of the background thread, so that captures continue; called between two generations.
+        """Forget the error of the background thread, so that captures continue; called after a failure of a rank.
 
-        Otherwise every later capture would raise a transient error again, such as a lack of memory.
+        Without this call, a passing error, such as a lack of memory, would end all later captures.
         """
         self.error = None
 
@@ -239,7 +240,7 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def _complete(self, capture: Capture, begun: Any) -> None:
-        """Block on the background thread until all bytes are copied, and set ``copy_s``."""
+        """Wait until all bytes are copied, and set ``copy_s``; called on the background thread."""
 
     @abstractmethod
     def _begin(self) -> None:
@@ -280,7 +281,7 @@ class CopyEngine(ABC):
         return False
 
     def _digest_first(self, copied: deque[Capture | Gate]) -> None:
-        """Compute one digest for the first capture in ``copied``; if a gate is first, open the gate instead."""
+        """Compute one digest for the first capture in ``copied``; if the first entry is a gate, open the gate."""
         first = copied[0]
         if isinstance(first, Gate):
             first.open()

@@ -1,4 +1,4 @@
-"""Summary, in one line of text, of the cost of sparse checkpointing in a run."""
+"""Line of text that sums up what sparse checkpointing cost in a run."""
 
 from __future__ import annotations
 

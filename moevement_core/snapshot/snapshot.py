@@ -1,9 +1,9 @@
 """Snapshot of one rank: tensors of the rank's state in a host buffer, and a header that describes the tensors.
 
 The buffer holds raw tensors, each at a multiple of 64 bytes. The header is JSON with the offset, dtype and digest of
-each tensor; the digest is computed right after the copy. Snapshots are sent and written to disk in the same form, so
-any holder can check a snapshot without knowing the model. Parts that no recovery needs may be freed while the rest
-stays; such a snapshot is sent without the gaps.
+each tensor; the capturing rank computes digests right after the copy. Peers and files hold the same form, so any holder
+can check a snapshot without knowing the model. A holder may free parts that no recovery needs. The sent or written form
+of the rest has no gaps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StateTensor:
     saved: Saved
     """Part of the operator's state that the tensor belongs to: compute weights, full state or gradient."""
     key: str
-    """Name of the parameter, range of its elements, and kind of tensor (weight, master, exp_avg, step ...)."""
+    """Text that names the parameter, the range of its elements, and the kind of tensor (weight, exp_avg, step ...)."""
     tensor: torch.Tensor
     """View of the live state, never a copy; contiguous, of any dtype, on any device."""
 
@@ -81,8 +81,8 @@ class Part:
     without: tuple[str, ...]
     """Names of the operators that are left out."""
     of_stage: str = ""
-    """Contents of the part for all ranks of the stage. :attr:`contents` differs in operators without tensors on this
-    rank. All ranks keep the same older snapshots by it."""
+    """Contents of the part for all ranks of the stage, from the schedule. Ranks decide by it which older snapshots to
+    keep, so all of them keep the same ones. :attr:`contents` differs in operators without tensors on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Header:
     rank: int
     iteration: int
     schedule: str
-    """Id of the schedule under which the snapshot was taken."""
+    """Id of the schedule by which the rank captured the snapshot."""
     slot: int
     contents: str
     """Contents of the snapshot: one digit of :class:`Saved` for each operator of the stage's table."""
@@ -102,13 +102,13 @@ class Header:
     state: int
     """Iteration whose state the snapshot holds.
 
-    It equals ``iteration``, except in the snapshots before a job's first iteration: all of these hold the state that
-    the job starts from.
+    It equals ``iteration``, except in the snapshots of the iterations before a job's first one. They all hold the state
+    from which the job starts.
     """
     whole: dict[str, str] | None = None
     """Digest of the whole state of each requested operator, by name; None if the capture requested no digest.
 
-    The snapshot need not hold that state.
+    A recovery checks its result with it. The snapshot itself may hold only a part of that state.
     """
     on_disk: Part | None = None
     """Part that is written to disk; None if the whole snapshot is written."""
@@ -121,7 +121,7 @@ class Header:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def encode(self) -> bytes:
-        """Return the header as JSON bytes, the form in which it is sent and stored."""
+        """Return the header as JSON bytes, as peers and files hold it."""
         entries = [
             [e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest, e.place] for e in self.entries
         ]
@@ -209,7 +209,7 @@ def _size(value: Any) -> int:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """Header and buffer of a snapshot. The buffer belongs to the snapshot until the snapshot is freed."""
+    """Header and buffer of a snapshot. The arena does not reuse the buffer before the snapshot is freed."""
 
     header: Header
     buffer: Buffer
@@ -259,13 +259,13 @@ class Snapshot:
         return replace(header, entries=tuple(moved)), pieces
 
     def without(self, operators: npt.NDArray[np.bool_]) -> tuple[Snapshot, list[tuple[int, int]]]:
-        """Return the snapshot without some operators, in the same buffer, and the bytes that become free.
+        """Return the snapshot without some operators, in the same buffer, and the bytes that the caller may free.
 
         Args:
             operators: operators to leave out, by their index in the stage's table, bool ``[operators]``.
 
         Returns:
-            The smaller snapshot, and the free ranges of the buffer, each as first byte and byte after the last byte.
+            The smaller snapshot, and the ranges of the buffer to free, each as first byte and byte after the last byte.
         """
         dropped = [entry for entry in self.header.entries if entry.place >= 0 and operators[entry.place]]
         kept = tuple(entry for entry in self.header.entries if entry.place < 0 or not operators[entry.place])
@@ -298,7 +298,7 @@ class Snapshot:
         return Snapshot(header, self.buffer, self.acknowledged)
 
     def record(self) -> Any:
-        """Return the boundary state and iteration record, as the capture received them."""
+        """Return the boundary state and iteration record in the form in which the capture received them."""
         return plain.restore(
             self.header.record, [self.bytes_of(e) for e in self.header.entries if e.operator == BOUNDARY]
         )
@@ -351,7 +351,7 @@ class SnapshotLease:
 
 
 def contents_of(text: str) -> Contents:
-    """Return the contents that ``text`` describes; the inverse of :func:`contents_text`."""
+    """Return the contents of which :func:`contents_text` returned ``text``."""
     return np.frombuffer(text.encode(), dtype=np.int8) - np.int8(ord("0"))
 
 
@@ -382,7 +382,7 @@ def aligned_bytes(tensors: Iterable[StateTensor]) -> int:
 
 
 def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield groups of entries that are adjacent in the buffer, in the order of the buffer."""
+    """Yield the entries in the order of the buffer, in groups without gaps inside."""
     run: list[Entry] = []
     for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
         if run and entry.offset != _aligned(run[-1].offset + run[-1].nbytes):

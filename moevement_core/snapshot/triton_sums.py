@@ -39,7 +39,7 @@ def add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: to
 
     Args:
         words: uint8, int16, int32 or int64, ``[N]``, contiguous.
-        place: index of the first word within its operator.
+        place: index of the first word, counted from 1 over all tensors of the operator.
         multipliers: multiplier of each sum.
         total: int64 ``[2]``, on the device of ``words``.
     """

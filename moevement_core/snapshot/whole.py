@@ -1,9 +1,9 @@
-"""Digests of operators' whole live state. A recovery compares the replayed state with them (docs/verification.md).
+"""Digests of operators' whole live state, with which a recovery compares the replayed state (docs/verification.md).
 
 State in host memory is hashed with XXH3. State on a GPU stays on the GPU: for each tensor, one kernel launch computes
 two sums over the tensor's words, modulo 2^64. Each word is multiplied by an odd number that depends on the word's
 index. A change of one word changes both sums. Changes of several words stay undetected with a probability of about
-2^-64. Digests are compared only between devices of the same kind.
+2^-64. A digest of host memory never equals a digest of a GPU, so only those of one kind may be compared.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from moevement_core import log
 Finish = Callable[[], dict[str, str]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 21
-"""Words that torch adds at a time. A word needs 40 bytes of device memory, which torch's allocator keeps afterwards."""
+"""Words that torch adds at a time. A word needs 40 bytes of device memory, which torch's allocator does not return."""
 _MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 
 
 def begin_whole(operators: Mapping[str, Sequence[torch.Tensor]]) -> Finish:
     """Begin to compute a digest of each operator over its tensors in order.
 
-    For tensors on a GPU, the work is issued on the current stream, and the returned function waits for its end. For
-    host tensors, the returned function does all the work. Any thread may call it before the tensors change.
+    For tensors on a GPU, this call issues the work on the current stream, and the returned function waits for its end.
+    For host tensors, the returned function does all the work. Any thread may call that function, but before the tensors
+    change.
 
     Returns:
         Function that returns the digest of each operator, by name.
@@ -89,7 +90,7 @@ def _kernel() -> Callable[[torch.Tensor, int, tuple[int, int], torch.Tensor], No
         word, total = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
         add(word, 1, _MULTIPLIERS, total)
     except Exception as error:  # no Triton, no C compiler, or a device unknown to ptxas: _add computes the same sums
-        log.warning(f"Triton does not work here ({error}), so torch computes digests of GPU state in more launches")
+        log.warning(f"Triton does not work here ({error}); torch computes digests of GPU state, with more launches")
         return None
     return add
 
