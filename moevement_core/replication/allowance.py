@@ -8,7 +8,7 @@ from collections.abc import Collection
 Who = str | int | tuple[int, ...]
 """Purpose of memory: :data:`OWN` for own snapshots, :data:`LOG` for the boundary log, or a source.
 
-A source is a rank whose copies are kept here, or a tuple of ranks whose parity is kept here.
+A source is a rank whose snapshots this rank keeps, or a tuple of ranks whose parity this rank keeps.
 """
 OWN, LOG = "own", "log"
 
@@ -28,7 +28,7 @@ class Allowance:
         self._lock = threading.Lock()
 
     def left_for(self, source: Who) -> float:
-        """Return the bytes that ``source`` may use, including the bytes that it already has."""
+        """Return the bytes that ``source`` may use in all: the bytes that it has, and the bytes that are left."""
         with self._lock:
             return self._left_for(source)
 
@@ -38,9 +38,9 @@ class Allowance:
             return self._taken.get(purpose, 0.0)
 
     def take(self, source: Who, nbytes: int) -> bool:
-        """Record that ``source`` uses ``nbytes`` if the allowance has room for them; return True if it has.
+        """Record that ``source`` uses ``nbytes`` in all, if the allowance suffices; return True if it does.
 
-        Otherwise the recorded bytes of ``source`` stay the same.
+        If it does not, the recorded bytes of ``source`` stay as they were.
         """
         with self._lock:
             if nbytes > self._left_for(source):
@@ -49,7 +49,7 @@ class Allowance:
             return True
 
     def keep(self, source: Who, nbytes: float) -> None:
-        """Record that ``source`` uses ``nbytes``, even beyond the allowance."""
+        """Record that ``source`` uses ``nbytes``, even beyond the allowance, because they are already allocated."""
         with self._lock:
             self._taken[source] = nbytes
 

@@ -1,4 +1,4 @@
-"""Byte counters of this host's network interfaces. They count the traffic of all processes."""
+"""Byte counters of this host's network interfaces, which count the traffic of all processes."""
 
 from __future__ import annotations
 

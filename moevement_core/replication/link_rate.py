@@ -23,8 +23,8 @@ class LinkRate:
         A send is usually slower than its link, because senders spread snapshots over time. If a sender has learned the
         rate of its link, this method uses that rate instead of the measured rate of the sends.
 
-        If a peer has acknowledged nothing since the last call, its link is too slow, by an unknown factor. The result
-        is then half of the last result or of ``needed_bytes_per_s``, whichever is smaller.
+        If a peer has acknowledged nothing since the last call, its link is too slow, but the sends do not show by how
+        much. The result is then half of the smaller of two numbers: the last result, and ``needed_bytes_per_s``.
 
         Args:
             senders: one sender for each peer.

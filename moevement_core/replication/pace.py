@@ -1,8 +1,8 @@
-"""Timing of sends: copies are sent in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
+"""Timing of sends: senders send copies in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
 
 In the first iterations without saving, a thread reads the network counters about every millisecond. The readings form a
 profile, which shows when in an iteration training communicates. If the next copy already waits, the present copy is
-late, and is sent at once.
+late, and its sender no longer waits for idle spans.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
 PROFILED = 8
 """Number of iterations in a profile."""
 PATIENCE = 100
-"""Iterations after which profiling ends without a result, and copies are sent at once.
+"""Iterations after which profiling ends without a result. Senders then never wait for idle spans.
 
-Only iterations without saving are profiled. A job that always has copies under way has no such iteration.
+The profile needs iterations without saving, and a job that always has copies under way has none.
 """
 LOOK_S = 0.001
 """Seconds between two readings of the counters."""
@@ -28,7 +28,7 @@ STEP_S = 0.01
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk: size before a rate is known, least size, and largest size."""
+"""Bytes of a chunk: the size before the rate of a copy is known, the least size, and the largest size."""
 
 
 class Pace:
@@ -76,7 +76,7 @@ class Pace:
 
         Args:
             nbytes: bytes that are left to send.
-            must_hurry: function that returns True if the sender may send everything at once; called at least every
+            must_hurry: function that returns True if the sender need not wait for an idle span; called at least every
                 :data:`STEP_S` seconds.
 
         Returns:

@@ -21,7 +21,7 @@ class PeerStore(ABC):
     def __init__(self, source: int) -> None:
         self.source = source
         self.growing = threading.Lock()
-        """Lock that a receiver holds while it compares allocated with requested memory and allocates more."""
+        """Lock that a receiver holds while it compares allocated with requested memory, and allocates or frees some."""
 
     @property
     def key(self) -> Who:
@@ -32,9 +32,9 @@ class PeerStore(ABC):
     """First iteration whose snapshot is accepted; older snapshots are stale."""
 
     def lower_floor(self, iteration: int) -> None:
-        """Accept snapshots from ``iteration`` on, even if they were stale before this call.
+        """Accept snapshots from ``iteration`` on, even if :attr:`floor` made them stale before this call.
 
-        Called when the job goes back to an older state and captures these snapshots again.
+        Called when the job goes back to an older state, from which it captures these snapshots again.
         """
         self.floor = min(self.floor, iteration)
 
@@ -54,23 +54,23 @@ class PeerStore(ABC):
 
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
-        """Return the schedule id of each kept snapshot, by iteration. All kept snapshots arrived whole."""
+        """Return the schedule id of each kept snapshot, by iteration. All kept snapshots have arrived whole."""
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """Return the snapshots that this store can lend, by iteration."""
+        """Return the snapshots that :meth:`lease` can lend, by iteration. A store of parity can lend none."""
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not kept."""
+        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not here."""
 
     @abstractmethod
     def free_before(self, iteration: int) -> None:
-        """Free snapshots before ``iteration``, which no recovery needs, and refuse such snapshots from now on."""
+        """Free snapshots before ``iteration``, which no recovery needs, and refuse them from now on."""
 
     @abstractmethod
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that no recoverable run needs if it ends with ``SS_last`` or a later snapshot."""
+        """Free the parts of snapshots that no recovery needs if every restore point ends at ``SS_last`` or later."""
 
     @abstractmethod
     def drop(self, first: int, count: int) -> None:
@@ -78,7 +78,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
-        """Wait until ``nbytes`` bytes are free, for ``timeout_s`` seconds at most."""
+        """Wait at most ``timeout_s`` seconds until ``nbytes`` bytes are free."""
 
     @abstractmethod
     def make_room(self, nbytes: int) -> None:
@@ -90,11 +90,11 @@ class PeerStore(ABC):
 
     @abstractmethod
     def need(self, nbytes: int) -> None:
-        """Record that the source needs exactly ``nbytes`` bytes from now on."""
+        """Record that the source needs exactly ``nbytes`` bytes from now on, so that :meth:`trim` may free the rest."""
 
     @abstractmethod
     def trim(self) -> bool:
         """Free some unused memory that the source does not need; return True if any was freed.
 
-        One call frees only a part of that memory, so the receiver's thread calls it after every message.
+        One call frees only a part of that memory, so the receiver's thread calls this method after every message.
         """

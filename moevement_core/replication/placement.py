@@ -24,12 +24,12 @@ class PlacementKind(StrEnum):
     All ranks keep the same number of copies if all nodes have the same number of ranks.
     """
     REDUNDANCY = "redundancy"
-    """Rule of MoEtion's Algorithm 2: ranks with the same state are preferred as peers, and loads stay even."""
+    """Rule of MoEtion's Algorithm 2: ranks that hold the same state come first as peers, as far as loads stay even."""
     GROUPS = "groups"
     """Rule of GEMINI (SOSP '23, Algorithm 1): nodes of a group keep each other's copies; left-over nodes form a ring.
 
-    A group has r + 1 nodes, for r copies. Suppose that r + 1 random nodes fail at once. If the number of nodes is a
-    multiple of r + 1, no other placement is more likely to survive.
+    A group has r + 1 nodes, for r copies. If r + 1 random nodes fail at once, no other placement is more likely to keep
+    a copy of everything, provided that the number of nodes is a multiple of r + 1.
     """
 
 
@@ -95,7 +95,7 @@ def place(
         kind: rule that chooses the peers.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
         same_node: True if copies may be on the rank's own node, where they survive the loss of a process only.
-        before: present peers of every rank. Peers that still fit stay, so that their copies need not be sent again.
+        before: peers of every rank until now. Peers that still fit stay, so that ranks need not send copies again.
 
     Raises:
         ConfigError: there are fewer other nodes, or other ranks, than copies.
@@ -147,7 +147,7 @@ def _at_home_too(
 def _that_will_do(
     rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int, *, is_spread: bool
 ) -> tuple[int, ...]:
-    """Return the former peers that may stay: on other nodes than ``rank`` and, if ``is_spread``, on different nodes."""
+    """Return the former peers of ``rank`` that may stay: all on other nodes and, if ``is_spread``, one on each node."""
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
     if is_spread:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
@@ -155,7 +155,7 @@ def _that_will_do(
 
 
 def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Choose peers by shifting all ranks by whole nodes.
+    """Choose peers by shifting all ranks by whole nodes, once for each copy.
 
     Each shift is a permutation of the ranks, so every rank keeps exactly ``replicas`` copies.
     """
@@ -173,7 +173,7 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Choose the ranks with the same position on the other nodes of the group, or on the next nodes of the ring."""
+    """Choose the ranks at the same local position on the other nodes of the group, or on the next nodes of the ring."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         members[node].append(rank)
@@ -211,7 +211,7 @@ def _near_redundancy(
 ) -> Placement:
     """Choose the least loaded peers, rank by rank.
 
-    Ranks of the same group come first, and nodes without a copy come before others; all peers are on other nodes.
+    All peers are on other nodes than the rank. :class:`_Choice` has the order of preference.
     """
     choice = _Choice(nodes, replicas, groups, Counter(peer for peers in kept for peer in peers))
     placement: Placement = []
@@ -224,7 +224,7 @@ def _near_redundancy(
 
 
 class _Choice:
-    """Choice of the best next peer of a rank, in time that usually does not grow with the number of ranks.
+    """Choice of the best next peer of a rank. Its time usually does not grow with the number of ranks.
 
     Two peers are compared by the conditions below, in order. The first condition that only one of them meets decides:
 
@@ -309,7 +309,7 @@ def sources_of(placement: Placement, rank: int) -> tuple[int, ...]:
 
 
 def all_sources(placement: Sequence[Sequence[int]], ranks: int) -> list[tuple[int, ...]]:
-    """Return, by rank, the sources whose copies the rank keeps, ascending; the time is linear in the copies."""
+    """Return the result of :func:`sources_of` for every rank, in time linear in the number of copies."""
     sources: list[list[int]] = [[] for _ in range(ranks)]
     for source, peers in enumerate(placement):
         for peer in peers:

@@ -14,7 +14,7 @@ _COPIES, _PARITY = re.compile(r"copies:(\d+)"), re.compile(r"parity:(\d+)\+(\d+)
 class Parity:
     """Parity scheme: M blocks of parity for each group of G ranks.
 
-    A group survives the loss of any M nodes that hold its ranks or its blocks.
+    The snapshots of a group survive the loss of any M nodes that hold its ranks or its blocks.
     """
 
     members: int
@@ -26,7 +26,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class Protection:
-    """Protection that flags set. If both fields are None, it is the default number of copies."""
+    """Protection that flags set. If both fields are None, the job makes the default number of copies."""
 
     replicas: int | None = None
     parity: Parity | None = None

@@ -23,25 +23,25 @@ from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2
-"""Seconds that a snapshot waits for free memory before the receiver answers FULL; the source may then drop snapshots.
+"""Seconds that a receiver waits for free memory before it answers FULL. The source may then ask it to drop snapshots.
 """
 
 
 class Receiver(ABC):
-    """Receiver of one source's snapshots over one connection, with a thread of its own.
+    """Receiver of the snapshots of one rank, the source, over one connection, with a thread of its own.
 
     Args:
         rank: this rank.
         store: store for the snapshots; no other receiver may use it from now on.
         transport: transport from the source.
         allowance: host memory of this rank. The receiver refuses requests for more.
-        report: callback that receives one sentence for each refusal, and one when the source is lost.
+        report: callback that receives one sentence for each refusal, and one if the receiver stops before BYE.
     """
 
     def __init__(self, rank: int, store: PeerStore, transport: Transport, allowance: Allowance, report: Report) -> None:
         self.store = store
         self.ended = threading.Event()
-        """Event that is set once the source has sent BYE or is lost."""
+        """Event that is set once the thread has stopped: the source has sent BYE or is lost, or sent a bad message."""
         self.cpu_s = 0.0
         """Processor seconds of the receiver's thread."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
@@ -58,9 +58,9 @@ class Receiver(ABC):
                 self._trim()
                 self.cpu_s = time.thread_time()
         except SnapshotError as error:
-            self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
+            self._report(f"this rank refuses all further copies of rank {self.store.source}: {error}")
         except Exception as error:  # training continues after any error; the log must name it
-            self._report(f"rank {self.store.source}, whose snapshots this rank keeps, is lost: {_first_line(error)}")
+            self._report(f"this rank receives no further copies of rank {self.store.source}: {_first_line(error)}")
         finally:
             self.ended.set()
 
@@ -70,7 +70,7 @@ class Receiver(ABC):
         try:
             message = Message.decode(data)
         except SnapshotError:  # the connection ends, because the position of the next message is unknown
-            what, instead = f"a message of rank {self.store.source}", "the rank is ignored until ranks reconnect"
+            what, instead = f"a message of rank {self.store.source}", "that rank is ignored until ranks reconnect"
             damage.report("the checksum of a message", what, instead)
             raise
         if message.rank != self.store.source:
@@ -94,7 +94,7 @@ class Receiver(ABC):
             return self._make_room(message.payload_bytes)
 
     def _trim(self) -> None:
-        """Free memory that the source no longer needs, on this thread, so that training never waits for it."""
+        """Free memory that the source no longer needs. This thread does it, so training never waits for it."""
         with self.store.growing:
             if self.store.trim():
                 self._allowance.keep(self.store.key, self._room_bytes())
@@ -118,7 +118,7 @@ class Receiver(ABC):
         return Kind.GO
 
     def _room_bytes(self) -> int:
-        """Return the bytes of host memory promised to the source."""
+        """Return the bytes of host memory that this rank has promised to the source."""
         return self.store.room_bytes
 
     def _receive(self, message: Message) -> None:
@@ -143,7 +143,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def _take_in(self, header: Header, message: Message) -> None:
-        """Receive the payload of a snapshot whose header was checked, and answer with the result."""
+        """Receive the payload of a snapshot, after its header was checked, and answer with the result."""
 
     def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a received copy") -> None:
         what = part if isinstance(part, str) else part.name

@@ -17,7 +17,7 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """Snapshot that is kept here, or that was freed and still has readers."""
+    """Snapshot that the store keeps, or that the store has freed while readers still use the buffer."""
 
     snapshot: Snapshot
     readers: int = 0
@@ -37,9 +37,9 @@ class ReplicaStore(PeerStore):
         self.floor = NONE
         self._arena = Arena(device)
         self._promised = 0
-        """Bytes promised to the source. A part of this memory may be released, and is allocated again on demand."""
+        """Bytes promised to the source. The store may release a part of them, and allocates it again on demand."""
         self._is_fitting = False
-        """True while unneeded memory is being freed."""
+        """True while :meth:`trim` still has memory to free."""
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
 
@@ -63,7 +63,7 @@ class ReplicaStore(PeerStore):
         return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not kept."""
+        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
         with self._lock:
             replica = self._replicas.get(iteration)
             if replica is None:
@@ -72,7 +72,7 @@ class ReplicaStore(PeerStore):
             return SnapshotLease(replica.snapshot, lambda: self._give_back(replica))
 
     def free_before(self, iteration: int) -> None:
-        """Free snapshots before ``iteration``, which no recovery needs, and refuse such snapshots from now on."""
+        """Free snapshots before ``iteration``, which no recovery needs, and refuse them from now on."""
         with self._lock:
             self.floor = max(self.floor, iteration)
             self._release([kept for kept in self._replicas if kept < iteration])
@@ -83,7 +83,7 @@ class ReplicaStore(PeerStore):
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that no recoverable run needs if it ends with ``SS_last`` or a later snapshot."""
+        """Free the parts of snapshots that no recovery needs; see :meth:`PeerStore.free_unneeded`."""
         with self._lock:
             held = {iteration: replica.snapshot.contents for iteration, replica in self._replicas.items()}
             for iteration, unneeded in superseded(held, last).items():
@@ -118,14 +118,14 @@ class ReplicaStore(PeerStore):
         return self._arena.nbytes < before
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
-        """Free the copy of the same iteration, if any, and return memory for a snapshot; None if too little is free."""
+        """Return memory for a snapshot that arrives, and free an older copy of it; None if too little is free."""
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
         return self._arena.acquire(nbytes)
 
     def reallocate(self, nbytes: int) -> None:
-        """Allocate released memory again for a snapshot of ``nbytes`` bytes, within the promised bytes.
+        """Allocate released memory again, for a snapshot of ``nbytes`` bytes, up to the promised total.
 
         Raises:
             RuntimeError: the host has too little memory.
@@ -137,7 +137,7 @@ class ReplicaStore(PeerStore):
         self._arena.release(buffer)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a whole snapshot; drop it instead if the ranks agreed on a newer window while it arrived."""
+        """Add a snapshot that arrived whole; drop it instead if ranks agreed on a newer window in the meantime."""
         with self._lock:
             if snapshot.iteration < self.floor:
                 self._arena.release(snapshot.buffer)

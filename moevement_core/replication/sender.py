@@ -29,9 +29,9 @@ ATTEMPTS = 3
 RETRY_S = 0.05
 """Seconds until the next offer to a peer that has no free memory."""
 LAST_S = 1.0
-"""Seconds at the end of the job for which a sender goes on with offers to a peer that has no free memory."""
+"""Seconds at the end of the job for which a sender repeats its offer to a peer that has no free memory."""
 CHUNK_S = 0.01
-"""Seconds that sending a chunk should take. Before each chunk, the sender waits while sends are paused."""
+"""Seconds that a chunk should take to send. A sender notices a pause only between chunks."""
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
 """Bytes of a chunk: least size, and size before any snapshot was sent.
 
@@ -41,8 +41,8 @@ wait until that thread releases the lock, so chunks must not be too small.
 STEP_S = 0.1
 """Longest single wait for a thread or an answer, in seconds.
 
-A longer wait consists of several such waits, because a rank counts as hung if its main thread executes no bytecode for
-long.
+Longer waits are cut into waits of this length, because a rank counts as hung if its main thread executes no bytecode
+for long.
 """
 
 
@@ -52,13 +52,14 @@ _URGENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Snapshot that is to be sent to the peer."""
+    """Snapshot that a sender has to send to its peer."""
 
     snapshot: Snapshot
     begin: Callable[[], Snapshot | None]
-    """Function to call before the buffer is read; returns the snapshot without freed parts, None if all are freed."""
+    """Function to call before reading the buffer. It returns what to send, without parts that were freed; None if the
+    whole snapshot was freed."""
     end: Callable[[], None]
-    """Function to call after the buffer is read."""
+    """Function to call after reading the buffer."""
 
 
 class Sender:
@@ -112,12 +113,12 @@ class Sender:
         self.cpu_s = 0.0
         """Processor seconds of the sender's thread so far."""
         self._delivered = self._taken = 0
-        """Numbers of snapshots that were queued so far, and that the thread has begun to send so far."""
+        """Number of snapshots queued so far, and number of snapshots that the thread has begun to send so far."""
         self._waiting_since_s: float | None = None
         self._abandoned = False
         self._answered = threading.Event()
         self.is_refused = False
-        """True if the peer has refused the newest request for host memory."""
+        """True if the peer refused the newest request for host memory."""
         self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.is_full = False
@@ -153,10 +154,10 @@ class Sender:
         return True
 
     def deliver(self, delivery: Delivery) -> None:
-        """Queue a snapshot for the peer; report it as lost if the sender has ended."""
+        """Queue a snapshot for the peer; if the sender has ended, report the snapshot as lost."""
         self._delivered += 1
         self._jobs.put(delivery)
-        if self.gone is not None:  # checked after queueing: the ending thread may have emptied its queue before
+        if self.gone is not None:  # checked after queueing, because the ending thread empties the queue only once
             self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
@@ -168,7 +169,7 @@ class Sender:
         self._jobs.put(_URGENT)
 
     def close(self, timeout_s: float) -> bool:
-        """Send all queued snapshots and messages, then BYE; return True if this ended within ``timeout_s`` seconds."""
+        """Send all queued snapshots and messages, then BYE; return True if all were sent in ``timeout_s`` seconds."""
         self._asks_until_s = time.monotonic() + LAST_S
         self._jobs.put(Message(Kind.BYE, self.rank))
         deadline_s = time.monotonic() + timeout_s
@@ -247,10 +248,10 @@ class Sender:
         return answer
 
     def _offer(self, delivery: Delivery) -> Kind | None:
-        """Offer a snapshot to the peer until the peer has free memory.
+        """Offer a snapshot to the peer, again and again while the peer answers FULL.
 
         Returns:
-            Answer of the peer; None if the snapshot was freed before it could be sent.
+            Last answer of the peer; None if this rank freed the snapshot before the peer had memory for it.
         """
         while (snapshot := delivery.begin()) is not None:
             try:
@@ -289,7 +290,7 @@ class Sender:
         return self._send(pieces)
 
     def _wanted(self, snapshot: Snapshot, packed: Header, answer: Message) -> list[torch.Tensor]:
-        """Return the blocks that the peer's parity does not contain yet."""
+        """Receive the peer's flags, and return the memory of the blocks that the peer's parity does not contain yet."""
         flags = torch.empty(answer.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self.peer, TO_SOURCE, flags)
         answer.refuse_unless_whole(flags)
@@ -304,7 +305,7 @@ class Sender:
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
         """Send ``pieces`` in chunks, at the set rate or in idle spans of the network; return the peer's answer.
 
-        Sending pauses during a quiet iteration.
+        The sender waits during a quiet iteration, in which the job measures training without sends.
         """
         if self._pace is None:
             self._send_spread(pieces)

@@ -1,12 +1,12 @@
 """Rate at which copies are sent: a share of the link's rate, so that messages of training do not wait behind copies.
 
-A bulk stream at full speed fills the queues of a slow link, and every small message of training waits in these queues.
-On a link of 100 Mbit/s, training stood still while copies were sent at full speed. At a rate well below the link's, the
-queues stay empty, and the same copies delay training about half as much as at full speed. A sender learns the rate of
-the link from its sends:
+Copies at full speed fill the queues of a slow link, and every small message of training waits in these queues. On a
+link of 100 Mbit/s, training stood still while copies were sent at full speed. At a rate well below the link's rate, the
+queues stay empty, and copies delay training about half as much. A sender learns the rate of the link from its sends:
 
-- One of every :data:`TRIED_EVERY` sends runs at full speed.
-- A send that takes longer than its rate implies was limited by the link.
+- It runs one of every :data:`TRIED_EVERY` sends at full speed.
+- If a send takes longer than its rate implies, the link was slower than that rate. The speed of the send then counts as
+  the rate of the link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINK_SHARE = 0.4
 LATE = 1.3
 """Ratio of measured to expected seconds of a send. Above this ratio, the link or the peer has limited the send."""
 TRIED_EVERY = 32
-"""Number of sends from one full-speed send to the next. A full-speed send shows if a slow link has become faster."""
+"""Number of sends from one full-speed send to the next. Only a full-speed send shows that a link has become faster."""
 MEASURED_BYTES = 512 << 10
 """Fewest bytes of a send that measures the link. A smaller send mostly waits for the peer's answers."""
 CATCH_UP = 2.0
@@ -37,7 +37,7 @@ class Spread:
         self.needed_bytes_per_s = math.inf
         """Mean bytes of new snapshots per second; infinite while unknown."""
         self.usual_backlog = 1
-        """Number of waiting snapshots above which the sender raises its rate: the snapshots of a window."""
+        """Number of snapshots of a window. If more snapshots wait, the sender raises its rate."""
         self.link_bytes_per_s = math.inf
         """Newest measured rate of the link in bytes per second; infinite before the first measurement."""
         self._sends = 0

@@ -1,8 +1,8 @@
 """Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
 
 For each snapshot the rank sends a message and a header, and the peer answers. If the answer is GO, the rank sends the
-payload, and the peer answers a second time. Nothing is pickled, so bytes from a foreign process can execute no code.
-The receiver refuses them.
+payload, and the peer answers a second time. Nothing is pickled, so bytes from a foreign process cannot execute code.
+The receiver refuses such bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kind(IntEnum):
     """Kind of a message."""
 
     OPEN = 1
-    """Request of a source for ``payload_bytes`` bytes of memory, for all snapshots that the peer keeps at a time."""
+    """Request of a source for ``payload_bytes`` bytes of memory in all, for the snapshots that the peer will keep."""
     SNAPSHOT = 2
     """Announcement of a source: a snapshot with ``header_bytes`` and ``payload_bytes`` follows."""
     DROP = 3
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     GO = 10
     """Answer of a peer. After OPEN: the memory is ready. After SNAPSHOT: the source may send the payload.
 
-    If ``payload_bytes`` is not 0, the message is followed by that number of flags, one for each block. The source then
+    If ``payload_bytes`` is not 0, that number of flags follows, one for each block of the snapshot. The source then
     sends only the blocks whose flag is set.
     """
     KEPT = 11
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     DAMAGED = 13
     """Answer of a peer: the received bytes do not match their digest or checksum."""
     REFUSED = 14
-    """Answer of a peer: the snapshot does not belong here, or needs more memory than the peer may give."""
+    """Answer of a peer: the snapshot is not one of the source, or needs more memory than the peer may give."""
     STALE = 15
     """Answer of a peer: no rank needs the snapshot, because a newer window is persisted on every rank.
 
@@ -72,7 +72,7 @@ class Message:
     payload_bytes: int = 0
     count: int = 0
     check: int = 0
-    """Checksum of the header or flags that follow, which have no digest of their own. See :func:`checksum`."""
+    """Checksum of the header or of the flags that follow this message, as :func:`checksum` computes it."""
 
     def encode(self) -> torch.Tensor:
         """Return the message as bytes for the wire, uint8 ``[64]``."""
@@ -120,6 +120,6 @@ class Message:
 def checksum(data: torch.Tensor) -> int:
     """Return the checksum of a header, or of flags, for :attr:`Message.check`.
 
-    Headers hold the names of tensors and the record of an iteration. The digests of tensors cover neither.
+    The digests of tensors do not cover a header, which has the names of tensors and the record of an iteration.
     """
     return xxhash.xxh3_64_intdigest(data.numpy())

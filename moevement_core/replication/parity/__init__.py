@@ -1,1 +1,1 @@
-"""Parity instead of copies: nodes outside a group of ranks keep combinations of the group's snapshots."""
+"""Parity instead of copies: nodes outside a group of ranks keep weighted sums of the group's snapshots."""

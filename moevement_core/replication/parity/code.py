@@ -1,7 +1,7 @@
-"""Coefficients of a group's members in the parity of the group, and coefficients that recover lost members.
+"""Coefficients with which a group's parity is computed from its members, and lost members from the parity.
 
-The code is a Cauchy matrix: every square submatrix has an inverse (Blömer et al., ICSI TR-95-048). The columns are
-scaled so that the first row is all ones. The first block of parity is therefore the XOR of the members.
+The coefficients form a Cauchy matrix: every square submatrix has an inverse (Blömer et al., ICSI TR-95-048). The
+columns are scaled so that the first row is all ones. The first block of parity is therefore the XOR of the members.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.replication.parity.field import inverse, product, solve
 
 MOST = 128
-"""Largest sum of the numbers of members and of blocks of parity in a group."""
+"""Largest number of members and blocks of parity that a group may have together."""
 
 
 @cache
@@ -41,12 +41,12 @@ def recover(
 
     Args:
         lost: positions of the lost members in the group.
-        members: positions of the available members that the blocks contain.
-        parities: numbers of available blocks, one block for each lost member.
+        members: positions of the available members whose snapshots the blocks contain.
+        parities: numbers of the available blocks of parity to use, as many as there are lost members.
         size: number of members of a whole group, and number of blocks of parity.
 
     Returns:
-        Coefficients of ``members``, and coefficients of ``parities``, by lost member.
+        For each lost member, the coefficients of ``members`` and those of ``parities``, by position and by number.
     """
     matrix = coefficients(*size)
     rows = solve([[matrix[number][place] for place in lost] for number in parities])

@@ -1,10 +1,9 @@
 """Arithmetic in GF(256) for Reed-Solomon codes: addition, multiplication and division of bytes.
 
-A block of parity is a sum over the members of a group: the bytes of each member times a coefficient. The bytes of
-members arrive one member after the other, from different hosts. zfec and liberasurecode need all blocks of a stripe in
-one place at the same time, and galois is slower (``benchmarks/parity_rates.md``). Therefore this module computes the
-sums, two bytes at a time with a lookup table. ``tests/unit/replication/parity/test_field.py`` compares all results with
-galois.
+A block of parity is a sum over the members of a group: the bytes of each member times a coefficient. This module
+computes such sums itself, two bytes at a time with a lookup table. The bytes arrive one member after the other, from
+different hosts. But zfec and liberasurecode need the bytes of all members at once, and galois is slower
+(``benchmarks/parity_rates.md``). ``tests/unit/replication/parity/test_field.py`` compares all results with galois.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 _POLYNOMIAL = 0x11D
 """Polynomial x^8 + x^4 + x^3 + x^2 + 1 that defines the field; 2 is a primitive element of this field."""
 _PIECE = 1 << 19
-"""Number of two-byte words that are multiplied at a time. They fit into the processor's cache."""
+"""Number of two-byte words that are multiplied at a time; so many fit into the processor's cache."""
 
 
 def _tables() -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ class Group:
     holders: tuple[int, ...]
     """Rank that holds each block of parity, in the order of the blocks."""
     width: int
-    """Number of members for which coefficients are computed: the most that a group of the job may have."""
+    """Most members of any group of the job. Coefficients are computed for this number, even if the group is smaller."""
 
     def place_of(self, rank: int) -> int:
         """Return the position of ``rank`` among the members."""
@@ -26,7 +26,7 @@ class Group:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Numbers of members and of blocks of parity for which coefficients are computed."""
+        """Number of members and number of blocks of parity for which coefficients are computed."""
         return self.width, len(self.holders)
 
 
@@ -78,7 +78,7 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 WIDEST = 8
-"""Largest number of members of a group, if the job proposes parity in order to save host memory."""
+"""Largest number of members of a group that an error message proposes if host memory does not suffice for copies."""
 
 
 def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
@@ -96,7 +96,7 @@ def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, pa
 
 
 def narrowed(nodes: Sequence[Hashable], members: int, parities: int) -> tuple[int, int]:
-    """Return the numbers of members and blocks that the nodes of a running job allow, nearest to the wanted numbers.
+    """Return the numbers of members and blocks closest to the wanted ones that the nodes of a running job allow.
 
     Both are 0 if only one node is left.
     """

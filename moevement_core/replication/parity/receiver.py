@@ -19,8 +19,8 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 class ParityReceiver(Receiver):
     """Receiver of one member's snapshots.
 
-    The answer GO comes with a flag for each block, which is set if the member has to send the block. After an
-    interrupted transfer, these are only the blocks that did not arrive whole.
+    The answer GO comes with a flag for each block of the snapshot. A flag is set if the member has to send the block.
+    After an interrupted transfer, only the blocks that did not arrive whole are sent again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Memory of a group for received blocks of its members that are not yet added to a sum."""
+"""Memory of a group for blocks of its members' snapshots that were received but not yet added to a sum."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 
 AT_ONCE = 2
-"""Most blocks in memory at a time: one is received while another is added.
+"""Most blocks in this memory at a time: one that is being received, and one that is being added.
 
-Without this limit there could be a block of each member, and a block may be as large as the largest tensor.
+Without a limit there could be a block of each member, and a block may be as large as the largest tensor.
 """
 
 

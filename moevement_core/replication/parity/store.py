@@ -1,8 +1,8 @@
 """Store of a group's parity in this rank's host memory: for each iteration one block, the sum over the members.
 
-The receiver of each member adds the member's snapshot to the sum, block by block. It checks each block before it adds
-it, and keeps only the header of the snapshot. A sum that contains all members never changes again, so recoveries can
-rely on it.
+The receiver of each member adds the member's snapshot to the sum, in blocks of tensors (``snapshot/blocks.py``). It
+checks each of these blocks before it adds the block, and keeps only the header of the snapshot. A sum that contains all
+members never changes again, so recoveries can rely on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stripe:
     headers: dict[int, Header] = field(default_factory=dict)
     """Headers of the snapshots that the sum contains, wholly or in part, by member."""
     missing: dict[int, set[int]] = field(default_factory=dict)
-    """Numbers of the blocks that the sum lacks, for each member whose snapshot has not arrived whole."""
+    """Numbers of the snapshot's blocks that the sum lacks, for each member whose snapshot has not arrived whole."""
     digest: str | None = None
     """Digest of the sum; None until it contains every member."""
     users: int = 0
@@ -70,7 +70,8 @@ class GroupStore:
         self._needed: dict[int, int] = {}
         """Bytes that each member needs: its last request, or the total to which its receiver has grown the memory."""
         self.growing = threading.Lock()
-        """Lock that a member's receiver holds while it compares allocated with requested memory and allocates more."""
+        """Lock that a member's receiver holds while it compares allocated with requested memory, and allocates more or
+        frees some."""
 
     def stripes(self) -> list[Stripe]:
         """Return the stripes in which no snapshot is incomplete, by ascending iteration."""
@@ -89,9 +90,9 @@ class GroupStore:
     def begin(self, source: int, header: Header) -> Stripe | None:
         """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        Blocks of the same snapshot that were added earlier stay in the sum. A different snapshot of ``source`` cannot
-        be removed from the sum. If the sum contains one, a new and empty sum replaces the whole sum. The caller has to
-        call :meth:`end`.
+        Blocks of the same snapshot that were added earlier stay in the sum. If the sum contains a different snapshot of
+        ``source``, a new and empty sum replaces it, because nothing can be taken out of a sum. The caller has to call
+        :meth:`end`.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)
@@ -130,7 +131,8 @@ class GroupStore:
     def end(self, stripe: Stripe, source: int) -> None:
         """End the use of a stripe that :meth:`begin` returned for ``source``.
 
-        The snapshot may have arrived only in part. The call that completes the sum computes the digest of the sum.
+        The snapshot may have arrived only in part. If this call is the one that completes the sum, it computes the
+        digest of the sum.
         """
         with self._lock:
             stripe.users -= 1
@@ -150,7 +152,7 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """Return the stripe of an iteration, which is not released before :meth:`end_reading`.
+        """Return the stripe of an iteration; the store does not release it before :meth:`end_reading`.
 
         Returns:
             None if there is no stripe, or if it is damaged or contains a snapshot only in part.
@@ -226,7 +228,7 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """Store of one member's snapshots, which are a part of the group's parity.
+    """View of a group's parity as the store of one member's snapshots.
 
     Args:
         source: rank of the member.
@@ -250,7 +252,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the whole group's memory if the rank is its first member, else 0; a sum counts the memory once."""
+        """Bytes of the group's memory if the member is the first, else 0, so that a total counts the memory once."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
