@@ -1,4 +1,4 @@
-"""Captures of live state into host memory while training runs. The module also measures the copies."""
+"""Captures of live state into host memory while training runs, and measurements of the copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Logged:
 
 
 class Capturer:
-    """Capture of one rank's snapshots. Every method is for the training thread.
+    """Maker of one rank's snapshots: it copies live state into buffers. Every method is for the training thread.
 
     Args:
         rank: this rank.
@@ -54,7 +54,7 @@ class Capturer:
         own: snapshots of this rank, to which each capture adds one.
         device: device of the live tensors.
         memory: bytes that snapshots of this rank need.
-        done: function that is called on the capture thread with each captured snapshot.
+        done: function that the capture thread calls with each captured snapshot.
         pause: pause during which the capture thread computes no digests.
     """
 
@@ -87,7 +87,7 @@ class Capturer:
     def log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
         """Begin to copy the gradients of ``iteration``'s update into the buffer of ``SS_iteration``.
 
-        The gradients must not change before :meth:`order_after_gradient_copies`.
+        The caller must not change the gradients before :meth:`order_after_gradient_copies`.
 
         Args:
             iteration: iteration of the update.
@@ -110,12 +110,12 @@ class Capturer:
         return True
 
     def has_logged(self, iteration: int, schedule: Schedule) -> bool:
-        """Return True if the gradients that ``SS_iteration`` holds under ``schedule`` are copied or being copied."""
+        """Return True if :meth:`log` has begun to copy the gradients for ``SS_iteration`` under ``schedule``."""
         logged = self._logged
         return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
 
     def mark_gradients(self) -> Event:
-        """Return an event in the current stream, after which the live tensors hold the gradients of an update."""
+        """Return an event at the present end of the current stream, for the argument ``ready`` of :meth:`log`."""
         mark = self._device.event()
         mark.record()
         return mark
@@ -167,21 +167,21 @@ class Capturer:
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
         logged = self._logged if self.has_logged(iteration, schedule) else None
-        # The buffer is registered right after it is acquired, because an interruption in between leaves it unowned.
+        # No code may be between acquiring and registering the buffer: an interruption there leaves it without an owner.
         buffer = logged.buffer if logged is not None else self._buffer(layout)
         if buffer is None:
             return False
         if logged is not None:
             self._logged, self.last_logged = None, logged.copies
         on_disk = schedule.on_disk_of_slot(slot)
-        # Parity is a sum of whole snapshots.
+        # Peers that keep parity receive whole snapshots, because parity is a sum of whole snapshots.
         at_peers = None if self.memory.is_summed else schedule.at_peers_of_slot(slot)
         held = self._own.begin(iteration, buffer, layout.contents, at_peers)
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in placed]
         places = schedule.table.index_of
 
         def captured(done: Capture) -> None:
-            # One thread copies in order, so the gradients are complete when the rest is.
+            # One thread copies in order, so the gradients, which it began earlier, are complete now.
             parts = [(placed, done.digests)]
             if logged is not None:
                 if logged.copies.error is not None:
@@ -275,8 +275,8 @@ class Capturer:
 def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
     """Return the part of a snapshot that has the contents ``wanted``; None for the whole snapshot.
 
-    An operator that has no tensors on this rank counts as part of it, because nothing of it is missing. So each expert
-    is restored from the newest version that its owners have (MoC-System, section 5.1).
+    The part always includes operators without tensors on this rank, because this rank has nothing to leave out. So a
+    restore takes each expert from the newest version that the expert's owners have (MoC-System, section 5.1).
 
     Args:
         schedule: schedule of the snapshot.

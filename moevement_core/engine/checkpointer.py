@@ -45,15 +45,16 @@ STEP_S = 0.005
 
 
 class Checkpointer:
-    """Sparse checkpoints of one rank: capture, replication and release of its snapshots.
+    """Sparse checkpointing of one rank: capture, replication and release of its snapshots.
 
-    Every method is for the training thread. Each rank of the job calls :meth:`capture` once an iteration.
+    Every method is for the training thread. Each rank of the job calls :meth:`capture` once an iteration. A *run* is a
+    recoverable run: consecutive snapshots that together hold a whole state.
 
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
         strategy: strategy that finds the runs from which the job can be restored.
-        history: schedules of the job; the newest one decides the size of buffers.
+        history: schedules of the job. The newest schedule decides the size of buffers.
         device: device of the live tensors.
         senders: one sender for each peer.
         receivers: one receiver for each rank whose snapshots this rank keeps.
@@ -61,10 +62,10 @@ class Checkpointer:
         memory: bytes that snapshots of this rank need.
         allowance: host memory that this rank may use.
         report: function that is called with each warning for the users of the job.
-        has: schedule ids, by peer and iteration, of snapshots that peers hold from an earlier process of this rank. A
-            snapshot of another schedule holds other operators, so it is sent again.
+        has: schedule ids, by peer and iteration, of snapshots that peers hold from an earlier process of this rank. If
+            a peer's snapshot has another schedule id, it holds other operators, and this rank sends its own.
         needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
-            copies of it until a newer run is persisted.
+            copies of this run until a newer run is persisted.
         pause: pause during which the capture thread computes no digests.
     """
 
@@ -106,24 +107,24 @@ class Checkpointer:
         self.asked_bytes = 0
         """Bytes of host memory that this rank has last requested from each peer."""
         self._fitted: Schedule | None = history.newest
-        """Schedule of the windows that memory is set aside for; None if windows of another size also have memory."""
+        """Schedule to whose windows the memory is fitted; None while windows of another size still have memory too."""
         self._fitting: Schedule | None = None
-        """Schedule of the windows that memory is being reduced to; None if it is not being reduced."""
+        """Schedule for whose windows :meth:`_fit` is giving back memory now; None if it gives back none."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
         """Seconds that training has waited so far for copies of the live gradients."""
         self._live = self._gone = NONE
-        """Iteration whose gradients are in the live tensors, and the last iteration whose gradients are overwritten."""
+        """Iteration whose gradients the live tensors hold, and newest iteration whose gradients were overwritten."""
         self._final: Event | None = None
         """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
         self.make_room_for_kept()
 
     def _is_whole(self, run: RecoverableRun) -> bool:
-        """Return True if ``run`` is as long as runs of other stages with the same first snapshot.
+        """Return True if ``run`` is as long as the runs of other stages from the same first snapshot.
 
-        Ranks agree on runs by their first snapshot. A stage with fewer operators than slots has shorter runs than other
-        stages. Its runs restore an earlier iteration than the job needs.
+        Ranks agree on runs by the first snapshot alone. If a stage has fewer operators than slots, its runs are
+        complete earlier than those of other stages, and restore an earlier iteration. Such a short run does not count.
         """
         if not run.is_redone or run.first < self.history.oldest.start:
             return True
@@ -152,9 +153,9 @@ class Checkpointer:
             state: iteration whose state is live, if it is not ``iteration``; see :class:`Header`.
             whole: operators whose whole state gets a digest.
             is_updated: True if an update led to ``state@iteration``; False at the start of a job and after an iteration
-                without an update. With True, the snapshot is abandoned if it has to hold gradients that are already
-                overwritten.
-            may_wait: True to wait for memory that is freed when peers acknowledge earlier snapshots.
+                without an update. If True, and if the schedule asks for gradients that are already overwritten, the
+                window is abandoned.
+            may_wait: True to wait until peers acknowledge earlier snapshots and so free memory.
 
         Raises:
             SnapshotError: the record is larger than the memory set aside for it, or an earlier copy failed.
@@ -164,7 +165,7 @@ class Checkpointer:
         self.capturer.last = self.capturer.last_logged = None
         if iteration in self.own:
             self.capturer.drop_logged()
-            return  # captured before a failure from which the job has recovered
+            return  # this rank captured the snapshot before a failure, and the job now repeats the iteration
         if not self.takes(iteration) or not self._may_take(iteration):
             return
         if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated, may_wait=may_wait):
@@ -182,8 +183,8 @@ class Checkpointer:
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
         """Begin to copy the gradients of ``iteration``'s update, if the schedule logs them.
 
-        Call it after the update and before :meth:`wait_for_gradient_copies`. After that method the trainer overwrites
-        the gradients.
+        Call this method after the update and before :meth:`wait_for_gradient_copies`, after which the trainer
+        overwrites the gradients.
 
         Args:
             iteration: iteration whose gradients are in the live tensors.
@@ -202,7 +203,8 @@ class Checkpointer:
     def wait_for_gradient_copies(self, iteration: int) -> float:
         """Block until the current stream may overwrite the gradients of ``iteration``; return the seconds of stall.
 
-        The trainer overwrites the gradients next. On a GPU only the stream waits for copies under way, not the host.
+        After this call the trainer overwrites the gradients. On a GPU the host waits only until the copies are issued;
+        the stream waits for their end.
         """
         self.end_gradients()
         stall_s, self._waited_s = self._waited_s, 0.0
@@ -213,9 +215,8 @@ class Checkpointer:
     def end_gradients(self) -> None:
         """Block until the current stream may overwrite the logged gradients.
 
-        A trainer calls this method only if it overwrites gradients earlier than its call of
-        :meth:`wait_for_gradient_copies`. That method then returns the stall of both calls. Gradients that are not
-        logged before this call are lost.
+        A trainer calls this method only if it overwrites gradients before it calls :meth:`wait_for_gradient_copies`,
+        which then returns the stall of both calls. Gradients that are not logged before this call are lost.
         """
         self._final = None
         self._waited_s += self.capturer.order_after_gradient_copies()
@@ -228,11 +229,11 @@ class Checkpointer:
         return self.capturer.log(iteration, schedule, ready)
 
     def _may_take(self, iteration: int) -> bool:
-        """Return True unless snapshots are paused until memory for a whole window is free."""
+        """Return True if snapshots are not paused. End a pause first, if memory for a whole window is free now."""
         if self._paused:
             self._make_more_room(self.history.at(iteration))  # for a new run beside the persisted one
             if not self._has_room(iteration):
-                if self.replicator.are_full:  # perhaps only since the window was abandoned
+                if self.replicator.are_full:  # the peers may have become full after the window was abandoned
                     self._drop_open_window()
                 return False
         self._paused = False
@@ -241,7 +242,7 @@ class Checkpointer:
     def _make_more_room(self, schedule: Schedule) -> None:
         memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
 
-        def here() -> int:  # called again when own snapshots are no longer kept
+        def here() -> int:  # _grow() calls this again after it has dropped own snapshots
             return max(memory.here_after_gap(schedule), beside if memory.keeps_own_copies else 0)
 
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
@@ -271,7 +272,7 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = True,
     ) -> bool:
-        """Begin to capture ``SS_iteration``, which is due, without communication between ranks.
+        """Begin to capture ``SS_iteration``, which is due. Unlike :meth:`capture`, communicate with no other rank.
 
         Arguments and errors are those of :meth:`capture`.
 
@@ -285,7 +286,7 @@ class Checkpointer:
             if not is_logged and not (self._live == iteration and self._log(iteration, schedule)):
                 return False  # the gradients are overwritten, or no buffer was free
         else:
-            self.capturer.drop_logged()  # gradients of an earlier schedule
+            self.capturer.drop_logged()  # an earlier schedule wanted these gradients
         if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
             return True
         self._make_more_room(schedule)
@@ -294,23 +295,23 @@ class Checkpointer:
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
 
     def _wait_for_room(self, iteration: int, schedule: Schedule) -> None:
-        """Wait until memory for a snapshot is free, for at most :data:`PATIENCE_S`.
+        """Wait at most :data:`PATIENCE_S` until memory for a snapshot is free.
 
-        If this rank keeps no own copies, its buffers are freed when peers acknowledge earlier snapshots.
+        Called if this rank keeps no own copies. It then frees buffers when peers acknowledge earlier snapshots.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not self.capturer.has_room(iteration, schedule) and time.monotonic() < deadline_s:
             time.sleep(STEP_S)
 
     def pause(self, iteration: int) -> None:
-        """Leave out ``SS_iteration``, to measure the cost of saving; all ranks call it instead of :meth:`capture`."""
+        """Leave out ``SS_iteration``, to measure the cost of saving; all ranks call this instead of :meth:`capture`."""
         self._learn(iteration)
         self._measure()
         self.capturer.drop_logged()
         self.capturer.last = self.capturer.last_logged = None
 
     def wait(self) -> float:
-        """Block before the optimizer step until the live tensors are copied; return the seconds of stall."""
+        """Block until the live tensors are copied; return the seconds of stall. Called before the optimizer step."""
         progress = self.progress
         progress.stall_s = self.capturer.wait()
         parts = self.capturer.parts
@@ -332,12 +333,12 @@ class Checkpointer:
         return self.lifetime.persisted if self.lifetime.persisted != NONE else min(self.own, default=NONE)
 
     def persisted(self) -> dict[int, Any]:
-        """Return the contents of snapshots that all peers have, by iteration; without peers, of all captured ones."""
+        """Return the contents of snapshots that all peers have, by iteration; without peers, of all own snapshots."""
         return self.own.acked_by(self.replicator.peers)
 
     @property
     def is_saving(self) -> bool:
-        """True if a snapshot is being captured, sent or written to disk, or was captured when the iteration began."""
+        """True if a snapshot was captured at the beginning of this iteration, or is being captured, sent or written."""
         return (
             self.capturer.last is not None
             or bool(self.own.deliverable(self.replicator.peers).keys() - self.persisted().keys())
@@ -352,7 +353,8 @@ class Checkpointer:
     def make_room(self, *schedules: Schedule) -> None:
         """Set host memory aside, here and at peers, for ``schedules`` that follow each other.
 
-        Memory that this rank set aside earlier and gave back is allocated again only when a snapshot needs it.
+        If this rank has given back memory that it set aside before, it allocates this memory only when a snapshot needs
+        it.
         """
         at_peer = self.memory.at_peer(schedules)
         if self.memory.here(schedules) > self._allowance.of(OWN):
@@ -361,9 +363,10 @@ class Checkpointer:
             self._ask_peers(at_peer)
 
     def make_room_for_kept(self) -> None:
-        """Set host memory aside for every schedule whose snapshots may still be kept or recaptured.
+        """Set host memory aside for every schedule whose snapshots this rank may still keep or capture again.
 
-        Windows that ended before a failure are left out. Otherwise memory that was given back would be allocated again.
+        Schedules whose windows ended before the persisted run are left out, because the memory that only they needed
+        was given back.
         """
         kept = self.history.since(self.lifetime.persisted)
         if any(is_other_window(schedule, self.history.newest) for schedule in kept):
@@ -376,7 +379,8 @@ class Checkpointer:
         If this rank has too little, own copies are dropped first, then the oldest iterations of the boundary log.
 
         Args:
-            here: function that returns the bytes needed on this rank; it is called again after each of these steps.
+            here: function that returns the bytes needed on this rank; called again after each of these steps, which may
+                lower the need.
             at_peer: bytes needed at each peer.
         """
         if not self._set_aside(here()):
@@ -394,8 +398,9 @@ class Checkpointer:
     def _fit(self) -> None:
         """Give back a part of the memory that only earlier windows of another size needed; called every iteration.
 
-        Peers do the same. If no lag occurred, memory for lag is given back as well; the allowance still reserves it.
-        A reorder alone gives nothing back, because the next reorder would have to page-lock the same memory again.
+        Peers do the same. If peers never lagged, the memory for lag is given back as well, but the allowance still
+        reserves it. After a mere reorder of operators nothing is given back, because the next reorder would have to
+        page-lock the memory again.
         """
         kept = self.history.since(self.lifetime.persisted)
         newest = self.history.newest
@@ -403,7 +408,7 @@ class Checkpointer:
             return
         if any(is_other_window(newest, schedule) for schedule in kept):
             return
-        # Schedules are requested one by one. Memory for a gap between two of them is set aside when the gap occurs.
+        # Computed for each schedule alone: memory for a left-out snapshot between two of them is set aside when needed.
         here = max(self.memory.here([schedule]) for schedule in kept)
         at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
         arena = self.own.arena
@@ -429,7 +434,7 @@ class Checkpointer:
         """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
 
         Returns:
-            None if a snapshot is missing, or if the persisted run of this stage is longer, as right after a reorder.
+            None if a snapshot is missing, or if the persisted run of this stage ends later, as right after a reorder.
         """
         if self.lifetime.last_needed > last:
             return None
@@ -462,9 +467,9 @@ class Checkpointer:
         return self.capturer.adopt(snapshot)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop snapshots after ``iteration``, here and at peers, because the job re-executes later iterations.
+        """Drop snapshots after ``iteration``, here and at peers, because the job executes later iterations again.
 
-        The re-executed iterations may have other results.
+        Executed again, these iterations may have other results.
         """
         if self.lifetime.last_needed > iteration:  # the job went back to a window from disk
             self.lifetime.nothing_is_persisted()
@@ -491,10 +496,11 @@ class Checkpointer:
 
         Args:
             senders: one sender for each peer; each sends the snapshots that its peer does not have.
-            receivers: one receiver for each rank whose snapshots this rank keeps; stores may already hold some of them.
+            receivers: one receiver for each rank whose snapshots this rank keeps. Their stores may hold snapshots from
+                before the failure.
             agreement: reduction by which ranks agree from now on.
             has: schedule ids, by peer and iteration, of this rank's snapshots that peers hold.
-            former: stores of ranks that now have other peers; these stores are freed when the next window is persisted.
+            former: stores of ranks that now have other peers. They are freed when the next window is persisted.
         """
         self.capturer.reset()
         self._keep_where_said([sender.peer for sender in senders])
@@ -540,7 +546,7 @@ class Checkpointer:
         self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own_copies else None
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Finish captures and sends, and return True if all sends were done in time; capture nothing afterwards."""
+        """Finish captures and sends; return True if all sends were done in time. Capture nothing afterwards."""
         self._take_in()
         self.capturer.close()
         return self.replicator.close(timeout_s)
@@ -554,9 +560,10 @@ class Checkpointer:
         self.own.end_use(held)
 
     def agree_at_end(self, iteration: int) -> None:
-        """Agree once more on persisted runs, and write the newest one to disk; every rank calls it after :meth:`close`.
+        """Agree once more on persisted runs, and write the newest run to disk; all ranks call this after :meth:`close`.
 
-        During training, ranks agree on acknowledgements in the next iteration. After the last one, they agree here.
+        During training, ranks agree in each iteration on the acknowledgements of the previous one. After the last
+        iteration they agree here.
         """
         self._learn(iteration)
         self._take_in()
@@ -574,9 +581,9 @@ class Checkpointer:
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
             self.own.free({*unneeded.old, *unneeded.lost})
-            if self.own.keepers is not None:  # for snapshots that a recovery read while peers acknowledged them
+            if self.own.keepers is not None:  # for snapshots that a recovery was reading when peers acknowledged them
                 self.own.drop_kept_elsewhere(self.own.keepers)
-            if self.lifetime.persisted != NONE:  # in every call, because a failure may have interrupted the last one
+            if self.lifetime.persisted != NONE:  # repeated in every call: a failure may have interrupted the last call
                 last = self._ends_at()
                 if self.replicator.free(self.lifetime.persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
@@ -597,7 +604,7 @@ class Checkpointer:
         if not self.memory.gives_back or first < self.history.oldest.start:
             return None
         schedule = self.history.at(first)
-        # Snapshots that leave experts out stay whole: other experts still need their older versions.
+        # Schedules that leave experts out free no parts: a restore may need older versions of the left-out experts.
         return schedule.last_of_run(first) if schedule.supersedes else None
 
     def _has_room(self, iteration: int) -> bool:
@@ -614,7 +621,10 @@ class Checkpointer:
         return under_way
 
     def _abandon(self, iteration: int) -> None:
-        """Abandon the unfinished window, and pause snapshots until memory for a whole window is free."""
+        """Abandon the unfinished window, and pause snapshots until memory for a whole window is free.
+
+        Called if ``SS_iteration`` is due but cannot be captured.
+        """
         is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
         under_way = self._drop_open_window()
         self._paused = True

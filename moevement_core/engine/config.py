@@ -9,7 +9,7 @@ from moevement_core.util.flags import AUTO, bandwidth, flag, gigabytes
 
 
 class Verify(StrEnum):
-    """Interval between digests of the whole state. A recovery compares the rebuilt state with these digests."""
+    """Choice how often ranks compute digests of the whole state, with which a recovery compares the rebuilt state."""
 
     NOTHING = "nothing"
     WINDOW = "window"

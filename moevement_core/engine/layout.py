@@ -50,7 +50,7 @@ class Layouts:
         self._layouts: dict[int, SlotLayout] = {}
 
     def of(self, schedule: Schedule, slot: int) -> SlotLayout:
-        """Return the layout of ``slot``, in which ``schedule`` takes a snapshot."""
+        """Return the layout of the snapshot that ``schedule`` takes in ``slot``."""
         if self._schedule != schedule.id:
             self._layouts.clear()
             self._schedule = schedule.id
@@ -86,7 +86,7 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 def kept_bytes(
     schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int, *, at_peers: bool = False
 ) -> Kept:
-    """Return the host memory of each snapshot of a window while superseded parts of the snapshot are freed.
+    """Return the host memory that each snapshot of a window takes while later snapshots supersede parts of it.
 
     Args:
         schedule: the schedule of the window.
@@ -95,8 +95,8 @@ def kept_bytes(
         at_peers: True for the parts of snapshots that peers receive; False for own snapshots.
 
     Returns:
-        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
-        bytes that are left after the parts that the next k slots supersede were freed.
+        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. The next k slots
+        supersede parts of the snapshot; column k has the bytes that are left when these parts are freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

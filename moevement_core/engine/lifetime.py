@@ -1,9 +1,9 @@
 """Lifetime of snapshots: pure decisions about the snapshots that a rank keeps, made from the reports of all ranks.
 
-A snapshot is *persisted* when every peer has acknowledged it. The job falls back to the newest run of snapshots that is
-persisted on every rank. A rank frees an older run only when such a newer run exists. It frees a snapshot at once if the
-snapshot belongs to no run that may still become persisted. If memory is short, the unfinished window is abandoned, and
-the persisted one is kept.
+A snapshot is *persisted* when every peer has acknowledged it. A *run* consists of consecutive snapshots that together
+hold a whole state. After a failure, the job goes back to the newest run that is persisted on every rank. A rank frees
+this run only when a newer run is persisted on every rank. It frees a snapshot at once if no run with that snapshot can
+become persisted any more. If memory is short, ranks abandon the unfinished window and keep the persisted run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Unneeded:
     """Snapshots that a rank may free now."""
 
     old: list[int]
-    """Iterations of snapshots older than the run that the job falls back to."""
+    """Iterations of snapshots from before the run to which a recovery would go back."""
     lost: list[int]
-    """Iterations of snapshots that no recovery can use, because no run with them can still be persisted on all ranks.
+    """Iterations of snapshots that no recovery can use: no run with them can be persisted on all ranks any more.
 
     Peers drop these snapshots as well.
     """
     is_newer: bool
-    """True if the job has a newer run to fall back to."""
+    """True if a newer run has become persisted on all ranks since the last call."""
 
 
 class Lifetime:
@@ -38,8 +38,8 @@ class Lifetime:
     Args:
         strategy: strategy that finds the runs in a set of snapshots.
         needed: first and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none.
-        is_whole: function that returns True if a run is as long as the runs of other stages with the same first
-            snapshot.
+        is_whole: function that returns True if a run is as long as the runs of other stages from the same first
+            snapshot; see :meth:`Checkpointer._is_whole`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Lifetime:
         """
         is_newer = agreed.newest_persisted > self.persisted
         if is_newer:
-            # This order keeps the run that is already persisted, even after an interruption between both lines.
+            # This order keeps all snapshots of the older run, even after an interruption between the two lines.
             self.last_needed = self._runs[agreed.newest_persisted]
             self.persisted = agreed.newest_persisted
         first_open = agreed.first_open(after=self.persisted)
@@ -99,12 +99,12 @@ class Lifetime:
     def under_way(self, deliverable: Mapping[int, Contents], *, peers_are_full: bool = False) -> list[int]:
         """Return the snapshots to abandon when no memory is free, in order.
 
-        These snapshots are newer than every run that peers have, or will receive without more memory.
+        These are the snapshots after the newest run that peers have, or that they will receive without more memory.
 
         Args:
             deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
-            peers_are_full: True if a peer has no memory for the next snapshot. A run that is longer than usual, such as
-                one across a reorder, can then never be delivered. It is abandoned together with newer snapshots.
+            peers_are_full: True if a peer has no memory for the next snapshot. If a run is longer than usual, such as
+                one across a reorder, peers can then never receive all of it. So its snapshots are abandoned too.
         """
         newest = next(self._strategy.restore_points(deliverable), None)
         if peers_are_full and not any(first > self.persisted for first in self._runs):

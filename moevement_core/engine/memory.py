@@ -11,9 +11,7 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS, Schedul
 from moevement_core.snapshot.blocks import BLOCK
 
 IN_FLIGHT = 3
-"""Snapshots that peers may not have yet: one in capture, one being sent, and one because peers may lag."""
-
-
+"""Number of snapshots that peers may not have yet: one in capture, one being sent, and one because peers may lag."""
 MOST_WEIGHED = 64
 """Most schedules whose bytes are remembered."""
 
@@ -21,15 +19,15 @@ MOST_WEIGHED = 64
 class SnapshotMemory:
     """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
-    Only the rank itself sets memory aside for lag. Peers need none for it: a peer that lags holds fewer snapshots, and
-    a peer without free memory lets the next snapshot wait.
+    Only the rank itself sets memory aside for lag, the iterations by which copies at peers trail. A peer that lags
+    holds fewer snapshots, and so needs less memory. A peer without free memory lets the next snapshot wait.
 
     Args:
         states: live tensors of the operators that the rank holds.
         record_bytes: most bytes that the tensors of a boundary record take.
-        to_disk: True if an additional window is kept, which is written to disk while newer snapshots arrive.
-        keeps_own_copies: True if the rank keeps snapshots that all its peers hold.
-        is_summed: True if peers keep parity: a sum covers whole snapshots, so no part may be freed early.
+        to_disk: True if the rank also keeps the window that it is writing to disk while newer snapshots arrive.
+        keeps_own_copies: True if the rank keeps own snapshots after all its peers have them.
+        is_summed: True if peers keep parity. A sum covers whole snapshots, so no part may be freed early.
     """
 
     def __init__(
@@ -44,12 +42,12 @@ class SnapshotMemory:
         """Bytes of each snapshot of a window, by the id of the schedule; True for the parts that peers receive."""
 
     def here(self, schedules: Sequence[Schedule]) -> int:
-        """Return the bytes on this rank while ``schedules`` follow each other and no snapshot is left out."""
+        """Return the bytes on this rank if ``schedules`` follow each other and no snapshot is left out."""
         durable = max(self._durable(schedule) for schedule in schedules)
         return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules) + durable
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
-        """Return the bytes on each peer while ``schedules`` follow each other and no snapshot is left out."""
+        """Return the bytes on each peer if ``schedules`` follow each other and no snapshot is left out."""
         return self._of_changes(schedules, LATE_AT_PEERS, at_peers=True)
 
     @property
@@ -86,10 +84,10 @@ class SnapshotMemory:
         return sum(int(self._kept(schedule)[slot, 0]) for schedule, slot in snapshots)
 
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
-        """Return the bytes of a kept run, a whole window beside it, and one more snapshot.
+        """Return the bytes of a kept run, of a whole window in addition to it, and of one more snapshot.
 
-        A run across a reorder is longer than a window. With less memory no window could be delivered whole, and every
-        window would be abandoned.
+        A run across a reorder is longer than a window. With less memory no new window could reach peers whole, and
+        ranks would abandon every window.
 
         Args:
             run_bytes: bytes of the run.
@@ -127,7 +125,7 @@ class SnapshotMemory:
         )
 
     def _durable(self, schedule: Schedule) -> int:
-        """Return the bytes of the run that a rank keeps beside its files, whose snapshots are whole in memory."""
+        """Return the bytes of the whole snapshots that a rank keeps in memory because files on disk lack operators."""
         return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
     def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:

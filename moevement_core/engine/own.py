@@ -1,4 +1,4 @@
-"""Snapshots that this rank captured. Each keeps its buffer until it is freed and no thread reads it."""
+"""Snapshots that this rank captured. A freed snapshot keeps its buffer until no thread reads the buffer any more."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class HeldBuffer:
     buffer: Buffer
     contents: Contents
     at_peers: Contents
-    """Contents of the copies on peers, for all ranks of the stage. They may leave out operators of :attr:`contents`."""
+    """Contents of the copies on peers, for all ranks of the stage. Operators of :attr:`contents` may be missing."""
     users: int = 1
     """Number of users that read or write the buffer now; the capture is the first user."""
     freed: bool = False
     snapshot: Snapshot | None = None
     """Captured snapshot; None while it is being copied."""
     undeliverable: bool = False
-    """True if a peer will never have the snapshot, so that no run that needs it will be persisted."""
+    """True if a peer will never have the snapshot. No run with this snapshot can then be persisted."""
     dropped: bool = False
     """True if this rank freed the buffer because peers hold the snapshot; :attr:`snapshot` keeps the header."""
 
@@ -75,7 +75,7 @@ class OwnSnapshots:
             return iter(sorted(self._held))
 
     def begin(self, iteration: int, buffer: Buffer, contents: Contents, at_peers: Contents | None = None) -> HeldBuffer:
-        """Register a snapshot that is being copied into ``buffer``; the capture is the first user of the buffer.
+        """Register a snapshot that is being copied into ``buffer``. The capture counts as the buffer's first user.
 
         Args:
             iteration: iteration of the snapshot.
@@ -111,7 +111,7 @@ class OwnSnapshots:
             return held.snapshot
 
     def end_use(self, held: HeldBuffer) -> None:
-        """Unregister a user of the buffer, and release the buffer if it was the last user of a freed snapshot."""
+        """Unregister a user of the buffer. Release the buffer if the snapshot is freed and this was the last user."""
         with self._lock:
             held.users -= 1
             if held.freed and held.users == 0:
@@ -133,7 +133,7 @@ class OwnSnapshots:
     def free_unneeded(self, unneeded: Mapping[int, npt.NDArray[np.bool_]]) -> None:
         """Free parts of snapshots that no restore point needs.
 
-        A snapshot with readers is left as it is; the caller repeats the call in the next iteration.
+        The method skips a snapshot that has readers; the caller repeats the call in the next iteration.
 
         Args:
             unneeded: operators to free, by iteration, bool ``[operators]``.
@@ -148,7 +148,7 @@ class OwnSnapshots:
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease, during which the snapshot's buffer stays unchanged; None if this rank lacks the snapshot."""
+        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or (snapshot := self.begin_use(held)) is None:
@@ -210,7 +210,7 @@ class OwnSnapshots:
             return {iteration: held.snapshot for iteration, held in every if held.snapshot and held.is_here}
 
     def buffers(self) -> list[Buffer]:
-        """Return the buffers of all snapshots, and those of freed snapshots that are still read."""
+        """Return the buffers of all snapshots, including freed snapshots that some thread still reads."""
         with self._lock:
             return [held.buffer for held in (*self._held.values(), *self._read)]
 
@@ -220,10 +220,10 @@ class OwnSnapshots:
             return {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
 
     def deliverable(self, peers: Collection[int]) -> dict[int, Contents]:
-        """Return the contents that ``peers`` receive of snapshots that all of them have or may still receive.
+        """Return the snapshots that all ``peers`` have or may still receive.
 
         Returns:
-            Contents by iteration; if there are no peers, the whole contents.
+            What peers receive of each snapshot, by iteration; the whole contents if there are no peers.
         """
         with self._lock:
             return {
@@ -233,9 +233,10 @@ class OwnSnapshots:
             }
 
     def acked_by(self, peers: Collection[int]) -> dict[int, Contents]:
-        """Return the contents at peers of snapshots that all ``peers`` hold, by iteration.
+        """Return the snapshots that all ``peers`` hold; all captured snapshots if there are no peers.
 
-        If there are no peers, these are the whole contents of all captured snapshots.
+        Returns:
+            What peers hold of each snapshot, by iteration; the whole contents if there are no peers.
         """
         wanted = set(peers)
         with self._lock:
@@ -248,7 +249,7 @@ class OwnSnapshots:
     def forget_peers(self, has: Copies) -> list[HeldBuffer]:
         """Replace the acknowledgements of all snapshots by ``has``, because the rank has other peers from now on.
 
-        Snapshots whose copy was interrupted are lost.
+        Snapshots whose capture was interrupted are lost.
 
         Args:
             has: snapshots that the new peers hold.

@@ -21,7 +21,7 @@ class Progress:
     digest_cpu_s: float = 0.0
     """Processor seconds of the capture thread for digests of the last iteration."""
     replicated_bytes: int = 0
-    """Payload bytes that all peers together acknowledged in the last iteration."""
+    """Payload bytes that peers acknowledged in the last iteration, added over all peers."""
     lag: int = 0
     """Iterations from the newest snapshot that all peers have to the newest captured snapshot."""
     whole_cpu_s: float = 0.0

@@ -28,10 +28,10 @@ class Replicator:
         self, own: OwnSnapshots, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies
     ) -> None:
         self.enabled = True
-        """True if snapshots are sent to peers; a benchmark turns it off for a while to measure what sending costs."""
+        """True if snapshots are sent to peers. A benchmark sets it to False for a while to measure what sends cost."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """Stores of copies for other ranks. Some of these ranks have other peers now; see :meth:`free`."""
+        """Stores of copies for other ranks, including ranks that have other peers now; see :meth:`free`."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
         """Stores of ranks that have other peers now."""
@@ -53,7 +53,7 @@ class Replicator:
             sender.open(nbytes)
 
     def acked_by(self, snapshot: Snapshot) -> list[int]:
-        """Return the peers that hold ``snapshot`` already; all peers if replication is off."""
+        """Return the peers that hold ``snapshot`` already; all peers if replication is off, so that no run waits."""
         return peers_with(snapshot, self._has) if self.enabled else sorted(self.peers)
 
     def replicate(self, held: HeldBuffer) -> None:
@@ -76,12 +76,13 @@ class Replicator:
     def free(self, first: int, last: int | None) -> bool:
         """Free those parts of copies for other ranks that no restore point needs.
 
-        If a rank has other peers now, its store is removed as soon as it is empty: the new peers hold newer snapshots.
+        If a rank has other peers now, this method removes the rank's store as soon as the store is empty. The new peers
+        then hold all snapshots that the job needs.
 
         Args:
             first: the first snapshot of the persisted run. No restore point begins earlier.
-            last: the last snapshot of that run. Parts of snapshots are freed if a later full state, up to ``last``,
-                supersedes them. None: only whole snapshots are freed.
+            last: the last snapshot of that run. The stores free a part of a snapshot if a later snapshot, up to
+                ``last``, has the operator's full state. None: they free only whole snapshots.
 
         Returns:
             True if a store was removed.
