@@ -52,7 +52,7 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode)
     except (msgspec.MsgspecError, SnapshotError, TypeError, ValueError, KeyError, RuntimeError, OverflowError) as error:
         name = getattr(kind, "__name__", None) or str(kind)
-        raise ExchangeError(f"received data is not of type {name}: {error}; all ranks need one version") from None
+        raise ExchangeError(f"received data is not of type {name}: {error}; all ranks need the same version") from None
 
 
 def _encode(value: Any) -> Any:
