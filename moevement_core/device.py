@@ -37,15 +37,15 @@ class Event(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the calling thread until all work before the mark is done."""
+        """Block the calling thread until all work that was issued before this event is done."""
 
     @abstractmethod
     def order_before(self, stream: Any = None) -> None:
-        """Order later work of ``stream`` (default: the current stream) after the mark, without blocking a thread."""
+        """Order later work of ``stream`` (default: the current stream) after this event, without blocking a thread."""
 
     @abstractmethod
     def query(self) -> bool:
-        """Return True if all work before the mark is done; never blocks."""
+        """Return True if all work that was issued before this event is done; never blocks."""
 
     @abstractmethod
     def elapsed_ms(self, end: Event) -> float:

@@ -27,7 +27,7 @@ _COMMIT = re.compile(r", commit ([0-9a-f]{7,40})\b")
 
 @dataclass(frozen=True)
 class Page:
-    """Measured page."""
+    """Page of measurements, and what it says about the code that it measured."""
 
     path: Path
     """Path in the project."""
@@ -54,10 +54,10 @@ def measured(root: Path) -> Iterator[Page]:
     papers = (path for path in sorted(folder.glob("papers/*.md")) if path.stem in MEASURED_PAPERS)
     for path in (*(path for path in sorted(folder.glob("*.md")) if path.stem not in COMPUTED), *papers):
         text = path.read_text(encoding="utf-8")
-        if found := _LAST.search(text):
-            line = text[found.start() :].partition("\n")[0]
+        if last := _LAST.search(text):
+            line = text[last.start() :].partition("\n")[0]
             commit = _COMMIT.search(line)
-            yield Page(path.relative_to(root), found.group(1), commit.group(1) if commit else None)
+            yield Page(path.relative_to(root), last.group(1), commit.group(1) if commit else None)
 
 
 def outdated(root: Path) -> Iterator[str]:
@@ -68,7 +68,7 @@ def outdated(root: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the lines."""
+    """Print a warning for each page that may be out of date."""
     try:
         for line in outdated(ROOT):
             print(f"warning: {line}", file=sys.stderr)

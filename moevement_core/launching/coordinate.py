@@ -277,7 +277,9 @@ def _token_for(options: Coordination) -> Token:
     if (token := given_token()) is not None:
         return token
     if options.tasks is None:
-        raise ConfigError(f"no job token is set, but another program starts the tasks; {HOW}")
+        raise ConfigError(
+            f"no job token is set, and the coordinator cannot give one to tasks that another program starts; {HOW}"
+        )
     return Token.new()
 
 

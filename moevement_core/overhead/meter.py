@@ -8,9 +8,9 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.overhead.quiet import is_quiet
 
 PAUSE_LIMIT = 3.0
-"""Longest pause, as a multiple of the iteration time.
+"""Time after which a pause of sends ends, even within an iteration, as a multiple of the iteration time.
 
-A longer pause ends by itself, and the estimate leaves its iteration out.
+The estimate leaves out an iteration in which a pause ended early.
 """
 SETTLING = 2
 """Number of iterations at the start of a job that the estimate leaves out. The first iteration captures a whole window.

@@ -438,7 +438,7 @@ class Coordinator:
             nodes = ", ".join(self.roster.nodes_of(first, last))
             self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {nodes}")
         if more := self.roster.split[MOST_REPORTED:]:
-            self._report(f"{len(more)} more groups of ranks that communicate in every layer are now on several nodes")
+            self._report(f"so do {len(more)} other groups of ranks, each of which is now on several nodes")
         self._split = split_blocks(self.roster.nodes, self._block)
 
     # Elastic jobs

@@ -58,7 +58,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """Return the snapshots that :meth:`lease` can lend, by iteration. A store of parity can lend none."""
+        """Return the whole snapshots in the store; keys are iterations. Empty if the store holds parity."""
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     DAMAGED = 13
     """Answer of a peer: the received bytes do not match their digest or checksum."""
     REFUSED = 14
-    """Answer of a peer: the snapshot is not one of the source, or needs more memory than the peer may give."""
+    """Answer of a peer: another rank took the snapshot, or it needs more memory than the peer may give."""
     STALE = 15
     """Answer of a peer: no rank needs the snapshot, because a newer window is persisted on every rank.
 

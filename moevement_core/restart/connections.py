@@ -29,7 +29,7 @@ class Patience:
     idle_s: float = 0.02
     """Seconds from the first check until a connection on which no data moves counts as idle."""
     moved_s: float = 0.06
-    """Seconds from the last movement until a connection counts as idle, if data has moved since the first check.
+    """Seconds without data after which a connection counts as idle, once it has moved data while ranks watch it.
 
     This limit is longer than ``idle_s``, because a sender may pause within a message to wait for a processor.
     """

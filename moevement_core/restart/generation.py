@@ -74,7 +74,7 @@ def generation() -> Generation | None:
 
 
 def nodes_of(ranks: Iterable[int]) -> tuple[str, ...]:
-    """Return the node of each rank. Outside of generations nobody knows the nodes, so each rank counts as a node."""
+    """Return the node of each rank. Before the job is formed, each rank counts as a node of its own."""
     if _generation is None:
         return tuple(f"rank {rank}" for rank in ranks)
     return tuple(_generation.roster.nodes[rank] for rank in ranks)

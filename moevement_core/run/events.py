@@ -171,7 +171,7 @@ class Planned(_Plain):
 
 @dataclass(frozen=True)
 class AboveCap(_Plain):
-    """Warning that saving persistently costs more training time than ``--moevement-overhead-cap`` allows."""
+    """Warning that the cost of saving has stayed above ``--moevement-overhead-cap``."""
 
     kind: ClassVar[str] = "above_cap"
     text: str

@@ -72,7 +72,7 @@ class Saving:
     Args:
         binding: binding of the trainer.
         config: flags of the job.
-        names: names of the job.
+        names: names that identify the job and the state of its windows on disk.
         joining: information about the running job, on a replacement; None if the job starts.
         is_resized: True if the job continues with another number of ranks. If they are too few for the copies that the
             flags ask for, the job then keeps fewer copies instead of ending.

@@ -27,7 +27,7 @@ class Totals:
     replicated_bytes: int = 0
 
     def began(self, begin_s: float) -> None:
-        """Add the seconds of the training thread at the beginning of an iteration."""
+        """Add the seconds that saving took from the training thread at the beginning of an iteration."""
         self.last_begin_s = begin_s
         self.begin_s += begin_s
 

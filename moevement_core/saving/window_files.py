@@ -58,7 +58,9 @@ class WindowFiles(SnapshotSource):
             try:
                 header = read_header(self._folder / name)
             except SnapshotError as error:
-                damage.report("the digest of a file's header", str(error).partition(";")[0], "planning without it")
+                damage.report(
+                    "the digest of a file's header", str(error).partition(";")[0], "planning without the file"
+                )
                 continue
             if (header.rank, header.iteration) == named:
                 yield Holding(

@@ -42,7 +42,7 @@ class WindowsOnDisk:
 
     Args:
         binding: binding of this rank.
-        names: names of the job.
+        names: names that identify the job and the state of its windows on disk.
         config: flags of the job.
         topology: topology of this generation. Each later generation sets :attr:`topology` anew.
         checkpointer: checkpointer whose windows are written.

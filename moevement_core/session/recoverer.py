@@ -262,7 +262,7 @@ class Recoverer:
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Return the iterations with a complete boundary log. Every byte is checked if this stage feeds others."""
+        """Return the iterations with a complete boundary log; check the log's bytes if a replaying stage reads it."""
         log = parts.binding.boundary_log
         if log is None:
             return ()

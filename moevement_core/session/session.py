@@ -257,7 +257,7 @@ class Session:
         self._start_clock()
 
     def resumed(self, committed: int) -> None:
-        """Continue from ``committed``: reset the last record, and drop token counts of interrupted iterations.
+        """Continue from ``committed``: set the last iteration record to its record, and drop later token counts.
 
         Every rank calls it before the first iteration after a failure.
         """

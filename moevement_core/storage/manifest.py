@@ -162,7 +162,9 @@ def _check(path: Path, manifest: Manifest) -> None:
     if not isinstance(manifest.progress, dict) or not all(
         isinstance(number, int) and number >= 0 for number in manifest.progress.values()
     ):
-        raise SnapshotError(f"{path}: progress is {str(manifest.progress)[:60]}; needs numbers of 0 or more, by name")
+        raise SnapshotError(
+            f"{path}: progress is {str(manifest.progress)[:60]}; needs a mapping of names to numbers of 0 or more"
+        )
     if not isinstance(manifest.settings, dict):
         raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs values by name of the setting")
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):

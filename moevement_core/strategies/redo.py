@@ -117,7 +117,8 @@ class RedoSchedule(SparseSchedule):
         """Return the most iterations that a recovery replays.
 
         Let T be the last committed iteration and L the lag. Peers may have no newer snapshot than ``SS_(T-1-L)``, so
-        L + 1 iterations are replayed. If windows have a rest, a window more may be replayed.
+        L + 1 iterations are replayed. If some iterations between two windows save nothing, up to :attr:`size` more are
+        replayed.
         """
         return lag + 1 + (self.size if self.rest else 0)
 
@@ -134,7 +135,7 @@ class RedoSchedule(SparseSchedule):
         return self.active((self.slot(iteration) + 1) % self.window.size)
 
     def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
-        """Return windows of this size and rest for the operators of ``other``."""
+        """Return this schedule, but for the operators of ``other``."""
         return self.of(other.table, self.window.size, self.start, self.rest)
 
     def starting_at(self, start: int) -> RedoSchedule:

@@ -160,7 +160,7 @@ class SparseSchedule(Schedule):
         return other.for_operators_of(self)
 
     def for_operators_of(self, other: SparseSchedule) -> SparseSchedule:
-        """Return windows like these for the operators of ``other``, in the order of ``other``."""
+        """Return this schedule, but for the operators of ``other`` and in their order."""
         window = impose_window(other.table, other.order, self.window.size, self.window.kind)
         return SparseSchedule(other.table, other.order, window, start=self.start, rest=self.rest)
 

@@ -79,7 +79,7 @@ class Channels:
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Position of this rank, its peers, and its channels."""
+    """Place of this rank in the job, the ranks that keep its copies, and its groups and connections to other ranks."""
 
     rank: int
     world: int

@@ -86,9 +86,9 @@ class Process:
         self.before: Sequence[FormationSnapshots] = ()
         """Snapshots from before the job's last resize, kept until a window of the present size is persisted."""
         self.rejected_at = 0
-        """Last iteration whose result this process rejected without a second pass."""
+        """Last iteration whose result this process rejected, because it was not finite, before computing it again."""
         self.transient_failures = 0
-        """Number of rejected results of this process that a second pass did not repeat."""
+        """Number of results that this process rejected, and that were finite when it computed them again."""
 
     def start_over(self) -> Job:
         """Free the memory of the job, and return a new empty job."""

@@ -24,6 +24,9 @@ class FrozenKernels(StrEnum):
     OFF = "off"
 
 
+INSTEAD = "give --moevement-frozen-kernels off"
+
+
 def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
     """Return the backend that runs the experts of a model; None for Megatron's own layers.
 
@@ -41,7 +44,7 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
     if choice is FrozenKernels.AUTO:
         return None if reasons or why_reference() is not None else Backend.TRITON
     if reasons:
-        raise ConfigError(f"--moevement-frozen-kernels {choice}: {'; '.join(reasons)}; give off instead")
+        raise ConfigError(f"--moevement-frozen-kernels {choice}: {'; '.join(reasons)}; {INSTEAD}")
     if choice is FrozenKernels.CUDA and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         raise ConfigError(
             f"--moevement-frozen-kernels cuda: the GPU has compute capability {torch.cuda.get_device_capability()}, "
@@ -63,7 +66,7 @@ def splits_weight_gradients(args: argparse.Namespace, config: Any) -> bool:
     if FrozenKernels(args.moevement_frozen_kernels) is not FrozenKernels.WGRAD:
         return False
     if reasons := list(_linear_refusals(args, config)):
-        raise ConfigError(f"--moevement-frozen-kernels {FrozenKernels.WGRAD}: {'; '.join(reasons)}; give off instead")
+        raise ConfigError(f"--moevement-frozen-kernels {FrozenKernels.WGRAD}: {'; '.join(reasons)}; {INSTEAD}")
     return True
 
 

@@ -213,7 +213,7 @@ class MoEtion(Partial):
 
     @property
     def contended_s(self) -> float:
-        """Mean seconds that sends to peers beside training add to an iteration; sends in bubbles add none."""
+        """Mean seconds by which sends to peers lengthen an iteration; sends in pipeline bubbles add none."""
         return self.costs.plan.contended_s(self._sent.beside / self.interval)
 
     def survives(self, lost_hosts: Collection[int]) -> bool:

@@ -137,7 +137,7 @@ class MoEvement(Strategy):
 
     @cached_property
     def frozen_share(self) -> float:
-        """Share of a rank's work that belongs to frozen operators; mean over iterations that make the state dense."""
+        """Mean share of a rank's work that belongs to frozen operators, while a replay makes operators active."""
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
     def _frozen_share(self, stage: StagePlan) -> float:
