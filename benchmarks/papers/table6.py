@@ -61,6 +61,7 @@ def like_for_like(model: Model) -> list[str]:
     """
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
+    assert window is not None, "the paper has a window for each model"
     plan = CheckpointPlan(replace(costs.plan.inputs, window=window))
     of_window = sum(int(stage.window.slot_bytes[0].sum()) for stage in plan.stages) * costs.ranks_of_stage
     each = 2 * of_window / model.parameters
