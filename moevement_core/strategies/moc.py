@@ -164,9 +164,11 @@ class MoC(Strategy):
     Args:
         table: the operators of the stage.
         interval: iterations between checkpoints.
-        experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts.
+        experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts. It doubles when
+            too many tokens are lost.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
-        persisted: number of experts of each layer that a checkpoint writes to disk; None for all of these.
+        persisted: number of experts of each layer that a checkpoint writes to disk; None for all of these. It doubles
+            together with K, because a lost rank's experts come from disk.
         is_measured: True if K may be larger than lost tokens require: as large as copies beside an iteration carry
             (K_snapshot, section 5.3).
         limit: share of lost tokens above which K grows; see :mod:`moevement_core.policy.dynamic_k`.
@@ -194,25 +196,36 @@ class MoC(Strategy):
         is_measured: bool = False,
     ) -> None:
         super().__init__(table)
-        self.interval, self.persisted, self._is_measured = interval, persisted, is_measured
+        self.interval, self._is_measured = interval, is_measured
         self.most = most_experts(table) if most is None else most
         self.settled = False
         self.account = TokenAccount.empty(len(table))
-        self._dynamic = DynamicK.of(experts, self.most, limit)
+        in_memory = DynamicK.of(experts, self.most, limit)
+        on_disk = None if persisted is None else DynamicK.of(min(persisted, in_memory.first), self.most, limit)
+        self._in_memory = in_memory.first
+        """K in memory at first."""
+        self._persists = on_disk is not None
+        self._dynamic = on_disk or in_memory
         self.experts = self._dynamic.first
-        """Number of experts of each layer in a checkpoint, K, which doubles when too many tokens are lost."""
-        if (reach := math.ceil(self.most / self.experts) * interval) > MOST_REACH:
+        """K where fewer experts are saved, on disk or in memory, which doubles when too many tokens are lost."""
+        if (reach := math.ceil(self.most / self._in_memory) * interval) > MOST_REACH:
             raise ConfigError(
-                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations saves each "
+                f"--moevement-snapshot-experts {self._in_memory} of {self.most} every {interval} iterations saves each "
                 f"expert once in {reach} iterations; needs {MOST_REACH} or less, so save more experts or more often"
             )
 
     def first(self, start: int, most: int) -> PartialSchedule:
         """Return the schedule whose first snapshots together hold the whole state at the beginning of the job."""
+        in_memory, on_disk = self._saved(self._dynamic.first)
         schedule = PartialSchedule(
-            table=self.table, interval=self.interval, experts=self.experts, most=self.most, persisted=self.persisted
+            table=self.table, interval=self.interval, experts=in_memory, most=self.most, persisted=on_disk
         )
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
+
+    def _saved(self, experts: int) -> tuple[int, int | None]:
+        """Return K in memory, and K on disk or None for no limit, if :attr:`experts` is ``experts``."""
+        in_memory = min(self.most, self._in_memory * experts // self._dynamic.first)
+        return in_memory, experts if self._persists else None
 
     def observe(self, counts: Scores) -> None:
         """Add routed tokens to the account of each expert."""
@@ -238,9 +251,11 @@ class MoC(Strategy):
         assert isinstance(now, PartialSchedule)
         if sizes is None:
             return Proposal([now], is_change=False)
-        experts = max(sizes[0], self._carried(now.experts, sizes[1])) if self._is_measured else sizes[0]
-        is_change = experts != now.experts
-        return Proposal([replace(now, experts=experts), now], is_change, reorders=is_change)
+        in_memory, on_disk = self._saved(sizes[0])
+        if self._is_measured:
+            in_memory = max(in_memory, self._carried(now.experts, sizes[1]))
+        is_change = (in_memory, on_disk) != (now.experts, now.persisted)
+        return Proposal([replace(now, experts=in_memory, persisted=on_disk), now], is_change, reorders=is_change)
 
     def _carried(self, now: int, left_out: int) -> int:
         """Return the K that copies carry; the present K if the difference is small, since measurements vary."""
@@ -249,7 +264,8 @@ class MoC(Strategy):
 
     def caution(self) -> str | None:
         """Return a warning if checkpoints leave experts out."""
-        return caution_of(self.experts, self.most)
+        in_memory, _ = self._saved(self.experts)
+        return caution_of(in_memory, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the checkpoint's token account, and return the tokens whose updates the restored experts lack.
@@ -277,7 +293,7 @@ class MoC(Strategy):
         return [*before, last.after(iteration, history)]
 
     def learned(self) -> Any:
-        """Return token counts and K as plain data."""
+        """Return token counts and :attr:`experts` as plain data."""
         return {"routed": self.account.routed, "lost": self.account.lost, "experts": self.experts}
 
     def adopt(self, learned: Any) -> None:

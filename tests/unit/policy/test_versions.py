@@ -246,6 +246,19 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
     assert proposal.schedules[0].experts == wanted[-1]
 
 
+def test_fewer_experts_on_disk_grow_together_with_those_in_memory() -> None:
+    stage = table(layers=1, experts=8, expert_parallel=1)
+    strategy = MoC(stage, 10, 2, persisted=1, limit=0.03)
+    schedule = strategy.first(0, 9)
+    assert (schedule.experts, schedule.persisted, strategy.wanted_sizes(schedule, MEASURED)) == (2, 1, (1,))
+    for lost, saved in ((2, (4, 2)), (4, (8, 4)), (8, (8, 8))):
+        grown = strategy.propose(schedule, (lost,)).schedules[0]
+        assert isinstance(grown, PartialSchedule)
+        assert (grown.experts, grown.persisted) == saved
+        assert not strategy.propose(grown, (lost,)).is_change
+    assert not grown.durable_slots, "files hold all experts"
+
+
 def test_a_measured_k_is_as_large_as_copies_of_one_iteration_allow() -> None:
     stage = table(layers=1, experts=8, expert_parallel=2)
     strategy = MoC(stage, 10, is_measured=True)
