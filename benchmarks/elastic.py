@@ -55,6 +55,8 @@ from moevement_core.simulator.elastic import ElasticTraining, System, Trained, m
 SHOWN = ("GPT-S", "GPT-L")
 """Models of the tables except those of single failures."""
 SEGMENT_S = 4800.0
+OVERLAP = "maximum rank overlap"
+"""Placement of the paper (theorem 1)."""
 RATIOS, EXPERTS, TOKENS = (1, 2, 4), 8, 262_144
 """Load ratios, experts and tokens of the layer in the paper's figure 10b; 1:1 is added."""
 STEPS = (201, 4001)
@@ -119,7 +121,7 @@ def survival_rows(model: str, step: int, loads: Tokens) -> list[list[str]]:
     overlap = [maximum_rank_overlap(counts, slots) for counts in replicas]
     alone = [migrate(dict(enumerate(equal)), placement).experts for placement in overlap]
     placements: dict[str, Sequence[Placement]] = {
-        "maximum rank overlap": overlap,
+        OVERLAP: overlap,
         "maximum rank overlap, each layer on its own": [
             tuple(experts[node] for node in range(NODES)) for experts in alone
         ],
@@ -143,7 +145,7 @@ def ratio_rows() -> list[list[str]]:
         replicas = allocate(routed(TOKENS, EXPERTS, ratio), NODES * SLOTS, FLOOR)
         overlap = (survival(replicas, NODES, SLOTS, lost) for lost in losses)
         apart = (_counted([spread(replicas, slots)], lost) for lost in losses)
-        rows.append([f"{ratio}:1", "maximum rank overlap", *(f"{float(value):.2f}" for value in overlap)])
+        rows.append([f"{ratio}:1", OVERLAP, *(f"{float(value):.2f}" for value in overlap)])
         rows.append([f"{ratio}:1", "spread", *(f"{float(value):.2f}" for value in apart)])
     return rows
 

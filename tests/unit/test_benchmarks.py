@@ -71,10 +71,11 @@ def test_the_ablation_compares_recoveries_that_lack_one_technique() -> None:
     alone = ablation.result_of(ablation.WAYS[0], 1, [failure(108.0, 4.0, [2])], metrics)
     assert alone == ablation.Result(lost_s=9.0, replay_s=4.0, iteration_s=1.0, replayed=6, kills=1)
     results = {way.name: alone for way in ablation.WAYS}
-    results["no boundary logs"] = ablation.result_of(ablation.WAYS[2], 1, [failure(108.0, 6.0, [0, 1, 2, 3])], metrics)
-    assert "| no boundary logs | 9.00 | 6.00 | 1.50 | 6 | 1.00 | 1 |" in ablation.report(results)
-    with pytest.raises(ablation.AblationError, match=r"\bno boundary logs\b.*\[1\].*\b4\b"):
-        ablation.result_of(ablation.WAYS[2], 1, [failure(108.0, 6.0, [2])], metrics)
+    way = ablation.WAYS[2]
+    results[way.name] = ablation.result_of(way, 1, [failure(108.0, 6.0, [0, 1, 2, 3])], metrics)
+    assert f"| {way.name} | 9.00 | 6.00 | 1.50 | 6 | 1.00 | 1 |" in ablation.report(results)
+    with pytest.raises(ablation.AblationError, match=rf"\b{way.name}\b.*\[1\].*\b4\b"):
+        ablation.result_of(way, 1, [failure(108.0, 6.0, [2])], metrics)
 
 
 def test_every_job_of_the_ablation_has_the_same_kills() -> None:

@@ -92,10 +92,10 @@ def test_survival_by_load_ratio() -> None:
     by_case = {(ratio, placement): values for ratio, placement, *values in elastic.ratio_rows()}
     assert len(by_case) == 2 * len(elastic.RATIOS)
     lost_with_three = [1 - comb(7, lost - 3) / comb(10, lost) if lost >= 3 else 1.0 for lost in range(1, 7)]
-    assert by_case["1:1", "maximum rank overlap"] == [f"{value:.2f}" for value in lost_with_three]
+    assert by_case["1:1", elastic.OVERLAP] == [f"{value:.2f}" for value in lost_with_three]
     assert by_case["1:1", "spread"] == ["1.00"] * 6, "every expert is on seven nodes"
-    assert by_case["2:1", "maximum rank overlap"][-1] == f"{1 - (1 + comb(6, 2)) / comb(10, 6):.2f}"
-    assert by_case["4:1", "maximum rank overlap"][3] == f"{1 - 2 / comb(10, 4):.2f}", "two groups of four nodes"
+    assert by_case["2:1", elastic.OVERLAP][-1] == f"{1 - (1 + comb(6, 2)) / comb(10, 6):.2f}"
+    assert by_case["4:1", elastic.OVERLAP][3] == f"{1 - 2 / comb(10, 4):.2f}", "two groups of four nodes"
 
 
 @pytest.mark.parametrize(
