@@ -28,7 +28,6 @@ from moevement_core.snapshot.snapshot import (
     StateTensor,
     aligned_bytes,
     as_bytes,
-    contents_of,
     contents_text,
     offsets,
 )
@@ -219,9 +218,7 @@ class Capturer:
             for source, target in spread(piece, list(buffer.pieces(at, piece.numel()))):
                 target.copy_(source)
             at += piece.numel()
-        part = header.at_peers
-        at_peers = None if part is None else contents_of(part.of_stage)
-        held = self._own.begin(snapshot.iteration, buffer, contents_of(header.contents), at_peers)
+        held = self._own.begin(snapshot.iteration, buffer, snapshot.contents, snapshot.contents_at_peers)
         self._done(held, Snapshot(header, buffer))
         return True
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.buffer import Buffer
-from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
 """Schedule ids of this rank's snapshots that peers hold, by peer and iteration."""
@@ -180,11 +180,10 @@ class OwnSnapshots:
         """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
         known = Snapshot(snapshot.header, Buffer(), set(peers))
         with self._lock:
-            contents = snapshot.contents
-            at_peers = contents if (part := snapshot.header.at_peers) is None else contents_of(part.of_stage)
             self._held[snapshot.iteration] = HeldBuffer(
-                snapshot.iteration, known.buffer, contents, at_peers, users=0, snapshot=known, dropped=True
-            )
+                snapshot.iteration, known.buffer, snapshot.contents, snapshot.contents_at_peers, users=0,
+                snapshot=known, dropped=True,
+            )  # fmt: skip
 
     def _drop_if_kept_elsewhere(self, held: HeldBuffer) -> None:
         if self.keepers is None or held.users or held.freed or not held.is_here:

@@ -228,6 +228,11 @@ class Snapshot:
         return contents_of(self.header.contents)
 
     @property
+    def contents_at_peers(self) -> Contents:
+        """Contents that peers receive, for all ranks of the stage, int8 ``[operators]``."""
+        return self.contents if (part := self.header.at_peers) is None else contents_of(part.of_stage)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the snapshot."""
         return sum(entry.nbytes for entry in self.header.entries)

@@ -21,10 +21,10 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.partial_experts import LostTokens, Tokens, most_experts
 from moevement_core.policy.popularity import Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Saved, Schedule
+from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.tokens_at_risk import Chosen, most_at_risk
 from moevement_core.strategies.selected import LEAST_SPAN, SelectedSchedule, Selecting
-from moevement_core.strategies.strategy import Measured, Proposal
+from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
@@ -58,8 +58,6 @@ class MoEtion(Selecting):
         self._at_peers = first = experts or math.ceil(most / FIRST_SHARE)
         super().__init__(table, interval, first, most)
         self.settled = self._is_given = experts is not None
-        self._continued: dict[bool, float] = {}
-        """Share of the chosen experts of which the newest snapshot has gradients; by place, True for peers."""
         self._layers = len(set(table.layers[table.is_expert].tolist()))
         self._owed: Tokens = np.zeros(len(table), dtype=np.int64)
         """Tokens of each expert that recoveries lost, and for which extra capacity has not made up yet."""
@@ -80,10 +78,11 @@ class MoEtion(Selecting):
         """
         seconds = measured.iteration_s * self.interval
         links = measured.replication_bytes_per_s / measured.replicas if measured.replicas else math.inf
-        own = self._carried(seconds * measured.d2h_bytes_per_s, at_peers=False)
-        return self.most - own, self.most - min(own, self._carried(seconds * links, at_peers=True))
+        assert isinstance(now, SelectedSchedule)
+        own = self._carried(seconds * measured.d2h_bytes_per_s, now.rounds[-1])
+        return self.most - own, self.most - min(own, self._carried(seconds * links, now.at_peers[-1]))
 
-    def _carried(self, budget: float, *, at_peers: bool) -> int:
+    def _carried(self, budget: float, newest: Contents) -> int:
         """Return S for a budget in bytes. An expert costs what is saved of it: its full state, or its gradients.
 
         An expert is saved in full once in :attr:`span` snapshots, at least. If all experts are saved, all other
@@ -92,13 +91,14 @@ class MoEtion(Selecting):
 
         Args:
             budget: bytes that one rank may save in the time between two snapshots.
-            at_peers: True for the part that peers receive; False for own snapshots.
+            newest: contents of the newest snapshot, or of the part that peers receive.
         """
         # The full state of every expert has to be saved within MOST_REACH iterations; see :attr:`span`.
         fewest = math.ceil(self.most / max(1, MOST_REACH // self.interval // 2))
         is_expert = self.table.is_expert
         is_chained = self.interval == 1
-        continued = min(self._continued.get(at_peers, 0.0), 1 - 1 / self.span)
+        saved = newest[is_expert & (newest != Saved.OMITTED)]
+        continued = min(float((saved == Saved.GRADIENT).mean()), 1 - 1 / self.span) if len(saved) else 0.0
         carried = self.most
         for rank in range(self.table.full.shape[0]):
             full, gradients = (int(matrix[rank, is_expert].sum()) for matrix in (self.table.full, self.table.gradient))
@@ -108,16 +108,6 @@ class MoEtion(Selecting):
                 of_part = full + continued * (gradients - full)
                 carried = min(carried, self.most - 1, math.floor(self.most * left / of_part))
         return max(fewest, carried)
-
-    def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the contents of the next snapshot, and record how many experts it continues by gradients."""
-        proposal = super().propose(now, sizes)
-        newest = proposal.schedules[0]
-        assert isinstance(newest, SelectedSchedule)
-        for at_peers, contents in ((False, newest.rounds[-1]), (True, newest.at_peers[-1])):
-            chosen = self.table.is_expert & (contents != Saved.OMITTED)
-            self._continued[at_peers] = float((contents[chosen] == Saved.GRADIENT).mean()) if chosen.any() else 0.0
-        return proposal
 
     def take(self, sizes: tuple[int, ...]) -> None:
         """Set S of both places to the numbers of experts that the slowest rank can save."""

@@ -186,7 +186,7 @@ def test_an_expert_costs_the_bytes_that_are_saved_of_it() -> None:
     saved = proposal.rounds[0][strategy.table.is_expert]
     continued = (saved == G).sum() / (saved != O).sum()
     assert continued > 0
-    assert strategy.wanted_sizes(schedule, measured)[0] == 8 - int(8 * 0.3 / (1 - min(continued, 3 / 4) * 8 / 12))
+    assert strategy.wanted_sizes(proposal, measured)[0] == 8 - int(8 * 0.3 / (1 - min(continued, 3 / 4) * 8 / 12))
 
 
 @pytest.mark.parametrize(("here", "there"), [(8, 1), (4, 1), (3, 2), (6, 5), (4, 4)])
