@@ -29,14 +29,14 @@ from benchmarks.environment import measured_on
 from benchmarks.ettr_page import HALVED_AT, HALVED_TIMES, PLOT, Halved, Jobs, page
 from benchmarks.ettr_results import FILE, Planned, Results
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
-from moevement_cli.ettr_prediction import predicted
+from moevement_cli.ettr_prediction import OverLinks, predicted
 from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
 from moevement_cli.killed_job import KilledJob, watch
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.failures import Failure, FailureModel
-from moevement_core.simulator.scenario import load
+from moevement_core.simulator.scenario import Scenario, load
 from tests.cluster.cluster import SYSTEM_PATH, Cluster, why_not
 from tests.cluster.training import SBATCH
 
@@ -131,11 +131,12 @@ def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted
     """Write the page and its plot from the results so far."""
     planned = measuring.planned()
     of_rates = {rate: [job for job in planned if job.rate == rate] for rate in measuring.rates}
-    samples = {
-        rate: list(_predicted(rate, list(results.samples(those))))
+    links = {
+        rate: OverLinks(_scenario(rate), measured)
         for rate, those in of_rates.items()
-        if any(job in results.by_job for job in those)
+        if (measured := list(results.samples(those)))
     }
+    samples = dict(zip(links, predicted(list(links.values())), strict=True))
     jobs = Jobs(
         iterations=measuring.iterations, mtbf_s=measuring.mtbf_s, schedules=measuring.repeats, samples=samples,
         halved={rate: list(results.halved(of_rates[rate])) for rate in samples},
@@ -143,8 +144,8 @@ def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted
     )  # fmt: skip
     if NO_LIMIT in samples:
         plot(samples[NO_LIMIT], plotted)
-    measured = list(dict.fromkeys(results.measured[job] for job in planned if job in results.measured))
-    output.write_text(page(jobs, "; ".join(measured)), encoding="utf-8")
+    machines = dict.fromkeys(results.measured[job] for job in planned if job in results.measured)
+    output.write_text(page(jobs, "; ".join(machines)), encoding="utf-8")
 
 
 def _prepare() -> None:
@@ -161,11 +162,11 @@ def _words(planned: Planned) -> str:
     return f"{planned.strategy} at {link}, {f'kills {planned.schedule}' if planned.schedule else 'no kills'}"
 
 
-def _predicted(rate: float, samples: Sequence[Sample]) -> Iterator[Sample]:
+def _scenario(rate: float) -> Scenario:
     scenario = load(SCENARIO)
-    if rate != NO_LIMIT:
-        scenario = replace(scenario, cluster=replace(scenario.cluster, network_bytes_per_s=rate * 1e6 / 8))
-    yield from predicted(scenario, samples) if samples else ()
+    if rate == NO_LIMIT:
+        return scenario
+    return replace(scenario, cluster=replace(scenario.cluster, network_bytes_per_s=rate * 1e6 / 8))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,9 @@ strategies have the same {jobs.schedules} schedules of kills.{_missing(jobs)}
 - Neither *overhead* nor *ETTR* has costs that are the same in every iteration: the processor time of copying, and checkpoints
   on disk. The difference in *an iteration* to the job that saves nothing has these costs, and all noise.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
-  `benchmarks/laptop_profile.yaml`). The times to notice and regroup, and the slow-down by copies to peers, come from the jobs
-  of all *other* strategies over the same links. The interval of saving comes from the job itself.
+  `benchmarks/laptop_profile.yaml`). The times to notice and regroup come from the jobs of all *other* strategies over the same
+  links. The slow-down by copies comes from the overheads of all other strategies over all links: two factors, one for copies to
+  the host and one for copies to peers, fitted by least squares. The interval of saving comes from the job itself: at its kills, or at its end.
 - *repeated*: iterations that all jobs of the row executed again, together. *notice*, *regroup* and *run again*: median
   seconds of a failure.
 
@@ -113,6 +115,8 @@ The strategy of MoEvement that is best in these jobs, against every other system
 {table(("link", "MoEvement", "ETTR", "other", "ETTR", "ahead by", "surely"), _orders(jobs))}
 
 ## All jobs
+
+{_prediction_errors(jobs)}
 
 {tables}
 
@@ -169,6 +173,25 @@ def _halved(jobs: Jobs) -> Iterator[Sequence[str]]:
                 _share(job.overhead, job.low, job.high), str(job.interval_after),
                 _share(job.overhead_after, job.low_after, job.high_after),
             )  # fmt: skip
+
+
+def _prediction_errors(jobs: Jobs) -> str:
+    """Return a sentence with the mean and largest differences of predicted from measured ETTRs."""
+    sentences = []
+    for schedule, is_killed in (("without kills", False), ("with kills", True)):
+        errors = [
+            abs(sample.predicted - ettr_of([sample], costs[sample.strategy]).mean)
+            for samples in jobs.samples.values()
+            for costs in [saving_costs(samples)]
+            for sample in samples
+            if sample.predicted is not None and sample.strategy in costs and (sample.mtbf_s is not None) is is_killed
+        ]
+        if errors:
+            sentences.append(
+                f"Predicted ETTRs of the {len(errors)} jobs {schedule} are off by {statistics.fmean(errors):.3f} on "
+                f"average, and by {max(errors):.3f} at most."
+            )
+    return " ".join(sentences)
 
 
 def _share(share: float, low: float | None, high: float | None) -> str:

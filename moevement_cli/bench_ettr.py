@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moevement_cli.bench_run import SCRIPT
-from moevement_cli.ettr_prediction import predicted
+from moevement_cli.ettr_prediction import OverLinks, predicted
 from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, plot, rows_of, sample_of
 from moevement_cli.killed_job import KilledJob, run_killed
 from moevement_cli.outputs import check_output
@@ -102,7 +102,7 @@ def ettr(arguments: argparse.Namespace) -> int:
         )
     samples = list(_samples(arguments, schedules, console))
     if scenario is not None:
-        samples = predicted(scenario, samples)
+        (samples,) = predicted([OverLinks(scenario, samples)])
     _print(samples, console)
     try:
         if arguments.plot is not None:

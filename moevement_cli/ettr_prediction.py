@@ -1,20 +1,27 @@
 """ETTR that the simulator predicts for the jobs of ``moevement bench ettr``, from a profile of the training.
 
-Some inputs are not in a profile: the time until a failure is noticed, the time to regroup, and how much copies to peers
-slow training. These inputs come from the jobs of *other* strategies over the same links. The interval of saving comes
-from the job itself. The simulator predicts the rest: the cost of saving, the iterations that a failure rolls back, and
-the time to recompute these iterations.
+Some inputs are not in a profile, and come from the jobs of *other* strategies:
+
+- The time until a failure is noticed, and the time to regroup, come from jobs over the same links.
+- Copies slow training in two ways. They take processor time for each byte, and copies to peers use the links of
+  training. The simulator calls the two ``interference`` and ``contention``. A least-squares fit finds both from the
+  overheads that the jobs over all links measured.
+
+The interval of saving comes from the job itself. The simulator predicts the rest: the cost of saving, the iterations
+that a failure rolls back, and the time to recompute these iterations.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from moevement_cli.ettr_samples import FREE, Sample, SavingCost, saving_costs
-from moevement_core.replication.spread import LINK_SHARE
+import numpy as np
+
+from moevement_cli.ettr_samples import FREE, Sample, saving_costs
+from moevement_core.replication.spread import LINK_SHARE, TIME_SHARE
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
@@ -59,89 +66,168 @@ SPARSE = ("moevement", "moevement-redo", "moevement-auto")
 """Names of strategies whose interval is a window."""
 
 
-def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples, each with the ETTR that the simulator predicts for it.
+@dataclass(frozen=True)
+class OverLinks:
+    """Jobs over links of the same rate."""
 
-    Args:
-        scenario: scenario of the training, with its profile.
-        samples: samples of all jobs over links of the same rate. If the first one is that of the failure-free job, its
-            iteration time says how the machine's speed differs from that in the profile.
+    scenario: Scenario
+    """Scenario of the training, with its profile and the rate of the links."""
+    samples: Sequence[Sample]
+    """Samples of the jobs.
+
+    If the first sample is that of the failure-free job, its iteration time says how the machine's speed differs from
+    that in the profile.
     """
-    # Factor by which iterations of the job are longer than in the profile: the machine's speed may have changed since.
-    scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
-    cluster = scenario.cluster
-    scenario = replace(
-        scenario,
+
+    @property
+    def scale(self) -> float:
+        """Factor by which iterations are longer than in the profile, because the machine's speed has changed since."""
+        first = self.samples[0]
+        return first.iteration_s / self.scenario.time.total_s if first.strategy == FREE else 1.0
+
+
+@dataclass(frozen=True)
+class Slowing:
+    """Slow-down of training by copies, as two factors of the simulator's scenario."""
+
+    interference: float
+    """Seconds by which copies to the host lengthen an iteration, over the seconds that these copies take."""
+    contention: float
+    """Seconds by which copies to peers lengthen an iteration, over the seconds that these copies occupy links."""
+
+
+def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
+    """Return the samples of each of ``links``, each with the ETTR that the simulator predicts for it."""
+    measured = [row for jobs in links for row in _measured(jobs)]
+    return [
+        [
+            sample
+            if sample.strategy == FREE
+            else replace(sample, predicted=_ettr(_calibrated(jobs, sample.strategy, measured), sample, jobs.scale))
+            for sample in jobs.samples
+        ]
+        for jobs in links
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measured cost of saving of one strategy over links of one rate, and what the simulator says of its parts.
+
+    All costs are shares of training time.
+    """
+
+    strategy: str
+    share: float
+    """Cost that jobs measured."""
+    unslowed: float
+    """Simulated cost if copies do not slow training: stalls alone."""
+    of_interference: float
+    """Simulated cost of copies to the host with an interference of 1."""
+    of_contention: float
+    """Simulated cost of copies to peers with a contention of 1."""
+
+
+def _measured(jobs: OverLinks) -> Iterator[Measured]:
+    """Yield a row for each strategy whose cost the jobs measured."""
+    costs_of = saving_costs(jobs.samples)
+    # The intervals of a job without kills are those with which it measured its cost.
+    calmest = sorted(jobs.samples, key=lambda sample: sample.mtbf_s is not None)
+    for name, cost in costs_of.items():
+        if name not in SIMULATED:
+            continue
+        sample = next(sample for sample in calmest if sample.strategy == name)
+        unslowed, with_copies, with_sends = (
+            _share(jobs, sample, slowing) for slowing in (Slowing(0.0, 0.0), Slowing(1.0, 0.0), Slowing(0.0, 1.0))
+        )
+        yield Measured(
+            name, share=cost.share, unslowed=unslowed, of_interference=with_copies - unslowed,
+            of_contention=with_sends - unslowed,
+        )  # fmt: skip
+
+
+def _share(jobs: OverLinks, sample: Sample, slowing: Slowing) -> float:
+    """Return the simulated cost of saving of a job, as a share of training time."""
+    strategy = _strategy(_slowed(_at_speed(jobs), slowing), sample, math.inf)
+    return strategy.overhead_s / strategy.costs.iteration_s
+
+
+def _calibrated(jobs: OverLinks, name: str, measured: Sequence[Measured]) -> Scenario:
+    """Return the scenario of one strategy's jobs with the delays and the slow-down that other strategies measured.
+
+    Without another strategy, the strategy's own measurements count. The delays are divided by the scale of the jobs, so
+    that they fit the speed of the machine in the profile.
+    """
+    slowing = fitted([row for row in measured if row.strategy != name] or measured)
+    scenario, scale = _slowed(_at_speed(jobs), slowing), jobs.scale
+    saving = [sample for sample in jobs.samples if sample.strategy != FREE]
+    killed = [sample for sample in [sample for sample in saving if sample.strategy != name] or saving if sample.parts]
+    if not killed:
+        return scenario
+    delays = replace(
+        scenario.checkpointing,
+        detect_s=statistics.median(sample.parts["notice"] for sample in killed) / scale,
+        regroup_s=statistics.median(sample.parts["regroup"] for sample in killed) / scale,
+    )
+    return replace(scenario, checkpointing=delays)
+
+
+def fitted(measured: Sequence[Measured]) -> Slowing:
+    """Return the slow-down with the least squared error over all rows; neither of its factors is below zero."""
+    parts = np.array([(row.of_interference, row.of_contention) for row in measured]).reshape(-1, 2)
+    wanted = np.array([row.share - row.unslowed for row in measured])
+    both = np.linalg.lstsq(parts, wanted, rcond=None)[0]
+    candidates = [both] if (both >= 0).all() else []
+    for alone in (0, 1):  # If the best factors are not both positive, the best allowed ones have one factor of zero.
+        squares = float(parts[:, alone] @ parts[:, alone])
+        factors = np.zeros(2)
+        factors[alone] = max(0.0, float(parts[:, alone] @ wanted) / squares) if squares else 0.0
+        candidates.append(factors)
+    best = min(candidates, key=lambda factors: float(((parts @ factors - wanted) ** 2).sum()))
+    return Slowing(interference=float(best[0]), contention=float(best[1]))
+
+
+def _at_speed(jobs: OverLinks) -> Scenario:
+    """Return the scenario with links that are as fast, relative to an iteration, as those of the jobs."""
+    cluster = jobs.scenario.cluster
+    return replace(
+        jobs.scenario,
         cluster=replace(
-            cluster, network_bytes_per_s=cluster.network_bytes_per_s * scale, network_share=LINK_SHARE
+            cluster, network_bytes_per_s=cluster.network_bytes_per_s * jobs.scale, network_share=LINK_SHARE
         ),
     )  # fmt: skip
-    costs_of = saving_costs(samples)
-    names = dict.fromkeys(sample.strategy for sample in samples if sample.strategy != FREE)
-    calibrated = {name: _calibrated(scenario, _others(name, samples), costs_of, scale) for name in names}
-    return [
-        sample
-        if sample.strategy == FREE
-        else replace(sample, predicted=_ettr(calibrated[sample.strategy], sample, scale))
-        for sample in samples
-    ]
 
 
-def _others(name: str, samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of all other strategies, or all samples if there is no other strategy."""
-    saving = [sample for sample in samples if sample.strategy != FREE]
-    return [sample for sample in saving if sample.strategy != name] or saving
-
-
-def _calibrated(
-    scenario: Scenario, others: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
-) -> Scenario:
-    """Return the scenario with the delays and the contention that other jobs measured.
-
-    The delays are divided by ``scale``, so that they fit the speed of the machine in the profile.
-    """
+def _slowed(scenario: Scenario, slowing: Slowing) -> Scenario:
     saved = scenario.checkpointing
-    killed = [sample for sample in others if sample.parts]
-    if killed:
-        saved = replace(
-            saved,
-            detect_s=statistics.median(sample.parts["notice"] for sample in killed) / scale,
-            regroup_s=statistics.median(sample.parts["regroup"] for sample in killed) / scale,
-        )
-    contentions = [
-        contention
-        for sample in {sample.strategy: sample for sample in others}.values()
-        if (contention := _contention(scenario, sample, costs_of)) is not None
-    ]
     return replace(
-        scenario, checkpointing=replace(saved, contention=statistics.median(contentions) if contentions else 0.0)
+        scenario,
+        checkpointing=replace(saved, interference=slowing.interference, contention=slowing.contention),
     )
 
 
-def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, SavingCost]) -> float | None:
-    """Return the contention that follows from a job's overhead. None: the job has no copies or no measurement.
+def _strategy(scenario: Scenario, sample: Sample, mtbf_s: float) -> Strategy:
+    """Return the simulated strategy of a job, with the window or interval of the job.
 
-    Copies to peers occupy links for some seconds, and lengthen training by a part of these seconds. Contention is this
-    part, as a share.
+    A live sender takes a share of its link, and more if the sends would otherwise not end in time.
     """
-    if sample.strategy not in costs_of:
-        return None
-    alone = replace(scenario, checkpointing=replace(scenario.checkpointing, contention=1.0))
-    costs = _of(alone, sample).costs()
-    whole_s = SIMULATED[sample.strategy](costs, math.inf, sample.interval or 1).contended_s
-    return costs_of[sample.strategy].share * costs.iteration_s / whole_s if whole_s else None
-
-
-def _of(scenario: Scenario, sample: Sample) -> Scenario:
-    """Return the scenario with the window and the period of a job."""
-    if sample.strategy not in SPARSE:
-        return scenario
-    window, period = sample.snapshots or None, max(sample.interval, sample.snapshots) or None
-    return replace(scenario, checkpointing=replace(scenario.checkpointing, window=window, period=period))
+    # Intervals change during a job. Those at the moments of kills decide how many iterations are repeated.
+    interval = sample.interval_when_killed or sample.interval
+    snapshots = sample.snapshots_when_killed or sample.snapshots
+    if sample.strategy in SPARSE:
+        saved = replace(scenario.checkpointing, window=snapshots or None, period=max(interval, snapshots) or None)
+        scenario = replace(scenario, checkpointing=saved)
+    build = SIMULATED[sample.strategy]
+    strategy = build(scenario.costs(), mtbf_s, max(1, interval))
+    cluster = scenario.cluster
+    seconds = cluster.link_s(scenario.checkpointing.replicas * strategy.sent_bytes)
+    needed = min(1.0, seconds / strategy.costs.iteration_s / TIME_SHARE)
+    if needed <= cluster.network_share:
+        return strategy
+    return build(replace(scenario, cluster=replace(cluster, network_share=needed)).costs(), mtbf_s, max(1, interval))
 
 
 def _ettr(scenario: Scenario, sample: Sample, scale: float) -> float:
-    costs = _of(scenario, sample).costs()
-    strategy = SIMULATED[sample.strategy](costs, (sample.mtbf_s or math.inf) / scale, sample.interval or 1)
+    strategy = _strategy(scenario, sample, (sample.mtbf_s or math.inf) / scale)
     failures = [Failure(at_s / scale, tuple(ranks)) for at_s, ranks in sample.kills]
     return train(strategy, failures, sample.training_s / scale).ettr

@@ -79,6 +79,10 @@ class Sample:
     """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
     lost_s: list[float] = field(default_factory=list)
     """Seconds that each failure took from training. A further failure before the next new commit adds no entry."""
+    interval_when_killed: int = 0
+    """Iterations per window, or between checkpoints, when ranks were killed: the median of all kills. 0: no kill."""
+    snapshots_when_killed: int = 0
+    """Snapshots per window when ranks were killed: the median of all kills. 0: no kill."""
 
     @property
     def available(self) -> float:
@@ -162,7 +166,18 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
         overhead_low=None if measured is None else measured.low,
         overhead_high=None if measured is None else measured.high,
         lost_s=_lost_s(metrics, [failure["failed_at"] for failure in failures], iteration_s),
+        interval_when_killed=_when_killed(job, metrics, "window"),
+        snapshots_when_killed=_when_killed(job, metrics, "window_snapshots"),
     )  # fmt: skip
+
+
+def _when_killed(job: KilledJob, metrics: Sequence[dict[str, Any]], name: str) -> int:
+    """Return the median, over all kills, of a field of the newest metrics line before the kill; 0 without kills."""
+    values = [
+        next((int(line.get(name) or 0) for line in reversed(metrics) if line["time"] <= job.began_at + kill.at_s), 0)
+        for kill in job.kills
+    ]
+    return round(statistics.median(values)) if values else 0
 
 
 def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:

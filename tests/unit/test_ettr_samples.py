@@ -19,11 +19,15 @@ from moevement_cli.ettr_samples import (
     Sample,
     SavingCost,
     _lost_s,
+    _when_killed,
     ettr_of,
     rows_of,
     saving_costs,
 )
+from moevement_cli.killed_job import KilledJob
+from moevement_core.run.run_record import RunRecord
 from moevement_core.simulator.experiment import half_interval
+from moevement_core.simulator.failures import Failure
 
 MTBF_S = 25.0
 
@@ -57,6 +61,13 @@ def test_iterations_that_are_committed_again_are_lost_too() -> None:
 def test_failures_that_meet_are_one_loss_and_one_after_the_end_is_none() -> None:
     lines = commits((1, 1.0), (2, 2.0), (3, 9.0), (4, 10.0))
     assert _lost_s(lines, [2.5, 5.0, 11.0], 1.0) == [6.0]
+
+
+def test_intervals_are_those_at_the_kills(tmp_path: Path) -> None:
+    job = KilledJob(RunRecord(tmp_path), began_at=100.0, kills=[Failure(at_s, (1,)) for at_s in (0.5, 2.5, 9.0)])
+    lines = [{"time": 100.0 + second, "window": 2 * second} for second in (1, 2, 3, 4)]
+    assert _when_killed(job, lines, "window") == 4, "0 before the first line, then 4 and 8"
+    assert _when_killed(replace(job, kills=[]), lines, "window") == 0
 
 
 def test_what_saving_costs_is_measured_where_nobody_is_disturbed() -> None:
