@@ -81,7 +81,15 @@ class SnapshotMemory:
         Args:
             snapshots: schedule and slot of each snapshot.
         """
-        return sum(int(self._kept(schedule)[slot, 0]) for schedule, slot in snapshots)
+        rows = dict[
+            str, dict[int, int]
+        ]()  # A schedule with an interval has slots without a snapshot, and without a row.
+        total = 0
+        for schedule, slot in snapshots:
+            if schedule.id not in rows:
+                rows[schedule.id] = {taken: row for row, taken in enumerate(schedule.slots())}
+            total += int(self._kept(schedule)[rows[schedule.id][slot], 0])
+        return total
 
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
         """Return the bytes of a kept run, of a whole window in addition to it, and of one more snapshot.

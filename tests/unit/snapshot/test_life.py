@@ -18,8 +18,10 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import SnapshotError
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.holdings import Source
@@ -30,8 +32,9 @@ from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, c
 from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.agreement import NONE, SingleRankAgreement
 from moevement_core.snapshot.arena import PAGE
-from moevement_core.snapshot.snapshot import Entry, Header, digest_of
+from moevement_core.snapshot.snapshot import Entry, Header, StateTensor, digest_of
 from moevement_core.strategies import SparseSchedule
+from moevement_core.strategies.moc import PartialSchedule
 from moevement_core.util.damage import Damage
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
 from tests.unit.snapshot.loopback import CLOSED, Loopback, SharedAgreement
@@ -564,6 +567,25 @@ def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
         before = checkpointer.asked_bytes
         checkpointer._make_more_room(schedule)
         assert checkpointer.asked_bytes >= memory.beside(longer, schedule) > before
+
+
+def test_the_bytes_of_a_run_are_those_of_its_snapshots_also_with_an_interval() -> None:
+    names = [expert_name(0, expert) for expert in range(4)]
+    masters = [torch.zeros(20_000 * (expert + 1)) for expert in range(4)]
+    states = {
+        name: OperatorState((), (StateTensor(name, Saved.FULL, "master", master),))
+        for name, master in zip(names, masters, strict=True)
+    }
+    table = OperatorTable(
+        Operator(name, OperatorKind.EXPERT, StateBytes(0, master.nbytes, 0))
+        for name, master in zip(names, masters, strict=True)
+    )
+    schedule, memory = PartialSchedule(table, interval=3, experts=1, most=4), SnapshotMemory(states, 0, to_disk=False)
+    whole = dict(zip(schedule.slots(), memory.slots_here(schedule), strict=True))
+    assert list(whole) == [0, 3, 6, 9]
+    assert len(set(whole.values())) == 4
+    for slots in ([6], [0, 3], [9, 0, 3, 6]):
+        assert memory.run_bytes((schedule, slot) for slot in slots) == sum(whole[slot] for slot in slots)
 
 
 class _Logs:
