@@ -1,9 +1,10 @@
 """Advice on the strategy for a job on its cluster: it compares the best settings of all exact strategies.
 
-Exact strategies lose no update. A candidate is an exact strategy with a chosen window or interval. A formula for the
-ETTR (MoEvement, section 2.4) sorts the candidates of each strategy. The best few are simulated with the failures,
-spares and seconds of the results table that the command prints. The candidate with the best simulated ETTR wins. So the
-advice is at least as good as each row of that table that loses no update and fits into host memory.
+An exact strategy loses no update. A candidate is an exact strategy with one window or interval. The formula for the
+ETTR (MoEvement, section 2.4) ranks the candidates of each strategy. The best few candidates are then simulated, with
+the same failures and spares as the results table of ``moevement simulate``. Rows of this table take part as candidates
+if a job can be started with them. The candidate with the best simulated ETTR wins, but candidates that fit into host
+memory come before all others.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from moevement_core.strategies.config import Recovery
 
 MOST_COPIES = 3
 WINDOWS_TRIED = 4
-"""Number of windows to try, from the smallest that fits upward."""
+"""Number of window sizes W to try: the smallest W with which copies keep up with training, and the next larger ones."""
 SIMULATED = 3
-"""Number of candidates of each strategy to simulate: those with the best ETTR by the formula."""
+"""Number of candidates to simulate for each strategy: those with the best ETTR by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 """Intervals to try, relative to the interval that the strategy itself would choose."""
 MONTH_S = 30 * 86400.0
@@ -36,7 +37,7 @@ LOSSY = ("moc", "moetion")
 
 @dataclass(frozen=True)
 class Fixed:
-    """Settings that the user has decided, so that advice does not choose them."""
+    """Window settings that the user has decided, so that advice does not choose them."""
 
     kind: WindowKind | None = None
     window: int | None = None
@@ -52,7 +53,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidate, with the trainings in which it was simulated."""
+    """Candidate with the results of its simulated trainings."""
 
     cell: Cell
 
@@ -73,7 +74,7 @@ class Choice:
 
     @property
     def copies(self) -> int:
-        """Number of peers that keep a copy; 0 if state is in storage."""
+        """Number of peers that keep a copy of a rank's state; 0 if the state is in storage."""
         return self.strategy.costs.plan.inputs.replicas if self.strategy.in_memory else 0
 
     @property
@@ -85,9 +86,10 @@ class Choice:
     def lost_a_month(self) -> float:
         """Number of failures in 30 days after which no copy in memory is left, if nodes fail independently.
 
-        All copies of a rank's state are lost if the nodes that keep them fail together with the rank's node, or before
-        the copies are complete again. They are complete one interval after a recovery. A recovery takes the mean time
-        of the simulated recoveries, including waits for spares.
+        When a rank's node fails, all copies of the rank's state are lost if the nodes that keep them fail together with
+        it, or fail before the copies are complete again. The property assumes that copies are complete again one
+        interval after the recovery, and that the recovery takes the mean time of the simulated recoveries. This time
+        includes waits for spares.
         """
         if not self.strategy.in_memory:
             return 0.0
@@ -160,10 +162,11 @@ class Advice:
 
     @property
     def decides(self) -> tuple[str, float, float] | None:
-        """Part of wall time in which the best choice saves most over the next best one.
+        """Cause of lost time that decides for the best choice, such as ``catch up``.
 
-        The tuple has the name of the part, and the shares of wall time that the best and the next best choice lose in
-        it. None if no other strategy was tried.
+        Of all causes, this one has the largest difference between the time that the next best choice loses to it and
+        the time that the best choice loses to it. The tuple has the name of the cause, and the shares of wall time that
+        the best and the next best choice lose to it. None if no other strategy was tried.
         """
         if self.next_best is None:
             return None
@@ -185,10 +188,12 @@ def node_bytes(strategy: Strategy) -> float:
 
 
 class Variants:
-    """Costs of variants of a job: other windows, copies or methods of recovery. Each variant is planned once.
+    """Costs of variants of a job, which differ in windows, number of copies or method of recovery.
+
+    The object plans each variant once, and remembers its costs.
 
     Args:
-        costs: costs of the job as it is.
+        costs: costs of the job with the settings of the user.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -198,13 +203,13 @@ class Variants:
     def of(
         self, kind: WindowKind, window: int | None = None, copies: int | None = None, *, is_redone: bool = False
     ) -> Costs | None:
-        """Return the costs of a variant; None if the job has too few nodes, or its stages too few operators.
+        """Return the costs of a variant; None if there are too few nodes for the copies or too few operators for W.
 
         Args:
             kind: kind of the windows.
-            window: W in iterations; None for the smallest that fits.
+            window: W in iterations; None for the smallest W with which copies keep up with training.
             copies: number of copies on other nodes; None for the number in the job's plan.
-            is_redone: True for windows of a recovery by redo.
+            is_redone: True if the job recovers by redo; False if it recovers by replay.
         """
         copies = self.costs.plan.inputs.replicas if copies is None else copies
         key = (kind, window, copies, is_redone)
@@ -222,15 +227,16 @@ def advise(
     variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
     fixed: Fixed | None = None,
 ) -> Advice:  # fmt: skip
-    """Tune every exact strategy, and compare all of them under the same failures.
+    """Find the best settings of every exact strategy, and compare all strategies under the same failures.
 
     Args:
-        variants: variants of the job. The advice proposes the number of copies in the job's plan.
+        variants: variants of the job. The proposed choice has as many copies as the job's plan; other numbers of copies
+            are only compared (:attr:`Advice.by_copies`).
         draws: failures of each training.
         until_s: wall seconds of a training.
         spares: spare nodes of a training.
-        rows: results that are already known: rows of the results table at this failure rate.
-        fixed: settings that the user has decided.
+        rows: rows of the results table at this failure rate. They are candidates that need no further simulation.
+        fixed: window settings that the user has decided.
     """
     costs = variants.costs
     copies = costs.plan.inputs.replicas
@@ -258,8 +264,8 @@ def choices_of(
         draws: failures of each training.
         until_s: wall seconds of a training.
         spares: spare nodes of a training.
-        rows: results that are already known.
-        fixed: settings that the user has decided.
+        rows: candidates that have been simulated already.
+        fixed: window settings that the user has decided.
         copies: number of copies on other nodes; None for the number in the job's plan.
     """
     fixed = fixed or Fixed()
@@ -288,20 +294,20 @@ def _rank(choice: Choice) -> tuple[bool, float, float]:
 
 
 def is_candidate(strategy: Strategy) -> bool:
-    """Return True if a strategy loses no update, and a job can be started with it."""
+    """Return True if a strategy loses no update, and ``moevement launch`` can start a job with it."""
     is_part = isinstance(strategy, MoEvement) and strategy.techniques != Techniques()
     return strategy.name not in (*LOSSY, "none", "gemini-stalling") and not is_part
 
 
 def family(strategy: Strategy) -> str:
-    """Return the name that all variants of a strategy share."""
+    """Return the name of a strategy without its variant, such as ``gemini`` for ``gemini-young-daly``."""
     if isinstance(strategy, Redo):
         return "redo"
     return "moevement" if isinstance(strategy, MoEvement) else strategy.name.split("-")[0]
 
 
 def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) -> Iterator[Strategy]:
-    """Yield each exact strategy with each window or interval to try."""
+    """Yield the candidates: each exact strategy with each of the windows or intervals to try."""
     for kind in WindowKind if fixed.kind is None else (fixed.kind,):
         smallest = variants.of(kind, None, copies)
         for variant in _windows(smallest, variants, kind=kind, fixed=fixed.window, copies=copies):
@@ -326,7 +332,15 @@ def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) ->
 def _windows(
     smallest: Costs | None, variants: Variants, kind: WindowKind, fixed: int | None, copies: int
 ) -> Iterator[Costs]:
-    """Yield the costs with each window to try: the fixed window, or some windows from the smallest that fits upward."""
+    """Yield the job's costs with each W to try: the user's W, or else the smallest W and the next larger ones.
+
+    Args:
+        smallest: costs with the smallest W with which copies keep up; None if the job has too few nodes.
+        variants: variants of the job.
+        kind: kind of the windows.
+        fixed: W that the user has decided; None if the user has not.
+        copies: number of copies on other nodes.
+    """
     if smallest is None:
         return
     first = smallest.plan.size

@@ -20,10 +20,10 @@ class Change:
 
 
 def changes(trace: Path) -> list[Change]:
-    """Read a recorded trace whose lines are: milliseconds, ``add`` or ``remove``, node.
+    """Read a recorded trace. Each line has milliseconds, ``add`` or ``remove``, and the name of a node.
 
     Raises:
-        ConfigError: the file is not such a trace.
+        ConfigError: a line has another form.
     """
     at: dict[float, tuple[set[str], set[str]]] = {}
     with trace.open(newline="", encoding="utf-8") as file:
@@ -35,19 +35,19 @@ def changes(trace: Path) -> list[Change]:
 
 
 def segment(trace: Sequence[Change], begin_s: float, end_s: float, most: int) -> tuple[list[str], list[Change]]:
-    """Return a segment of a trace on a cluster of ``most`` nodes: the nodes at the beginning, and the later changes.
+    """Return a segment of a trace, limited to a cluster of ``most`` nodes.
 
-    If the trace has more than ``most`` nodes, the others wait. When a node leaves, the node that has waited longest
-    takes its place.
+    Once the cluster has ``most`` nodes, further nodes of the trace wait outside. When a node leaves the cluster, the
+    node that has waited longest takes its place.
 
     Args:
         trace: all changes of the trace; before the first change there are no nodes.
         begin_s: beginning of the segment, seconds.
         end_s: end of the segment, seconds.
-        most: number of nodes of the cluster.
+        most: largest number of nodes of the cluster.
 
     Returns:
-        The nodes at ``begin_s``, and the later changes, in seconds from ``begin_s``.
+        The names of the nodes at ``begin_s``, and the changes after ``begin_s``, in seconds since ``begin_s``.
     """
     present: list[str] = []
     waiting: list[str] = []
@@ -71,7 +71,7 @@ def segment(trace: Sequence[Change], begin_s: float, end_s: float, most: int) ->
 def nodes_over_time(
     first: Sequence[str], trace: Sequence[Change], until_s: float
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield begin, end (seconds) and number of nodes of each period without a change."""
+    """Yield the begin, the end (in seconds) and the number of nodes of each period between two changes."""
     present, begin_s = set(first), 0.0
     for change in trace:
         yield begin_s, change.at_s, len(present)

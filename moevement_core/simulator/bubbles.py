@@ -1,8 +1,8 @@
 """Copies in pipeline bubbles (MoEtion, section 5.3, Algorithm 4).
 
 A bubble of a stage is a time in which the stage neither computes, sends nor receives. The module finds bubbles for any
-schedule that :class:`Pipeline` simulates. It splits a checkpoint into a part for the bubbles and a part that is copied
-beside training, and computes when both parts are complete.
+schedule that :class:`Pipeline` simulates. It divides the bytes of a checkpoint into two parts. The first part is copied
+in bubbles; the second part is copied while the stage works. The module computes when both parts are complete.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from moevement_core.simulator.pipeline import Pipeline, Span
 
 
 class Split(NamedTuple):
-    """Bytes of a checkpoint by the time of their transfer."""
+    """Bytes of a checkpoint that are copied in bubbles, and bytes that are copied at other times."""
 
     in_bubbles: int
     beside: int
-    """Bytes that are copied while the stage computes or communicates."""
+    """Bytes that are copied outside of bubbles, while the stage computes or communicates."""
 
 
 @dataclass(frozen=True)
 class Bubbles:
-    """Bubbles of one stage in an iteration; every iteration has the same."""
+    """Bubbles of one stage in an iteration. They are the same in every iteration."""
 
     spans: tuple[Span, ...]
     """Bubbles in order of time, without overlaps; seconds since the begin of the iteration."""
@@ -39,7 +39,7 @@ class Bubbles:
         return sum(end - begin for begin, end in self.spans)
 
     def split(self, nbytes: float, bytes_per_s: float, iterations: int = 1) -> Split:
-        """Return how a checkpoint is divided (``SplitParameter``).
+        """Divide a checkpoint: as many bytes as fit are copied in bubbles (``SplitParameter`` of Algorithm 4).
 
         Args:
             nbytes: bytes of the checkpoint.
@@ -56,14 +56,14 @@ class Bubbles:
     def ends_s(self, split: Split, bytes_per_s: float, beside_bytes_per_s: float, iterations: int = 1) -> float:
         """Return the seconds from the begin of an iteration until both parts of a checkpoint are complete.
 
-        Each part has its own times. The first part is copied in bubbles only, the second part outside of bubbles only.
-        If the second part takes longer than the checkpoint's iterations, training waits for it, without bubbles.
+        The first part is copied only in bubbles, and the second part only outside of bubbles. If ``iterations`` are too
+        short for the second part, training stops after them until the rest of this part is copied.
 
         Args:
-            split: bytes of both parts.
+            split: bytes of the two parts.
             bytes_per_s: bandwidth in a bubble.
-            beside_bytes_per_s: bandwidth that training leaves outside of bubbles.
-            iterations: number of iterations that the checkpoint may take.
+            beside_bytes_per_s: bandwidth that training leaves for copies outside of bubbles.
+            iterations: number of iterations until training waits for the checkpoint.
         """
         beside_s = split.beside / beside_bytes_per_s
         late_s = beside_s - iterations * (self.iteration_s - self.seconds)
@@ -75,15 +75,20 @@ class Bubbles:
         )
 
     def carried(self, bytes_per_s: float, beside_bytes_per_s: float) -> float:
-        """Return the bytes that an iteration can carry, in bubbles and outside of them."""
+        """Return the bytes that can be copied in one iteration, in bubbles and outside of them together.
+
+        Args:
+            bytes_per_s: bandwidth in a bubble.
+            beside_bytes_per_s: bandwidth that training leaves for copies outside of bubbles.
+        """
         return bytes_per_s * self.seconds + beside_bytes_per_s * (self.iteration_s - self.seconds)
 
     def _after(self, spans: Sequence[Span], seconds: float) -> float:
-        """Return when ``seconds`` of ``spans`` have passed; the spans repeat in every iteration."""
+        """Return when a copy that needs ``seconds``, and runs only during ``spans`` of each iteration, is complete."""
         if seconds <= 0:
             return 0.0
         whole = sum(end - begin for begin, end in spans)
-        # A part that ends exactly with an iteration does not wait for the next one.
+        # A copy that ends exactly at the end of the spans needs no time in the next iteration.
         turns = max(0, math.ceil(seconds / whole - 1e-9) - 1)
         left = seconds - turns * whole
         for begin, end in spans:
@@ -94,9 +99,10 @@ class Bubbles:
 
 
 def bubbles_of(time: IterationTime, stage: int) -> Bubbles:
-    """Return the bubbles of a stage; with different data-parallel replicas, those of the replica with least idle time.
+    """Return the bubbles of a stage. If replicas differ in speed, they are those of the replica with least idle time.
 
-    The wait for slower replicas before gradients are reduced is a bubble too. Synchronisation and update are none.
+    The wait for slower replicas before the reduction of gradients counts as a bubble. The reduction of gradients, the
+    gather of parameters and the update do not count.
     """
     until = max(pipeline.simulate() for pipeline in time.pipelines)
     return min((Bubbles(idle(pipeline, stage, until), time.total_s) for pipeline in time.pipelines), key=_seconds)
@@ -112,15 +118,15 @@ def idle(pipeline: Pipeline, stage: int, until: float) -> tuple[Span, ...]:
 
 
 def gaps(spans: Sequence[Span], until: float) -> tuple[Span, ...]:
-    """Return the spans between ``spans``, from 0 until ``until`` seconds.
+    """Return the spans of time from 0 until ``until`` seconds that no span of ``spans`` covers.
 
     Args:
-        spans: spans in order of their begins; they may overlap.
-        until: end of the last gap.
+        spans: spans, sorted by begin; they may overlap.
+        until: end of the last gap, in seconds.
     """
     between, at = [], 0.0
     for begin, end in (*spans, (until, until)):
-        # Shorter gaps than this are rounding errors of sums of seconds.
+        # A shorter gap is only a rounding error of a sum of seconds.
         if begin - at > 1e-9 * until:
             between.append((at, begin))
         at = max(at, end)

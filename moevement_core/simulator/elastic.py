@@ -1,12 +1,14 @@
 """Simulation of a training whose nodes come and go: with elastic experts, with regrouped experts, or with restarts.
 
-The simulation compares three systems, as section 6 of Lazarus does:
+The simulation compares three systems, as section 6 of the paper on Lazarus (a system for elastic MoE training) does:
 
-- ``lazarus``: Lazarus itself, with elastic experts.
+- ``lazarus``: Lazarus itself. The number of an expert's replicas follows its load.
 - ``restart``: DeepSpeed's expert parallelism, which restarts from a checkpoint whenever nodes leave or join.
-- ``regroup``: DeepSpeed's expert parallelism with the regrouping of Lazarus (DS(FT) in the paper).
+- ``regroup``: DeepSpeed's expert parallelism, but like Lazarus the job forms new process groups instead of restarting
+  (DS(FT) in the paper).
 
-Allocation, placement, migration and survival of experts come from :mod:`moevement_core.elastic`, with recorded loads.
+The code of a live elastic job (:mod:`moevement_core.elastic`) allocates, places and migrates experts. The loads of
+experts are recorded ones.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ class System(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElasticJob:
-    """Job of an elastic training, with the seconds that its operations take.
+    """Job that trains on nodes that come and go, with the seconds that its operations take.
 
     Attributes:
         experts: number of experts of each layer, E.
         slots: expert slots of each node, c.
-        floor: least number of replicas of each expert, f.
+        floor: smallest number of replicas of each expert, f.
         iteration_s: seconds of an iteration on ``nodes`` nodes with equal loads.
         nodes: number of nodes of the whole cluster.
         expert_share: share of an iteration that experts take. In this share all nodes wait for the most loaded node.
@@ -52,10 +54,11 @@ class ElasticJob:
         restart_s: seconds until a restarted job trains again.
         checkpoint_every: iterations between two checkpoints in storage; infinity for a job that saves none.
         checkpoint_s: seconds by which a checkpoint delays training.
-        wait_s: seconds that the job waits for further new nodes before it adds them.
+        wait_s: seconds from the moment when a first new node is ready until the job adds all nodes that are new then.
         rebalance_every: iterations between two rebalances.
-        is_batch_per_node: True if every node has its own batch, as in Lazarus: an iteration on fewer nodes takes as
-            long, and has fewer samples. False if the job has one batch: fewer nodes take proportionally longer for it.
+        is_batch_per_node: True if every node has its own batch, as in Lazarus. With fewer nodes, an iteration then has
+            fewer samples and takes the same time. False if the job has one batch of constant size. With fewer nodes,
+            an iteration then takes proportionally longer.
     """
 
     experts: int
@@ -75,16 +78,19 @@ class ElasticJob:
     is_batch_per_node: bool = False
 
     def usable(self, nodes: int, system: System) -> int:
-        """Return the number of nodes that the job can use out of ``nodes``.
+        """Return how many of ``nodes`` live nodes the job can use; the others stay idle.
 
-        With expert parallelism the number is a multiple of :attr:`group`.
+        DeepSpeed's expert parallelism uses a multiple of :attr:`group` nodes.
         """
         if system is System.LAZARUS:
             return nodes if nodes * self.slots >= self.experts else 0
         return nodes // self.group * self.group
 
     def slots_used(self, system: System) -> int:
-        """Return the number of slots that the job uses on a node; expert parallelism uses one for each local expert."""
+        """Return the number of expert slots that the job uses on a node.
+
+        DeepSpeed's expert parallelism uses one slot for each expert of the node.
+        """
         return self.slots if system is System.LAZARUS else self.experts // self.group
 
     @property
@@ -101,7 +107,7 @@ class Trained:
     iterations: float = 0.0
     """Number of committed iterations."""
     batches: float = 0.0
-    """Committed samples, in batches of the whole cluster."""
+    """Number of committed samples, divided by the samples of an iteration on all nodes of the cluster."""
     changes: int = 0
     fallbacks: int = 0
     """Number of times that the job lost nodes and went back to a checkpoint.
@@ -109,7 +115,7 @@ class Trained:
     The reason is that an expert had no replica left, or that the system always restarts.
     """
     moved: int = 0
-    """Number of experts that nodes fetched from other nodes, in all layers."""
+    """Number of experts that nodes fetched from other nodes. An expert counts once for each layer and each fetch."""
     lost_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("regroup", "migrate", "restart", "checkpoint"), 0.0)
     )
@@ -118,12 +124,14 @@ class Trained:
 class ElasticTraining:
     """Simulation of one system on nodes that come and go.
 
-    Every layer has its own allocation. All layers assign places to nodes in the same way.
+    In each layer, experts get numbers of replicas by the loads of that layer. A node takes the same place of the
+    placement in all layers.
 
     Args:
         job: job to simulate.
-        system: system that trains it.
-        loads: tokens routed to each expert in an iteration, ``[records, layers, E]``; the last record stays in force.
+        system: system that trains the job.
+        loads: tokens routed to each expert in an iteration, ``[records, layers, E]``. After the last record, its loads
+            stay constant.
         every: iterations between two records.
         first: names of the nodes at the beginning.
     """
@@ -134,27 +142,32 @@ class ElasticTraining:
         self._loads, self._every = loads, every
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
         self._slowest: dict[int, float] = {}
-        """Load of the slowest node relative to the mean, by record, with the present placement."""
+        """Load of the most loaded node, divided by the mean, with the present placement; by index of the record."""
         self._placed_for = -1
-        """Record whose loads the present placement is made for."""
+        """Index of the record from whose loads the present placement was computed."""
         self._members: list[str] = []
         self._layers: list[Mapping[str, tuple[int, ...]]] = [{} for _ in range(loads.shape[1])]
         self._settle()
 
     def run(self, changes: Sequence[Change], until_s: float) -> Trained:
-        """Simulate until ``until_s``, seconds, and return the result."""
+        """Simulate the first ``until_s`` seconds of the training, and return the result.
+
+        Args:
+            changes: nodes that join and leave, in order of time.
+            until_s: wall seconds of the training.
+        """
         now_s = 0.0
         for change in _gathered(changes, self.job.wait_s):
             if change.at_s >= until_s:
                 break
             self._train(change.at_s - now_s)
-            # A change during the recovery from an earlier one takes effect when that recovery is over.
+            # A change during the recovery from an earlier change takes effect after that recovery.
             now_s = max(now_s, change.at_s) + self._change(change)
         self._train(until_s - now_s)
         return self.done
 
     def _train(self, seconds: float) -> None:
-        """Train for ``seconds``, with the checkpoints and rebalances that are due."""
+        """Train for ``seconds``. Checkpoints and rebalances that fall into this time take their part of it."""
         job, done = self.job, self.done
         while seconds > 0.0 and self._members:
             rebalances = self.system is System.LAZARUS
@@ -174,14 +187,14 @@ class ElasticTraining:
                 seconds -= self._spend("checkpoint", job.checkpoint_s)
             if rebalances and to_rebalance <= span + 1e-9:
                 done.iterations = float(round(done.iterations))
-                if self._record() != self._placed_for:  # equal loads would give the placement that is there
+                if self._record() != self._placed_for:  # the same loads would give the same placement
                     seconds -= self._spend("migrate", self._settle())
 
     def _change(self, change: Change) -> float:
         """Add and remove nodes, and return the seconds until training continues."""
         left = change.removed & set(self._members)
         self.there = (self.there | change.added) - change.removed
-        # A job that regroups without new nodes leaves out the live nodes that it has not used (Lazarus, section 6.2).
+        # If no node is new, a job of ``regroup`` takes no live node that it did not use before (Lazarus, section 6.2).
         takes_unused = self.system is not System.REGROUP or bool(change.added)
         candidates = self.there if takes_unused else self.there & set(self._members)
         if not left and self.job.usable(len(candidates), self.system) == len(self._members):
@@ -205,7 +218,7 @@ class ElasticTraining:
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _forget_uncommitted(self) -> None:
-        """Begin to count anew what a restart would lose: all state is in a checkpoint."""
+        """Set to 0 what a restart would lose, because a checkpoint has just saved all state."""
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
 
     def _settle(self, candidates: Collection[str] | None = None) -> float:
@@ -249,7 +262,7 @@ class ElasticTraining:
         return even_s * (1.0 - job.expert_share + job.expert_share * self._slowest[record])
 
     def _record(self) -> int:
-        """Return the number of the record that is in force."""
+        """Return the index of the record whose loads apply in the present iteration."""
         return min(int(self.done.iterations) // self._every, len(self._loads) - 1)
 
     def _spend(self, what: str, seconds: float) -> float:
@@ -260,11 +273,12 @@ class ElasticTraining:
 def most_loaded(tokens: Tokens, experts: int) -> Tokens:
     """Return the loads of the most loaded experts of each layer, ``[records, layers, E]``.
 
-    Experts are chosen by their load over the whole record, and keep their order in the record. Systems that do not
-    place experts by load put neighbours on one node, so an order by load would put the most loaded experts together.
+    The function chooses experts by the sum of their loads over all records, and keeps their order. It does not sort
+    them by load: systems that ignore loads put neighbours on one node, and would so put the most loaded experts
+    together.
 
     Args:
-        tokens: recorded loads, ``[records, layers, experts]``.
+        tokens: recorded loads of more experts than needed, ``[records, layers, experts]``.
         experts: number of experts to choose, E.
     """
     chosen = np.sort(np.argsort(-tokens.sum(0), axis=-1)[:, :experts], axis=-1)
@@ -272,7 +286,10 @@ def most_loaded(tokens: Tokens, experts: int) -> Tokens:
 
 
 def _gathered(changes: Sequence[Change], wait_s: float) -> Iterator[Change]:
-    """Yield changes as the job applies them: losses at once, and new nodes after a wait or with the next loss."""
+    """Yield changes at the times when the job applies them.
+
+    The job applies losses of nodes at once. It adds new nodes after ``wait_s`` seconds, or together with the next loss.
+    """
     waiting: dict[str, float] = {}
     for change in changes:
         if waiting and min(waiting.values()) + wait_s <= change.at_s:

@@ -13,9 +13,9 @@ from moevement_core.simulator.training import Outcome, Spares, train
 from moevement_core.simulator.workers import shared
 
 CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Half widths of the 95% confidence interval of a mean, in standard errors, by Student's t, for 2 to 11 values."""
+"""Half of the 95% confidence interval of a mean of 2, 3, ... 11 values, in standard errors (Student's t)."""
 OF_MANY = 1.96
-"""Half width of the 95% confidence interval of a mean, in standard errors, for 12 or more values."""
+"""Half of the 95% confidence interval of a mean of 12 or more values, in standard errors."""
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -36,7 +36,7 @@ class Cell:
     mtbf_s: float
     outcomes: tuple[Outcome, ...]
     together: float = 0.0
-    """Probability that the next node failed together with a failing node."""
+    """Probability that a failure of a node also takes the node with the next number, 0 to 1."""
 
     @property
     def ettr(self) -> float:
@@ -55,12 +55,12 @@ class Cell:
 
     @property
     def loses(self) -> float:
-        """Lost updates that no checkpoint had, in iterations; mean over the trainings."""
+        """Updates of experts that a training loses because no checkpoint has them, in iterations; a mean."""
         return statistics.fmean(outcome.tokens_lost for outcome in self.outcomes)
 
     @property
     def lost(self) -> dict[str, float]:
-        """Share of wall time that was lost to each part of saving and recovery, the largest first."""
+        """Share of wall time that the trainings lose to each part of saving and recovery, the largest share first."""
         wall_s = sum(outcome.wall_s for outcome in self.outcomes)
         shares = {
             name: sum(outcome.lost_s[name] for outcome in self.outcomes) / wall_s for name in self.outcomes[0].lost_s
@@ -75,7 +75,7 @@ class Draws:
     mtbf_s: float
     failures: tuple[list[Failure], ...]
     together: float = 0.0
-    """Probability that the next node fails together with a failing node."""
+    """Probability that a failure of a node also takes the node with the next number, 0 to 1."""
 
 
 def run(
@@ -115,7 +115,7 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
 def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
     """Simulate one training with each list of failures in ``draws``, and return the results of the strategy."""
     job = strategy.costs.plan.inputs.job
-    # A strategy may change during a training, so each training has a fresh one.
+    # A strategy may change during a training, so each training begins with a strategy in its initial state.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
     return Cell(
         job=job.name,

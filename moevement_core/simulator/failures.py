@@ -14,9 +14,9 @@ from moevement_core.restart.faults import removals
 from moevement_core.util.numbers import AT_LEAST_ONE, POSITIVE, SHARE, Range
 
 MOST_FAILURES = 1_000_000
-"""Largest number of failures in all trainings at one failure rate together; simulating so many takes minutes."""
+"""Largest total number of failures in all trainings at one failure rate. To simulate so many takes minutes."""
 SHAPES = Range(0.1, 100.0)
-"""Range of Weibull shapes. With smaller shapes, nearly all failures of a training fall into one instant."""
+"""Allowed Weibull shapes. With shapes below 0.1, nearly all failures of a training would come at one moment."""
 
 
 @dataclass(frozen=True, order=True)
@@ -26,7 +26,7 @@ class Failure:
     at_s: float
     nodes: tuple[int, ...]
     keeps_memory: bool = False
-    """True if only processes failed: host memory of the nodes survives, and the nodes need no replacement."""
+    """True if only processes failed: the nodes keep their host memory, and no spare replaces them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FailureModel:
     """Random failures of a job; equal seeds give equal failures.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a value is out of its range.
     """
 
     mtbf_s: float
@@ -43,7 +43,7 @@ class FailureModel:
     shape: float = 1.0
     """Shape of the Weibull distribution of times between failures. 1: Poisson process; less than 1: bursts."""
     together: float = 0.0
-    """Probability that the next node fails together with a failing node. The node after it may fail too, and so on."""
+    """Probability that a failure of a node also takes the node with the next number, and so on from node to node."""
 
     processes: float = 0.0
     """Probability that a failure ends processes only, so that host memory of its nodes survives."""
@@ -57,7 +57,7 @@ class FailureModel:
             raise ConfigError(f"probability {self.together} of failing together; needs at least 0 and less than 1")
 
     def draw(self, until_s: float, seed: int) -> list[Failure]:
-        """Return the failures before ``until_s``, seconds, in order of time.
+        """Return the failures of the first ``until_s`` seconds, in order of time.
 
         Raises:
             ConfigError: more than :data:`MOST_FAILURES` failures are expected.
@@ -73,16 +73,17 @@ class FailureModel:
                 return failures
             first = int(generator.integers(self.nodes))
             count = min(int(generator.geometric(1 - self.together)), self.nodes)
-            # Without such failures nothing is drawn for them, so that earlier simulations come out as they did.
+            # If processes never fail alone, no number is drawn, so that simulations from before this option keep their
+            # results.
             keeps_memory = bool(self.processes) and bool(generator.random() < self.processes)
             failures.append(Failure(at, tuple((first + number) % self.nodes for number in range(count)), keeps_memory))
 
 
 def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
-    """Raise if ``trainings`` trainings have more failures than can be simulated.
+    """Raise an error if ``trainings`` trainings of ``until_s`` seconds have too many failures to simulate them.
 
     Raises:
-        ConfigError: more than :data:`MOST_FAILURES` failures are expected in all trainings.
+        ConfigError: more than :data:`MOST_FAILURES` failures are expected in all trainings together.
     """
     if trainings * (1 + until_s / mtbf_s) > MOST_FAILURES:
         raise ConfigError(
@@ -93,7 +94,12 @@ def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
 
 
 def recorded(trace: Path, nodes: int, speedup: float = 1.0) -> list[Failure]:
-    """Return the failures of a trace; nodes that fail at the same moment are one failure.
+    """Return the failures of a trace. All nodes that fail at the same moment are in one failure.
+
+    Args:
+        trace: path of the trace.
+        nodes: number of nodes of the simulated job.
+        speedup: factor by which failures come faster than in the trace.
 
     Raises:
         ConfigError: the file is not a trace.

@@ -14,7 +14,7 @@ from moevement_core.planning.profile import Profile, SizeProfile
 from moevement_core.simulator.pipeline import Pipeline
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Ratio of backward to forward work: the backward pass has two matrix products for each one of the forward pass."""
+"""Work of the backward pass, divided by that of the forward pass, which has half as many matrix products."""
 ELEMENT_BYTES = 2
 """Bytes of an element of activations and of gathered parameters."""
 GRADIENT_BYTES = 4
@@ -23,16 +23,16 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Seconds of an iteration by part, ``max(T_pipeline) + T_sync + T_update``."""
+    """Seconds of an iteration, by part. Their sum is ``max(T_pipeline) + T_sync + T_update``."""
 
     pipelines: tuple[Pipeline, ...]
-    """Pipelines of the data-parallel replicas; replicas with equal times share one entry."""
+    """Pipelines of the data-parallel replicas. Replicas with equal times have one entry together."""
     sync_s: float = 0.0
     """Seconds of gradient reduction and parameter gathering that do not overlap with computation."""
     update_s: float = 0.0
     ranks_of_stage: int = 1
     cores: int = 0
-    """Processors that all ranks shared when seconds were measured; 0 if each rank has its own device."""
+    """Number of processors that all ranks shared when the seconds were measured; 0 if each rank has its own device."""
 
     @cached_property
     def total_s(self) -> float:
@@ -41,7 +41,7 @@ class IterationTime:
 
     @property
     def closed_form_s(self) -> float:
-        """Seconds of an iteration by the paper's formula."""
+        """Seconds of an iteration by the closed form of MoEvement, appendix C."""
         return max(pipeline.closed_form() for pipeline in self.pipelines) + self.sync_s + self.update_s
 
     @property
@@ -52,15 +52,15 @@ class IterationTime:
     def segment_s(self, segment: Iterable[int]) -> float:
         """Return the seconds that neighbouring stages need to replay an iteration from logs, while other stages wait.
 
-        A single stage has no pipeline bubble. Several stages have the bubble of a pipeline with that many stages. If
-        ranks share processors, waiting ranks leave them to the replaying ranks.
+        A single stage has no pipeline bubble. N stages have the bubble of a pipeline of N stages. If ranks share
+        processors, ranks that wait leave the processors to ranks that replay.
         """
         stages = sorted(segment)
         seconds = max(pipeline.part(stages).simulate() for pipeline in self.pipelines) + self.sync_s + self.update_s
         return seconds * self._crowd(len(stages)) / self._crowd(self.stages)
 
     def _crowd(self, stages: int) -> float:
-        """Return the factor by which the ranks of ``stages`` stages slow each other down on shared processors."""
+        """Return how many times slower ``stages`` stages run because their ranks share processors."""
         return max(1.0, stages * self.ranks_of_stage / self.cores) if self.cores else 1.0
 
     def scaled(self, factor: float) -> IterationTime:
@@ -82,7 +82,10 @@ class IterationTime:
 
 
 def from_total(iteration_s: float, job: JobShape) -> IterationTime:
-    """Return the iteration time of equal stages, from the seconds of an iteration; a third of the work is forward."""
+    """Return the parts of an iteration of ``iteration_s`` seconds, if all stages are equal and nothing else takes time.
+
+    A third of the seconds goes to forward passes, and two thirds to backward passes.
+    """
     stages, count = job.pipeline_parallel, job.micro_batches
     each = iteration_s / (count + (stages - 1) / job.chunks)
     return IterationTime((_even(stages, count, job.chunks, each),))
@@ -94,13 +97,14 @@ def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline
 
 
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
-    """Return the iteration time of a job from a profile, adapted to the job's micro-batches and data-parallel ranks.
+    """Return the iteration time of a job from a profile of a run.
 
-    For another number of ranks, the measured collectives predict synchronisation (appendix C). If ranks and
-    micro-batches are those of the profile, the parts are scaled so that they add up to the measured iteration.
+    The job may have more or fewer micro-batches and ranks than the profiled run. The measured collectives then predict
+    the seconds of synchronisation (appendix C). If both numbers are those of the profiled run, the function scales all
+    seconds so that they add up to the measured iteration.
 
     Raises:
-        ConfigError: the profile was measured with another pipeline, or without the job's size of micro-batches.
+        ConfigError: the profiled run had another pipeline, or did not measure the job's size of micro-batches.
     """
     by_tokens = {size.tokens: size for size in profile.sizes}
     if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in by_tokens:
@@ -129,12 +133,12 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
 
 
 def _profiled_sync_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
-    """Return the seconds for which training waits for synchronisation among ``ranks`` ranks of a stage.
+    """Return the seconds for which training waits for synchronisation, if a stage has ``ranks`` ranks.
 
-    The share of synchronisation that computation does not hide is assumed to be the same as in the profile.
+    The function assumes that computation hides the same share of synchronisation as in the profiled run.
     """
     measured_s, wanted_s = (_synchronised_s(profile, size, each) for each in (profile.ranks_of_stage, ranks))
-    if not measured_s:  # the profile has one rank for each stage, or no collectives
+    if not measured_s:  # the profiled run had one rank for each stage, or no collective was measured
         return size.sync_s + wanted_s
     return size.sync_s * wanted_s / measured_s
 
@@ -154,13 +158,13 @@ def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
     """Return the iteration time of a job, estimated from its FLOP and bytes and from the rates of the cluster.
 
-    The estimate adds up matrix products at the GPU's rate, all-to-all, sends, and synchronisation. Attention scores
-    count; embedding and norms do not. All-to-all uses NVLink if the expert-parallel ranks of a stage share a node, and
-    the network otherwise. Synchronisation among n ranks moves ``(n - 1) / n`` of the bytes of gradients in FP32 and of
-    parameters in 16 bit. Computation hides the share ``cluster.overlap`` of it.
+    The estimate adds up matrix products at the GPU's rate, all-to-all, sends, synchronisation and the update. It counts
+    attention scores, but neither embedding nor norms. All-to-all uses NVLink if the expert-parallel ranks of a stage
+    share a node; otherwise it uses the network. Synchronisation among n ranks moves ``(n - 1) / n`` of the bytes of
+    gradients (FP32) and parameters (16 bits). Computation hides a share of it, ``cluster.overlap``.
 
     Raises:
-        ConfigError: the cluster has no rates for its GPUs, or the job has no number of tokens.
+        ConfigError: the rates of the GPUs or the number of tokens in a micro-batch are not known.
     """
     if cluster.flops is None or cluster.link_bytes_per_s is None:
         raise ConfigError(
@@ -219,15 +223,15 @@ def _sync_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
 
 
 def _update_s(stage: StageShape, cluster: Cluster, job: JobShape) -> float:
-    """Return the seconds to read and write all state once, at the bandwidth of the GPU's memory."""
+    """Return the seconds of an update: it reads and writes all state of a rank once, in the memory of the GPU."""
     full = int(stage.table(job.regime).full.sum())
     return 2 * full / cluster.memory_bytes_per_s if cluster.memory_bytes_per_s else 0.0
 
 
 def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipeline]:
-    """Return the pipelines of all data-parallel replicas, without duplicates.
+    """Return the pipelines of the data-parallel replicas, on nodes with different speeds; equal pipelines count once.
 
-    A stage of a replica is as slow as the slowest of the nodes that hold its ranks.
+    A stage of a replica is as slow as the slowest node that holds one of its ranks.
     """
     if not cluster.speeds:
         return [pipeline]
@@ -248,7 +252,7 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
 
 
 def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
-    """Return the pipeline with each stage slowed to a fraction of its speed."""
+    """Return the pipeline with each stage slowed down: its seconds are divided by its relative speed in ``speeds``."""
     return replace(
         pipeline,
         forward_s=tuple(seconds / speed for seconds, speed in zip(pipeline.forward_s, speeds, strict=True)),

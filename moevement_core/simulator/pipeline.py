@@ -9,18 +9,18 @@ from functools import cached_property
 from moevement_core.errors import ConfigError
 
 Op = tuple[bool, int, int]
-"""Pass of a stage: True for a forward pass, the micro-batch, and the chunk."""
+"""Forward or backward pass on a stage: True for a forward pass, number of the micro-batch, number of the chunk."""
 Span = tuple[float, float]
 """Begin and end in seconds."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Pipeline of one data-parallel replica, with the 1F1B schedule, or Megatron's interleaved one for several chunks.
+    """Pipeline of one data-parallel replica. Its schedule is 1F1B, or with several chunks Megatron's interleaved 1F1B.
 
     Raises:
-        ConfigError: forward and backward times differ in number, or the interleaved schedule does not allow the number
-            of micro-batches.
+        ConfigError: some stage has only one of its two times, there is no micro-batch, or the interleaved schedule does
+            not allow the number of micro-batches.
     """
 
     forward_s: tuple[float, ...]
@@ -30,7 +30,7 @@ class Pipeline:
     chunks: int = 1
     """Number of virtual stages of each stage, v."""
     send_s: float = 0.0
-    """Seconds to send one tensor to the next stage."""
+    """Seconds to send the activations or gradients of one micro-batch to a neighbouring stage."""
 
     def __post_init__(self) -> None:
         if len(self.forward_s) != len(self.backward_s) or not self.forward_s or self.micro_batches < 1:
@@ -50,9 +50,10 @@ class Pipeline:
         return len(self.forward_s)
 
     def closed_form(self) -> float:
-        """Return the seconds by ``(M + (S - 1) / v) max(t)`` of MoEvement, appendix C.
+        """Return the seconds of all passes by ``(M + (S - 1) / v) max(t)`` of MoEvement, appendix C.
 
-        With v chunks the bubble is v times smaller. The formula is exact if stages are equal and sends take no time.
+        M is the number of micro-batches, and t the seconds of both passes of a micro-batch on a stage. With v chunks
+        the bubble is v times smaller. The formula is exact if stages are equal and sends take no time.
         """
         slowest = max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
         return (self.micro_batches + (self.stages - 1) / self.chunks) * slowest
@@ -62,9 +63,10 @@ class Pipeline:
         return self.part([stage]).simulate()
 
     def part(self, stages: Sequence[int]) -> Pipeline:
-        """Return the pipeline of some neighbouring stages alone.
+        """Return the pipeline that some neighbouring stages form when they replay without the other stages.
 
-        Inputs from outside these stages are always ready. Each stage executes its chunks one after another.
+        Inputs from other stages are always ready, because they come from logs. The result has the 1F1B schedule, in
+        which each pass goes through all chunks of its stage.
         """
         return replace(
             self,
@@ -81,7 +83,7 @@ class Pipeline:
         return max(self._ends.values())
 
     def busy(self, stage: int) -> list[Span]:
-        """Return when ``stage`` computes, sends or receives, as begins and ends in seconds; spans may overlap."""
+        """Return when ``stage`` computes, sends or receives: spans of time, sorted by begin, which may overlap."""
         spans = [(end - self._pass_s(stage, op), end) for (place, op), end in self._ends.items() if place == stage]
         for place, op in self._ends:
             source = self._source(place, op)
@@ -91,7 +93,7 @@ class Pipeline:
 
     @cached_property
     def _ends(self) -> dict[tuple[int, Op], float]:
-        """Seconds from the first forward pass to the end of each pass, by stage and pass."""
+        """Time at which each pass ends, by stage and pass, in seconds since the begin of the first forward pass."""
         queues = [list(self._order(stage)) for stage in range(self.stages)]
         ended: dict[tuple[int, Op], float] = {}
         free, at = [0.0] * self.stages, [0] * self.stages
@@ -114,7 +116,7 @@ class Pipeline:
         return (self.forward_s if op[0] else self.backward_s)[stage] / self.chunks
 
     def _ready(self, stage: int, op: Op, ended: dict[tuple[int, Op], float]) -> float | None:
-        """Return when the input of a pass arrives, seconds; None if that is not known yet."""
+        """Return when the input of a pass arrives, in seconds; None if the pass that sends it is not simulated yet."""
         source = self._source(stage, op)
         if source is None:
             return 0.0
@@ -150,9 +152,10 @@ class Pipeline:
                 yield self._op(number - ahead, False)
 
     def _op(self, number: int, forward: bool) -> Op:
-        """Return forward or backward pass number ``number`` of a stage.
+        """Return the micro-batch and the chunk of a stage's forward or backward pass number ``number``.
 
-        A group of micro-batches, one for each stage, passes through one chunk and then through the next.
+        In the interleaved schedule, S micro-batches go through one chunk, one after the other, and then all S go
+        through the next chunk. S is the number of stages.
         """
         group, inside = divmod(number, self.stages * self.chunks)
         chunk = inside // self.stages

@@ -1,5 +1,6 @@
-"""Scenario of a simulation in a plain file: job, layout, cluster, failures, strategies. docs/scenarios.md has every
-field.
+"""Scenario of a simulation in a YAML file: job, layout, cluster, failures and strategies.
+
+docs/scenarios.md describes every field.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moevement_core.simulator.training import Spares
 from moevement_core.util.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 
 MTBFS_S = (7200.0, 3600.0, 1800.0, 1200.0, 600.0)
-"""Default mean seconds between failures: those of table 3 of MoEvement."""
+"""Mean seconds between failures that are simulated by default: those of table 3 of MoEvement."""
 SHOWN = ("checkfreq", "gemini", "moc", "moevement")
 """Strategies that are simulated by default: the systems of table 3 of MoEvement."""
 
@@ -41,9 +42,9 @@ class Checkpointing:
 
     window_kind: str = "aligned"
     window: int | None = None
-    """Window W in iterations; None: the smallest that fits."""
+    """Window W in iterations; None: the smallest W with which copies keep up with training."""
     period: int | None = None
-    """Iterations from the start of one window to the next; None: the fewest that the cap on overhead allows."""
+    """Iterations from the start of one window to the start of the next; None: the fewest within the overhead cap."""
     replicas: int = 2
     keeps_own_copies: bool = True
     """True if ranks keep their own snapshots after all peers have them."""
@@ -54,7 +55,7 @@ class Checkpointing:
     contention: float | None = None
     """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone.
 
-    None: the value that the profile measured, or 0 without one.
+    None: the value in the scenario's profile, or 0 if there is no such value.
     """
     weight_gradient_share: float = 1 / 3
     skew: float = 0.0
@@ -71,7 +72,7 @@ class Failures:
     processes: float = 0.0
     """Probability that a failure ends processes only, so that host memory of its nodes survives.
 
-    The formula for the ETTR does not know such failures.
+    Only the simulation knows such failures. The formula for the ETTR treats every failure as the loss of a node.
     """
     trace: str | None = None
     speedup: float = 1.0
@@ -91,12 +92,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Job on a cluster, checked as a whole; :func:`load` reads it from a file."""
+    """Job on a cluster, with checkpointing, failures and trainings to simulate; :func:`load` reads it from a file."""
 
     job: JobShape
     cluster: Cluster
     iteration_s: float | None = None
-    """Seconds of an iteration; None: those of the profile, or without one an estimate from the cluster's rates."""
+    """Seconds of an iteration; None: those of the profile, or an estimate from the cluster's rates if none is given."""
     profile: Profile | None = None
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     failures: Failures = field(default_factory=Failures)
@@ -129,7 +130,8 @@ class Scenario:
                 raise ConfigError(f"strategy {name!r}; needs one of {', '.join(STRATEGIES)}")
         if self.cluster.storage_bytes_per_s is None:
             raise ConfigError(
-                "no storage bandwidth; give the bandwidth of all nodes together (storage, --storage-bandwidth)"
+                "the storage bandwidth is missing; give the bandwidth of all nodes together: storage in the cluster of "
+                "the scenario, or --storage-bandwidth"
             )
 
     def _check_checkpointing(self) -> None:
@@ -137,14 +139,14 @@ class Scenario:
         if saved.window_kind not in tuple(WindowKind):
             raise ConfigError(f"window_kind {saved.window_kind!r}; needs one of {', '.join(WindowKind)}")
         if saved.window is not None and saved.window < 1:
-            raise ConfigError(f"window {saved.window}; needs 1 or more, or leave it out for the smallest that fits")
+            raise ConfigError(f"window {saved.window}; needs 1 or more; without it, the plan chooses the window")
         AT_LEAST_ONE.check("period", saved.period)
         if saved.replicas < 0:
             raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")
 
     @property
     def time(self) -> IterationTime:
-        """Iteration time from the given seconds, else from the profile, else from the rates of the cluster."""
+        """Iteration time. It comes from ``iteration_s``, or else the profile, or else the rates of the cluster."""
         if self.iteration_s is not None:
             return from_total(self.iteration_s, self.job)
         if self.profile is not None:
@@ -153,13 +155,13 @@ class Scenario:
 
     @property
     def contention(self) -> float:
-        """Contention that the scenario sets, or else that the profile measured, or else 0."""
+        """Contention. It comes from the scenario's setting, or else from its profile; otherwise it is 0."""
         asked = self.checkpointing.contention
         measured = self.profile.contention if self.profile is not None else None
         return next((share for share in (asked, measured) if share is not None), 0.0)
 
     def costs(self) -> Costs:
-        """Return the costs that strategies are computed from."""
+        """Return the costs of the job, from which each simulated strategy computes what it costs."""
         saved, time = self.checkpointing, self.time
         plan = CheckpointPlan(
             PlanInput(
@@ -181,7 +183,7 @@ class Scenario:
         return self.run.hours * 3600
 
     def draws(self) -> list[Draws]:
-        """Return the failures at each rate: random ones for every seed, or those of the trace.
+        """Return the failures at each rate: random failures for every seed, or the failures of the trace.
 
         Raises:
             ConfigError: the trace has no failure in the simulated time.
@@ -223,10 +225,11 @@ def load(path: Path, ranks: int | None = None) -> Scenario:
 
     Args:
         path: path of the file.
-        ranks: number of ranks instead of the file's; more ranks mean more data parallelism.
+        ranks: number of ranks, which replaces the number in the file; None to keep that number. Only the data-parallel
+            size changes.
 
     Raises:
-        ConfigError: the file is no valid scenario; the message names file and field.
+        ConfigError: the file is not a valid scenario; the message names the file and the field.
     """
     fields = dict(_read(path))
     try:
@@ -295,7 +298,10 @@ _CLUSTER_UNITS = {
 
 
 def _cluster(fields: object, measured: Profile | None) -> Cluster:
-    """Return the cluster: a preset, a preset with changed values, the values of a file, or the cluster of a profile."""
+    """Return the cluster of a scenario, with the values in ``fields``.
+
+    Values that ``fields`` does not have come from the preset that it names, or else from the measured profile.
+    """
     if isinstance(fields, str):
         fields = {"preset": fields}
     if fields is None:
@@ -339,7 +345,7 @@ def _section(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _made[Made](kind: type[Made], where: str, values: object) -> Made:
-    """Return an instance of a dataclass from fields of a file, each converted by its annotation."""
+    """Return an instance of a dataclass with the values of a file, converted to the annotated types of the fields."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} {values!r}; needs fields and values")
     declared = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Two selections of experts in each snapshot, simulated (MoEtion, section 4.3, Algorithm 1, lines 18 and 19).
+"""Simulation of MoEtion's two selections of experts in each snapshot (section 4.3, Algorithm 1, lines 18 and 19).
 
-The own host keeps the experts with the most tokens since the host last saved them. Peers get a part of these: the
-experts with the most tokens since peers last got them. What a failure loses depends on where a rank's state survives.
+A rank's own host saves the experts that had most tokens since the host saved them last. Of these, peers get the
+experts that had most tokens since peers got them last. So a failure loses more updates if the state of a rank survives
+only at peers.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ import numpy.typing as npt
 from moevement_core.policy.tokens_at_risk import shares
 
 TOKENS = 1_000_000
-"""Tokens of a layer in a simulated iteration; shares of tokens are rounded to this precision."""
+"""Tokens of a layer in a simulated iteration; each expert's share of them is rounded to whole tokens."""
 
 _Tokens = npt.NDArray[np.int64]
 _Mask = npt.NDArray[np.bool_]
 
 
 class Selected(NamedTuple):
-    """Means over many simulated snapshots."""
+    """Result of a simulation of the two selections: means over many snapshots."""
 
     host_risk: float
-    """Updates that a failure loses if the state comes from the own host, in iterations: the sum over iterations of the
-    share of tokens whose updates the host does not have."""
+    """Updates that a failure loses if a rank's own host restores the state, in iterations: the sum over iterations of
+    the share of tokens whose updates the host does not have."""
     peer_risk: float
-    """Updates that a failure loses if the state comes from peers, in iterations."""
+    """Updates that a failure loses if a peer restores the state, in iterations."""
     repeated: float
-    """Share of the experts sent to peers that were sent with the snapshot before too, 0 to 1."""
+    """Share of the experts sent to peers that the previous snapshot also sent to them, 0 to 1."""
 
 
 def simulate(popularity: npt.NDArray[np.float64], host: int, peers: int, interval: int = 1) -> Selected:
-    """Select experts for some snapshots, and return the means of the second half of them.
+    """Simulate a series of snapshots, and return means over its second half, when the selections have settled.
 
     Args:
         popularity: share of a layer's tokens that each expert gets, ``[layers, experts]``.
-        host: S_local, mean number of experts of a layer that the own host saves.
-        peers: S_remote, mean number of experts of a layer that peers get, at most ``host``.
+        host: S_local, mean number of experts of a layer that a rank's own host saves in a snapshot.
+        peers: S_remote, mean number of experts of a layer that peers get in a snapshot, at most ``host``.
         interval: iterations between snapshots.
     """
     layers, experts = popularity.shape
@@ -61,12 +62,13 @@ def simulate(popularity: npt.NDArray[np.float64], host: int, peers: int, interva
 def select(risk: _Tokens, candidates: _Mask, total: int) -> _Mask:
     """Return a mask of the experts with the most tokens at risk, bool ``[layers, experts]`` (``SelectExperts``).
 
-    Layers share ``total`` in proportion to their tokens at risk. The order of the experts breaks ties.
+    Tokens at risk are those that an expert had since it was last saved. Each layer gets a part of ``total`` in
+    proportion to its tokens at risk. Of experts with equal numbers of tokens, the first is selected first.
 
     Args:
-        risk: tokens of each expert since it was saved, int64 ``[layers, experts]``.
-        candidates: mask of the experts that may be selected.
-        total: S_total, number of selected experts, all layers together.
+        risk: tokens at risk of each expert, int64 ``[layers, experts]``.
+        candidates: mask of the experts that may be selected, bool ``[layers, experts]``.
+        total: S_total, number of experts to select in all layers together.
     """
     of_layer = {layer: int(own[candidates[layer]].sum()) for layer, own in enumerate(risk)}
     wanted = shares(of_layer, {layer: int(own.sum()) for layer, own in enumerate(candidates)}, total)

@@ -1,4 +1,4 @@
-"""Simulation of a training from one failure to the next, which takes milliseconds for hours of training."""
+"""Simulation of a training that goes from one failure to the next. Hours of training take milliseconds to simulate."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class Spares:
     """Spare nodes that replace failed nodes."""
 
     count: int | None = None
-    """Number of spare nodes; None: a spare is always free."""
+    """Number of spare nodes; None: as many as needed."""
     repair_s: float = math.inf
-    """Seconds after which a failed node is a spare again."""
+    """Seconds from a node's failure until it is repaired and serves as a spare."""
     provided_s: float = math.inf
-    """Seconds after which the scheduler provides a node if no spare is free."""
+    """Seconds that the cluster's scheduler needs to provide another node when no spare is free."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Updates that a training has lost up to one failure, and what it saves from then on."""
+    """Updates that a training has lost after one of its failures, and the experts that it saves after this failure."""
 
     at_s: float
     """Wall seconds of the failure."""
     experts_saved: int
-    """Experts of each layer in a snapshot after the failure, K."""
+    """Number of experts of each layer in a snapshot after the failure, K."""
     lost: float
     """Lost updates in iterations, as in :attr:`Recovery.tokens_lost`, of this failure and all earlier ones."""
     of_run: float
-    """PLT (MoC-System, equation 7): lost updates as a share of those of the whole training.
+    """PLT (MoC-System, equation 7): ``lost`` divided by the iterations of the whole training.
 
-    The length of the training is that without checkpoints and failures.
+    The divisor is the number of iterations that the training would have without checkpoints and failures.
     """
     so_far: float
-    """Lost updates as a share of all updates so far."""
+    """``lost`` divided by the iterations that are committed at the failure."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Outcome:
     during_recovery: int = 0
     """Number of failures during the recovery from an earlier failure."""
     from_storage: int = 0
-    """Number of failures after which no copy in memory was left."""
+    """Number of failures after which some rank's state had no copy in memory, so that the job restored from storage."""
     lost_s: dict[str, float] = field(default_factory=dict)
-    """Lost wall seconds, by part of saving and recovery."""
+    """Lost wall seconds, by cause, such as ``detect`` or ``fetch``."""
     tokens_lost: float = 0.0
     goodput: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of wall seconds and iterations committed so far, one at each failure and one at the end."""
@@ -73,10 +73,10 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
     """Simulate a training until ``until_s``.
 
     A failure interrupts an iteration or a recovery. The time of an interrupted iteration is lost. An interrupted
-    recovery starts again, for all nodes that failed since the last complete recovery.
+    recovery starts again, and then covers all nodes that failed since the last complete recovery.
 
     Args:
-        strategy: a fresh strategy, which may change during the training.
+        strategy: a strategy in its initial state; the training may change it.
         failures: failures in order of time.
         until_s: wall seconds of the training.
         spares: spare nodes; None for an unlimited number.
@@ -127,9 +127,9 @@ def _note_losses(outcome: Outcome, at_s: float, experts_saved: int, run_iteratio
 
 
 def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
-    """Train for ``seconds``, and return the share of the next iteration that is done at their end."""
+    """Train for ``seconds``, and return the share of the interrupted iteration that is done when they are over."""
     each = outcome.iteration_s + overhead_s
-    # Without the addend, rounding errors could make the number of whole iterations one less.
+    # Without 1e-9, a rounding error could make the number of whole iterations too small by one.
     count = math.floor(seconds / each + 1e-9)
     outcome.iterations += count
     outcome.lost_s["checkpointing"] += count * overhead_s
@@ -139,7 +139,15 @@ def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
 
 
 def _spend(lost: dict[str, float], parts: Mapping[str, float], seconds: float) -> None:
-    """Add the first ``seconds`` of a recovery, or the whole recovery if shorter, to the lost seconds of its parts."""
+    """Add the parts of a recovery to the lost seconds, but only what falls into the first ``seconds`` of the recovery.
+
+    The next failure may come before the recovery is complete.
+
+    Args:
+        lost: lost seconds by part; the function adds to them.
+        parts: seconds of each part of the recovery, in order.
+        seconds: seconds from the failure to the next failure.
+    """
     for name, length in parts.items():
         spent = min(length, seconds)
         lost[name] += spent
@@ -152,7 +160,7 @@ class _Pool:
         self._repaired: list[float] = []
 
     def take(self, now: float, count: int) -> float:
-        """Take spares for ``count`` failed nodes at ``now``, and return the seconds until all are ready."""
+        """Take spares for ``count`` nodes that failed at ``now``, and return the seconds until all spares are ready."""
         if self._free is None:
             return 0.0
         for _ in range(count):

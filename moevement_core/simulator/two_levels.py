@@ -1,9 +1,9 @@
-"""Lost tokens of MoC-System if checkpoints are in host memory and on disk (its sections 5.1, 6.3.1 and 6.3.3).
+"""Tokens that MoC-System loses if it saves to host memory and to disk (sections 5.1, 6.3.1 and 6.3.3 of its paper).
 
-The schedule, the account of tokens and the growth of K are those of a live job. A failure takes the memory of a node.
-Experts with a part on that node come back from disk, in the version written last. All other experts come back from
-memory, in the version saved last. Only checkpoints count: iterations after the newest checkpoint are executed again, so
-they lose nothing. A live job also writes all experts to disk after a failure; this simulation does not.
+The code of a live job gives the schedule, counts the tokens and raises K. A failure destroys the host memory of a node.
+If that node held a part of an expert, the job restores the expert from its newest version on disk. It restores all
+other experts from their newest versions in memory. Iterations after the newest checkpoint lose no tokens, because the
+job executes them again. A live job also writes all experts to disk after a failure; this simulation does not.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ class Restored:
 
     lost: LostTokens
     experts: int
-    """Experts of each layer in a snapshot after the recovery, K_snapshot."""
+    """Number of experts of each layer in a snapshot after the recovery, K_snapshot."""
 
 
 @dataclass(frozen=True, eq=False)
 class TwoLevels:
-    """Training that saves K_snapshot experts of each layer to memory, and writes K_persist of them to disk."""
+    """Training that saves K_snapshot experts of each layer to memory in turn, and writes K_persist of them to disk."""
 
     table: OperatorTable
     """Operators of a stage, with a row of bytes for each of its ranks."""
     nodes: Sequence[int]
-    """Node of each rank, in the order of the rows."""
+    """Node of each rank, in the order of the rows of ``table``."""
     tokens: Tokens
     """Tokens routed to each operator between two checkpoints, int64 ``[operators]``."""
     checkpoints: int
     """Number of checkpoints in the whole training."""
     experts: int
-    """First K_snapshot."""
+    """Number K_snapshot at the beginning; it grows when failures lose too many tokens."""
     persisted: int | None = None
     """K_persist; None if all experts of a snapshot are written."""
     limit: float = 1.0
-    """Share of lost tokens at which every expert is saved; 1 keeps K_snapshot constant."""
+    """Share of the run's tokens that may be lost before checkpoints save every expert; 1 keeps K_snapshot constant."""
 
     def recoveries(self, faults: Sequence[Fault]) -> list[Restored]:
-        """Return the result of each recovery, in the order of the checkpoints.
+        """Simulate the training, and return the result of each recovery, in the order of the failures' checkpoints.
 
-        The initial state of all operators is in memory and on disk.
+        Before the first checkpoint, memory and disk hold the initial state of all operators.
 
         Args:
             faults: failures, in any order.
@@ -93,7 +93,7 @@ class TwoLevels:
         return restored
 
     def _has_part_on(self, nodes: frozenset[int]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the operators with bytes on one of ``nodes``, bool ``[operators]``."""
+        """Return a mask of the operators that have a part of their state on one of ``nodes``, bool ``[operators]``."""
         rows = [rank for rank, node in enumerate(self.nodes) if node in nodes]
         return (self.table.full[rows] > 0).any(axis=0)
 

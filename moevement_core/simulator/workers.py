@@ -1,7 +1,8 @@
-"""Pool of worker processes that share tasks. If a process ends, no other process waits for it forever.
+"""Pool of worker processes that share tasks. If a worker ends early, the pool raises an error instead of waiting.
 
-Pools of the standard library pass tasks and results through threads. If a worker ends while such a thread is at work,
-the pool never returns (https://github.com/python/cpython/issues/94777). Ctrl-C ends all workers, and so can cause that.
+Pools of the standard library can hang: they pass tasks and results through threads, and never return if a worker ends
+while such a thread works (https://github.com/python/cpython/issues/94777). Ctrl-C, which ends all workers, can cause
+this.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
 
     Args:
         work: function at the top level of a module, so that workers can import it.
-        tasks: arguments of ``work``. A worker gets all of them when it starts, and then the index of each task to do.
-        workers: number of processes, all of which are killed when this call ends or is interrupted.
+        tasks: arguments of ``work``. A worker gets all tasks when it starts, and later the indices of those to do.
+        workers: number of processes. The call kills all of them before it returns or raises.
 
     Raises:
         ProcessGroupError: a worker ended before it had sent all results.
@@ -84,7 +85,7 @@ def _received(connection: Connection, process: SpawnProcess) -> tuple[int, Any]:
 
 
 def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[Any]) -> None:
-    """Execute tasks in a worker until the parent process closes the connection, or kills the worker."""
+    """Run a worker: execute tasks until the parent process closes the connection or kills the worker."""
     with suppress(EOFError, OSError):
         while True:
             number = connection.recv()
@@ -98,8 +99,8 @@ def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[An
 
 @contextmanager
 def _started_deaf() -> Iterator[None]:
-    """Block SIGINT in processes that start inside the context, because the parent process ends them itself."""
-    resource_tracker.ensure_running()  # first, because its start unblocks SIGINT
+    """Block SIGINT in processes that start inside the context. On Ctrl-C, the parent process kills them itself."""
+    resource_tracker.ensure_running()  # This comes first, because the start of the tracker unblocks SIGINT.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,7 +1,7 @@
 """Monthly cost of fault tolerance for a job, compared with the monthly cost of restarts from storage.
 
 Costs are GPU hours in a month: hours that saving, failures and recoveries take from the job, and hours of idle spare
-nodes. Both alternatives are simulated with the same failures.
+nodes. The module simulates both ways with the same failures.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ MONTH_H = 720.0
 MOST_SPARES = 8
 STEP = 1.5
 LEAST_SHARE = 0.005
-"""Share of the job's GPU hours that a strategy must save, at least, to be worth the effort of a change."""
+"""Smallest share of the job's GPU hours for which a change of the strategy is worth the effort."""
 SHORTEST_S, LONGEST_S = 60.0, 1e9
-"""Shortest and longest mean seconds between failures in the search for the break-even."""
+"""Shortest and longest mean seconds between failures in the search for :attr:`Worth.break_even_s`."""
 SAVING = ("checkpointing",)
 FAILING = ("interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up")
 
 
 @dataclass(frozen=True)
 class Way:
-    """Method of checkpointing, with its cost in a month."""
+    """Strategy with its settings and its cost in a month."""
 
     name: str
     cell: Cell
     spares: int
-    """Number of idle spare nodes."""
+    """Number of spare nodes that the job keeps idle."""
     has_user_interval: bool = False
     """True if the user has given the interval between checkpoints."""
 
@@ -66,12 +66,12 @@ class Way:
 
     @property
     def total_h(self) -> float:
-        """GPU hours lost in a month, idle spares included; mean over the simulated trainings."""
+        """GPU hours that the job loses in a month, idle spares included; a mean over the simulated months."""
         return statistics.fmean(self.totals_h)
 
     @property
     def totals_h(self) -> list[float]:
-        """GPU hours lost in a month, idle spares included, for each simulated training."""
+        """GPU hours that the job loses in a month, idle spares included, for each simulated month."""
         return [(1 - outcome.ettr) * self.gpus * MONTH_H + self.spares_h for outcome in self.cell.outcomes]
 
     def _hours(self, parts: Sequence[str]) -> float:
@@ -80,51 +80,56 @@ class Way:
 
 @dataclass(frozen=True)
 class Worth:
-    """Monthly cost of a job, today and with each strategy."""
+    """Monthly cost of a job today, with restarts from storage, and with each strategy of this project."""
 
     mtbf_s: float
     today: tuple[Way, ...]
-    """Restarts from storage, the cheapest first: each method to save, at the best interval and at the user's."""
+    """Ways to restart from storage, the cheapest first. Saves are synchronous or asynchronous, and the interval between
+    them is the best one or the user's."""
     strategies: tuple[Way, ...]
-    """Strategies with their best settings, the cheapest first; those that do not fit into host memory come last."""
+    """Strategies of this project with their best settings, the cheapest first. Those that do not fit into host memory
+    come last."""
     break_even_s: float
-    """Longest mean seconds between failures at which the best strategy pays off; 0 if never, inf if always."""
+    """Longest mean seconds between failures at which the best strategy pays off.
+
+    0 if it never pays off; infinite if it always does.
+    """
 
     @property
     def saved_h(self) -> float:
-        """GPU hours in a month that the best strategy saves, compared with the cheapest restarts from storage."""
+        """GPU hours in a month that the best strategy saves, compared with the cheapest way to restart from storage."""
         return self.today[0].total_h - self.strategies[0].total_h
 
     @property
     def saved_interval_h(self) -> float:
-        """Half of the 95% confidence interval of the saved hours, from pairs of months with the same failures."""
+        """Half of the 95% confidence interval of :attr:`saved_h`, from pairs of months with the same failures."""
         pairs = zip(self.today[0].totals_h, self.strategies[0].totals_h, strict=True)
         return half_interval([today - best for today, best in pairs])
 
     @property
     def pays(self) -> bool:
-        """True if the best strategy fits into host memory and saves enough to be worth the effort."""
+        """True if the best strategy fits into host memory and saves more than :data:`LEAST_SHARE` of the GPU hours."""
         return fits(self.strategies[0].strategy) and self.saved_h > LEAST_SHARE * self.today[0].gpus * MONTH_H
 
     @property
     def at_user_interval(self) -> Way | None:
-        """Cheapest restarts from storage at the user's interval; None if the user gave no interval."""
+        """Cheapest way to restart from storage with the user's interval; None if the user gave no interval."""
         return next((way for way in self.today if way.has_user_interval), None)
 
 
 def worth(
     costs: Costs, draws: Draws, *, restart_s: float, every: int | None, spares: int | None, repair_s: float
 ) -> Worth:
-    """Compare restarts from storage with every strategy.
+    """Compare the monthly cost of restarts from storage with that of every strategy.
 
     Args:
-        costs: costs of the job with fault tolerance.
+        costs: costs of the job with the strategies of this project.
         draws: failures of each month.
-        restart_s: seconds from a failure until a job without fault tolerance is restarted and loads its checkpoint.
-            With fault tolerance, the scheduler provides a missing node after the same time.
+        restart_s: seconds from a failure until a job without fault tolerance runs again and loads its checkpoint. A
+            fault-tolerant job without a free spare waits for the same time until the scheduler provides a node.
         every: iterations between two checkpoints today; None to examine only the best interval.
         spares: number of idle spare nodes; None for the number that costs least.
-        repair_s: seconds after which a failed node is a spare again.
+        repair_s: seconds from a node's failure until it is repaired and serves as a spare.
     """
     today = [
         Way(name, cell_of(strategy, draws, MONTH_H * 3600, Spares()), 0, has_user_interval)
@@ -140,9 +145,9 @@ def worth(
 
 
 def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str, Strategy, bool]]:
-    """Yield restarts from storage: name, strategy, and True if the interval is the user's.
+    """Yield the ways to restart from storage: name, strategy, and True if the interval is the user's.
 
-    Training waits for synchronous saves, and continues beside asynchronous ones.
+    Training waits for a synchronous save. It continues during an asynchronous save.
     """
     for name, of_interval, own in _stored(costs, mtbf_s):
         yield name, _best(of_interval, own, mtbf_s), False
@@ -151,7 +156,11 @@ def _today(costs: Costs, mtbf_s: float, every: int | None) -> Iterator[tuple[str
 
 
 def _stored(costs: Costs, mtbf_s: float) -> Iterator[tuple[str, Callable[[int], Strategy], int]]:
-    """Yield each method to save: name, function from interval to strategy, and interval with which a search begins."""
+    """Yield synchronous and asynchronous saves to storage.
+
+    Each item has a name, a function from the interval to the strategy, and the interval around which :func:`_best`
+    searches for the best one.
+    """
     written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
     yield (
         "synchronous saves",
@@ -173,9 +182,10 @@ def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> St
 
 
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
-    """Return each strategy with its best settings, at the number of spares at which the cheapest strategy costs least.
+    """Return each strategy with its best settings, all with the number of spares that costs least.
 
-    The search adds spares as long as the cheapest strategy gets cheaper.
+    The search goes through the numbers of ``tried``. It ends when the cheapest strategy costs no less than with the
+    number before.
     """
     variants = Variants(costs)
     best: list[Way] = []
@@ -194,13 +204,13 @@ def _way(choice: Choice, spares: int) -> Way:
 
 
 def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs: Costs) -> float:
-    """Return the longest mean seconds between failures at which ``strategy`` pays off, by the formula."""
+    """Return the longest mean seconds between failures at which ``strategy`` pays off, by the ETTR formula."""
 
     def gain(mtbf_s: float) -> float:
         lost = min(lost_share(strategy, mtbf_s, replace(pool, count=count)) for count in tried)
         return lost_today(costs, mtbf_s, pool.provided_s) - lost - LEAST_SHARE
 
-    # The search begins with rare failures: if failures come faster than restarts, both alternatives lose all time.
+    # The search begins with rare failures. If failures come faster than restarts end, both ways lose all time.
     low, high = LONGEST_S, math.inf
     while gain(low) <= 0:
         low, high = low / STEP, low
@@ -215,9 +225,15 @@ def _break_even_s(strategy: Strategy, tried: Sequence[int], pool: Spares, costs:
 
 
 def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None = None) -> float:
-    """Return the share of GPU hours that restarts from storage lose, by the formula.
+    """Return the share of GPU hours that a job loses today, with the cheapest restarts from storage, by the formula.
 
-    The interval is ``every`` iterations; None stands for the best interval.
+    The formula is that of MoEvement, section 2.4.
+
+    Args:
+        costs: costs of the job with the strategies of this project.
+        mtbf_s: mean seconds between failures of the job.
+        restart_s: seconds from a failure until the job runs again and loads its checkpoint.
+        every: iterations between two checkpoints; None for the best interval.
     """
     restarted = replace(costs, detect_s=0.0, regroup_s=restart_s)
     stored = (
@@ -228,10 +244,11 @@ def lost_today(costs: Costs, mtbf_s: float, restart_s: float, every: int | None 
 
 
 def lost_share(strategy: Strategy, mtbf_s: float, pool: Spares) -> float:
-    """Return the share of the job's GPU hours that a strategy loses by the formula, idle spares included.
+    """Return the share of the job's GPU hours that a strategy loses, idle spares included.
 
-    If all spares are under repair, the job waits until the scheduler provides a node or a spare is repaired. Erlang's
-    loss formula gives the share of failures that find no spare.
+    The share comes from the formula of MoEvement, section 2.4. If all spares are under repair, the job waits until the
+    scheduler provides a node or a spare is repaired. Erlang's loss formula gives the share of failures for which no
+    spare is free.
     """
     costs, inputs, spares = strategy.costs, strategy.costs.plan.inputs, pool.count or 0
     without = 1.0

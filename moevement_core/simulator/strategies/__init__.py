@@ -1,7 +1,7 @@
-"""Simulated strategies: the cost of each method of checkpointing, for an iteration and for a failure.
+"""Simulated strategies: what each way of checkpointing costs in an iteration, and in a failure.
 
-All strategies share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Windows, rollback and
-segments come from the policy of a live run. The seconds of a replay follow from the pipeline.
+All strategies share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). The code of a live run
+gives windows, rollback and segments. The simulated pipeline gives the seconds of a replay.
 """
 
 from __future__ import annotations
@@ -57,4 +57,4 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
         )
     },
 }
-"""Constructors of strategies by name. Arguments: costs of the job, and mean seconds between its failures."""
+"""Constructors of strategies, by name. They take the costs of the job, and the mean seconds between its failures."""

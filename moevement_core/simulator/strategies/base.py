@@ -22,26 +22,29 @@ from moevement_core.simulator.iteration import IterationTime
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a job, in seconds and bytes per second; strategies compute their own costs from them."""
+    """Costs of a job, in seconds and bytes per second, from which each strategy computes what it costs."""
 
     plan: CheckpointPlan
     time: IterationTime
-    """Time of an iteration; its total is the plan's iteration time."""
+    """Time of an iteration, by part; the total is the plan's iteration time."""
     storage_bytes_per_s: float
-    """Bytes per second to and from durable storage, for all ranks together."""
+    """Bytes per second that all ranks together write to durable storage, or read from it."""
     detect_s: float
-    """Seconds until every rank knows of a failure."""
+    """Seconds from a failure until every rank knows of it."""
     regroup_s: float
-    """Seconds until new process groups, with a spare, are ready."""
+    """Seconds from the moment when all ranks know of a failure until new process groups, with a spare, are ready."""
     interference: float = 0.0
     """Seconds that copies to the host add to training, divided by the seconds that these copies take; 0: no slow-down.
 
-    The plan's ``contention`` is the counterpart for copies to peers.
+    For copies to peers, the plan has the same ratio as ``contention``.
     """
     weight_gradient_share: float = 1 / 3
-    """Share of the work of both passes that weight gradients take: one of three matrix products of equal size."""
+    """Share of the work of forward and backward pass that weight gradients take.
+
+    The default counts one of three matrix products of equal size.
+    """
     skew: float = 0.0
-    """Skew of the popularity of experts (MoEvement, appendix D). 0: tokens are even; 1: one expert gets all."""
+    """Skew of the popularity of experts (MoEvement, appendix D). 0: all get equal tokens; 1: one expert gets all."""
     skew_seed: int = 0
 
     @property
@@ -82,11 +85,11 @@ class Costs:
         return max(nbytes / self.plan.inputs.cluster.replication_bytes_per_s, self.copy_s(nbytes))
 
     def store_s(self) -> float:
-        """Return the seconds to write all state of the job to storage, or to read it."""
+        """Return the seconds in which all ranks write their state to storage, or read it from there."""
         return self.job_bytes / self.storage_bytes_per_s
 
     def iterations(self, seconds: float) -> int:
-        """Return the number of iterations that ``seconds`` cover, rounded up."""
+        """Return the number of iterations in ``seconds``, rounded up."""
         return math.ceil(seconds / self.iteration_s)
 
     def stages_of(self, nodes: Collection[int]) -> set[int]:
@@ -101,9 +104,10 @@ class Costs:
 
     @cached_property
     def copies(self) -> list[set[frozenset[int]]]:
-        """Nodes that keep copies of each node's ranks: a set of nodes for each rank, without duplicate sets.
+        """Placement of copies: for each node, the sets of nodes that keep the copies of one of its ranks.
 
-        The placement of copies is that of a live job.
+        If the copies of two ranks of a node are on the same nodes, their set is listed once. The code of a live job
+        places the copies.
         """
         job, replicas = self.plan.inputs.job, self.plan.inputs.replicas
         nodes = [rank // self.plan.inputs.cluster.gpus_per_node for rank in range(job.ranks)]
@@ -115,7 +119,7 @@ class Costs:
         return kept
 
     def copies_survive(self, nodes: Collection[int]) -> bool:
-        """Return True if a copy of every rank's state is left after the loss of ``nodes``."""
+        """Return True if a copy of the state of every rank on ``nodes`` is left after the loss of these nodes."""
         lost = set(nodes)
         return not any(held <= lost for node in lost for held in self.copies[node])
 
@@ -125,7 +129,7 @@ class Costs:
         return set(range(stage * of_stage // per_node, ((stage + 1) * of_stage - 1) // per_node + 1))
 
     def segments(self, nodes: Collection[int]) -> list[frozenset[int]]:
-        """Return the segments of stages that replay together, as a live recovery finds them (appendix A)."""
+        """Return the segments that replay after a failure of ``nodes``, as a live recovery finds them (appendix A)."""
         job = self.plan.inputs.job
         pipeline = Pipeline(job.pipeline_parallel, job.chunks > 1, job.tied_stages)
         return segments(pipeline, self.stages_of(nodes))
@@ -133,8 +137,8 @@ class Costs:
     def shares(self, operators: Sequence[OperatorShape]) -> Scores:
         """Return the share of a layer's tokens that reaches each operator, ``[expert-parallel ranks, operators]``.
 
-        The share is 1 for operators other than experts. Shares of experts are random in each layer, with the given
-        skew; equal seeds give equal shares.
+        The share of an operator that is no expert is 1. The shares of a layer's experts are random, with the skew
+        :attr:`skew`; equal seeds give equal shares.
         """
         ranks = self.plan.inputs.job.expert_parallel
         drawn = np.ones((ranks, len(operators)))
@@ -149,7 +153,14 @@ class Costs:
 
 
 def popularity(skew: float, experts: int, layers: int, generator: np.random.Generator) -> Scores:
-    """Return random shares of a layer's tokens for the experts, ``[layers, experts]``, by a Dirichlet distribution."""
+    """Return the share of a layer's tokens that each expert gets, ``[layers, experts]``, by a Dirichlet distribution.
+
+    Args:
+        skew: mean skew of the shares, 0 (equal shares) to 1 (one expert gets all tokens).
+        experts: number of experts of a layer.
+        layers: number of layers, each with its own random shares.
+        generator: source of random numbers.
+    """
     if experts < 2:
         return np.ones((layers, experts))
     return sample_shares(skew, experts, generator, layers)
@@ -157,46 +168,46 @@ def popularity(skew: float, experts: int, layers: int, generator: np.random.Gene
 
 @dataclass(frozen=True)
 class Recovery:
-    """Cost of one failure: seconds by part, and lost updates."""
+    """Cost of one failure: the seconds of each part of the recovery, and the updates of experts that are lost."""
 
     detect_s: float
     regroup_s: float
     fetch_s: float
     convert_s: float
-    """Seconds to replay the iterations that make the state dense."""
+    """Seconds to replay the first iterations, after which the state is dense."""
     catch_up_s: float
-    """Seconds to replay the later iterations, up to the failure."""
+    """Seconds to replay all further iterations, up to the failure."""
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
-    """Lost updates, counted in iterations: the sum over iterations of the share of tokens whose updates are in no
-    checkpoint."""
+    """Updates of experts that are lost, counted in iterations. In each iteration, a part of the tokens was routed to
+    experts whose updates are in no checkpoint; this is the sum of these parts over all iterations."""
     from_storage: bool = False
-    """True if no copy in memory was left, so that the state came from storage."""
+    """True if some rank's state had no copy left in memory, so that the job restored from storage."""
     experts_saved: int | None = None
-    """Experts of each layer in a snapshot from then on; None for a strategy that saves all of them."""
+    """Number of experts of each layer in a snapshot after the recovery; None for a strategy that saves all experts."""
 
     @property
     def total_s(self) -> float:
-        """Seconds from the failure until the job is back in the state before the failure."""
+        """Seconds from the failure until the job has the state again that it had at the failure."""
         return self.detect_s + self.regroup_s + self.fetch_s + self.convert_s + self.catch_up_s
 
 
 class Strategy(ABC):
-    """Simulated method of checkpointing. It may change during a training, so each training uses a :meth:`fresh` one."""
+    """Simulated way of checkpointing. A training may change it, so each training uses the result of :meth:`fresh`."""
 
     name: str
     in_memory = True
-    """True if peers keep the state in host memory. The state of a rank is then lost if all its peers fail too."""
+    """True if peers keep the state in host memory. A rank's state is then lost if the rank and all its peers fail."""
 
     run_iterations = 0
-    """Iterations of the whole training; 0 before :meth:`begin`."""
+    """Number of iterations of the whole training; 0 before :meth:`begin`."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     def begin(self, run_iterations: int) -> None:
-        """Note the length of a training, in iterations. The simulation calls this before the first failure."""
+        """Set the length of the training, in iterations. The simulation calls this once, before the first failure."""
         self.run_iterations = run_iterations
 
     def fresh(self) -> Strategy:
@@ -211,22 +222,22 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def interval(self) -> int:
-        """Iterations between two restore points."""
+        """Iterations from one restore point to the next."""
 
     @property
     @abstractmethod
     def copied_bytes(self) -> float:
-        """Mean bytes copied in an iteration from the heaviest device to its host."""
+        """Mean bytes that the heaviest rank copies from device to host in an iteration."""
 
     @property
     def sent_bytes(self) -> float:
-        """Mean bytes sent in an iteration to each peer."""
+        """Mean bytes that the heaviest rank sends to each of its peers in an iteration."""
         return 0.0
 
     @property
     @abstractmethod
     def host_bytes(self) -> float:
-        """Bytes of host memory for the heaviest rank: own snapshots, copies for peers, and logs."""
+        """Bytes of host memory for the heaviest rank: its own snapshots, copies for other ranks, and logs."""
 
     @abstractmethod
     def rollback(self, committed: int, into: float) -> int:
@@ -239,13 +250,19 @@ class Strategy(ABC):
 
     @staticmethod
     def newest(committed: int, into: float, arrival: float) -> int:
-        """Return the newest iteration whose state peers or storage have; states arrive ``arrival`` iterations late."""
+        """Return the newest iteration whose state is complete at peers or in storage.
+
+        Args:
+            committed: number of committed iterations.
+            into: share of the next iteration that was executed before the failure, 0 to 1.
+            arrival: iterations from the commit of an iteration until its state is complete at peers or in storage.
+        """
         return math.floor(committed + into - arrival)
 
     @property
     @abstractmethod
     def expected_rollback(self) -> float:
-        """Mean rollback in iterations for a failure at a random moment; the interrupted iteration counts half."""
+        """Mean rollback in iterations for a failure at a random moment. The interrupted iteration counts as half."""
 
     @property
     @abstractmethod
@@ -254,20 +271,20 @@ class Strategy(ABC):
 
     @property
     def local_fetch_s(self) -> float:
-        """Seconds to load the state of a rank from the memory of its own host, if only the process failed."""
+        """Seconds to load the state of a rank from its own host's memory, which survives if only the process failed."""
         return self.fetch_s
 
     @property
     def converted(self) -> int:
-        """Number of re-executed iterations that make the state dense."""
+        """Number of iterations at the beginning of a replay until the state is dense."""
         return 0
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of each re-executed iteration after the loss of ``nodes``, once the state is dense."""
+        """Return the seconds of a replayed iteration after a failure of ``nodes``, once the state is dense."""
         return self.costs.iteration_s + self.overhead_s
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of each re-executed iteration that makes the state dense."""
+        """Return the seconds of a replayed iteration after a failure of ``nodes``, while the state is not dense yet."""
         return self.replay_iteration_s(nodes)
 
     def recover(
@@ -277,14 +294,13 @@ class Strategy(ABC):
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
     ) -> Recovery:
-        """Return the cost of a failure. The strategy may change what it saves from then on.
+        """Return the cost of a failure. Some strategies also change what they save after the failure.
 
         Args:
             committed: number of committed iterations.
-            nodes: nodes that failed, or had a process fail, since the last complete recovery.
+            nodes: nodes on which something failed since the last complete recovery: the whole node, or a process.
             into: share of the next iteration that was executed before the failure, 0 to 1.
-            lost_hosts: those of ``nodes`` whose host memory is lost; None: all of them. On the others only processes
-                failed.
+            lost_hosts: those of ``nodes`` that lost their host memory, because the whole node failed; None for all.
         """
         lost_hosts = nodes if lost_hosts is None else lost_hosts
         if self.in_memory and not self.survives(lost_hosts):
@@ -300,14 +316,14 @@ class Strategy(ABC):
         )  # fmt: skip
 
     def survives(self, lost_hosts: Collection[int]) -> bool:
-        """Return True if memory still holds the state of every rank after the host memory of ``lost_hosts`` is lost."""
+        """Return True if host memory of other nodes still holds the state of every rank on ``lost_hosts``."""
         return self.costs.copies_survive(lost_hosts)
 
     def _from_storage(self, committed: int) -> Recovery:
         """Return the cost of a recovery from storage.
 
-        Ranks write windows or checkpoints beside training, one after the other. A recovery loads the newest complete
-        one.
+        While the job trains, ranks write windows or checkpoints to storage, each as soon as the one before is complete.
+        A recovery loads the newest complete window or checkpoint.
         """
         every = max(1, self.costs.iterations(self.costs.store_s()))
         replayed = min(committed, committed - max(0, committed // every - 1) * every)
@@ -323,11 +339,11 @@ class Strategy(ABC):
         )
 
     def expected_recovery_s(self) -> float:
-        """Return the expected seconds of a recovery from the loss of one node, E[R]."""
+        """Return E[R], the expected seconds of a recovery from the loss of one node."""
         if not math.isfinite(self.expected_rollback):
             return math.inf
         fixed = self.costs.detect_s + self.costs.regroup_s + self.fetch_s
-        # All stages execute the interrupted iteration again; on average half of it was done.
+        # All stages execute the interrupted iteration again. On average, half of it was done at the failure.
         interrupted = 0.5
         committed = max(0.0, self.expected_rollback - interrupted)
         converted = min(committed, self.converted)
@@ -344,10 +360,10 @@ class Strategy(ABC):
 
     @property
     def slowed_s(self) -> float:
-        """Mean seconds that copies beside training add to an iteration."""
+        """Mean seconds that copies to the host and to peers add to an iteration, because training runs meanwhile."""
         return self.costs.interference * self.costs.copy_s(self.copied_bytes) + self.contended_s
 
     @property
     def contended_s(self) -> float:
-        """Mean seconds that copies to peers add to an iteration, because training uses the same links."""
+        """Mean seconds that copies to peers add to an iteration, because they share links with training."""
         return self.costs.plan.contended_s(self.sent_bytes)

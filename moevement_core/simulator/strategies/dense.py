@@ -1,4 +1,4 @@
-"""Simulated strategies that save the whole state at once: none, synchronous, to peers, CheckFreq, Gemini."""
+"""Simulated strategies that save the whole state at once: synchronous, to peers, CheckFreq, Gemini; and no strategy."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class NoCheckpoints(Strategy):
     expected_rollback = math.inf
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the number of all committed iterations."""
+        """Return ``committed``, because the job repeats all committed iterations."""
         return committed
 
 
 class Dense(Strategy):
-    """Strategy that saves the whole state every ``interval`` iterations; every stage rolls back.
+    """Strategy that saves the whole state every ``interval`` iterations. After a failure, every stage rolls back.
 
     Args:
         costs: costs of the job.
-        interval: iterations between checkpoints.
-        stall_s: seconds by which one checkpoint delays training.
-        lag: iterations until a checkpoint has reached peers or storage.
+        interval: iterations from one checkpoint to the next.
+        stall_s: seconds for which training waits for one checkpoint.
+        lag: iterations from the state that a checkpoint holds until all of it is at peers or in storage.
         fetch_s: seconds to load the whole state of a rank back to its device.
         in_memory: True if peers keep checkpoints; False if storage keeps them, and host memory is only a buffer.
     """
@@ -52,12 +52,12 @@ class Dense(Strategy):
 
     @property
     def overhead_s(self) -> float:
-        """Mean seconds that stalls and slowing add to an iteration."""
+        """Mean seconds that checkpoints add to an iteration: training waits for copies, and runs slower beside them."""
         return self._stall_s / self._interval + self.slowed_s
 
     @property
     def interval(self) -> int:
-        """Number of iterations between checkpoints."""
+        """Number of iterations from one checkpoint to the next."""
         return self._interval
 
     @property
@@ -67,24 +67,27 @@ class Dense(Strategy):
 
     @property
     def local_fetch_s(self) -> float:
-        """Seconds to copy the whole state of a rank from its own host; files are read again in any case."""
+        """Seconds to load the whole state of a rank if its own host's memory survives.
+
+        If checkpoints are in storage, the rank reads them from there all the same.
+        """
         return self.costs.copy_s(self.costs.full_bytes) if self.in_memory else self._fetch_s
 
     @property
     def copied_bytes(self) -> float:
-        """Mean bytes that the heaviest rank copies to its host in an iteration: whole state divided by interval."""
+        """Mean bytes that the heaviest rank copies to its host in an iteration: its state, divided by the interval."""
         return self.costs.full_bytes / self._interval
 
     @property
     def sent_bytes(self) -> float:
-        """Mean bytes sent in an iteration to each peer; 0 if checkpoints go to storage."""
+        """Mean bytes that the heaviest rank sends to each peer in an iteration; 0 if checkpoints go to storage."""
         return self.copied_bytes if self.in_memory else 0.0
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory: two buffers for a rank's own checkpoints, and two for each rank whose copies it keeps.
+        """Bytes of host memory of a rank: two buffers for its own checkpoints, and two for each rank that sends to it.
 
-        One buffer is filled while the other holds the newest complete checkpoint.
+        One of the two buffers holds the newest complete checkpoint while the other is filled with the next one.
         """
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.inputs.replicas if self.in_memory else 0))
 
@@ -95,14 +98,14 @@ class Dense(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback in iterations: half of the interval (MoEvement, section 2.4) plus the lag."""
+        """Mean rollback in iterations: half of the interval (MoEvement, section 2.4), plus :attr:`lag`."""
         return self._interval / 2 + self.lag
 
 
 class DenseSynchronous(Dense):
     """Strategy that stops training while it writes the whole state to storage.
 
-    Without an interval from the caller, Young's and Daly's formula gives it.
+    By default, the interval between checkpoints comes from the formula of Young and Daly.
     """
 
     name = "dense"
@@ -119,18 +122,24 @@ class DenseSynchronous(Dense):
 
 
 def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
-    """Return the seconds by which a dense checkpoint to peers delays training, and the iterations until peers have it.
+    """Return two costs of a dense checkpoint to peers: the seconds for which training waits, and the lag in iterations.
+
+    The lag lasts until peers have the whole checkpoint.
 
     Args:
         costs: costs of the job.
-        hidden: number of iterations that hide copies and sends of the checkpoint; training waits for the rest.
+        hidden: number of iterations during which training continues while the checkpoint is copied and sent. After
+            them, training waits until the transfer ends.
     """
     busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
     return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
 
 
 class DenseToPeers(Dense):
-    """Strategy that keeps the whole state in the memory of peers; only lost stages roll back, and replay from logs."""
+    """Strategy that keeps the whole state in the memory of peers. Only stages that lost state roll back and replay.
+
+    They replay from boundary logs.
+    """
 
     name = "dense-to-peers"
 
@@ -141,14 +150,14 @@ class DenseToPeers(Dense):
         )
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration on the slowest segment; a single stage has no bubble."""
+        """Return the seconds of a replayed iteration on the slowest segment; a segment of one stage has no bubble."""
         return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
 
 
 class CheckFreq(Dense):
-    """Strategy that copies a snapshot beside the next iteration, and writes it to storage in the background.
+    """Strategy that copies the whole state during the next iteration, and writes it to storage in the background.
 
-    The default interval keeps the overhead within CheckFreq's cap of 3%.
+    With the default interval, checkpoints cost at most 3% of training time, which is CheckFreq's cap.
     """
 
     name = "checkfreq"
@@ -163,16 +172,18 @@ class CheckFreq(Dense):
 
 
 class Gemini(Dense):
-    """Strategy that keeps the whole state in the memory of peers; all stages roll back.
+    """Strategy that keeps the whole state in the memory of peers. After a failure, all stages roll back.
 
     Copies and sends of a checkpoint are spread over all iterations until the next checkpoint, as in the live strategy.
-    With ``is_spread=False`` they run beside one iteration only, as in MoEvement's measurement of GEMINI.
+    With ``is_spread=False`` only one iteration hides them, and training waits for the rest. MoEvement measured GEMINI
+    like this.
 
     Args:
         costs: costs of the job.
         mtbf_s: mean seconds between failures of the job.
-        is_oracle: True for the interval with the best ETTR by the formula; False for Young's and Daly's interval.
-        interval: iterations between checkpoints; None to choose them by ``is_oracle``.
+        is_oracle: True for the interval with the best ETTR by the formula of MoEvement, section 2.4; False for the
+            interval by the formula of Young and Daly. It has no effect if ``interval`` is given.
+        interval: iterations from one checkpoint to the next; None to choose the interval as ``is_oracle`` says.
         is_spread: True if copies and sends are spread over the whole interval.
     """
 
@@ -202,7 +213,7 @@ class Gemini(Dense):
 
 
 def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
-    """Return the interval, in iterations, with which dense checkpoints to peers have the best ETTR by the formula."""
+    """Return the interval, in iterations, with the best ETTR of :class:`Gemini` by the formula of MoEvement."""
     delay_s = sent_dense(costs, 1)[0] + Gemini(costs, mtbf_s, interval=1).slowed_s
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
@@ -212,5 +223,5 @@ def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
 
 
 def young_daly(costs: Costs, write_s: float, mtbf_s: float) -> int:
-    """Return the interval ``sqrt(2 C MTBF)`` in iterations; C is ``write_s``."""
+    """Return the interval of Young and Daly, ``sqrt(2 C MTBF)``, in iterations; C is ``write_s``, MTBF ``mtbf_s``."""
     return max(1, round(math.sqrt(2 * write_s * mtbf_s) / costs.iteration_s))

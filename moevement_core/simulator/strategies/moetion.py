@@ -1,4 +1,7 @@
-"""Simulated MoEtion: every snapshot holds the experts with the most tokens at risk that its budgets can carry."""
+"""Simulated MoEtion: a snapshot holds as many experts as can be copied and sent in the time from one to the next.
+
+MoEtion selects the experts that had most tokens since they were last saved.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,36 @@ from moevement_core.simulator.strategies.base import Costs, Recovery
 from moevement_core.simulator.strategies.partial import Partial
 
 GRADIENT_BYTES = 2
-"""Bytes of an element of gradients that are sent in place of state (MoEtion, section 5.2)."""
+"""Bytes of one gradient element, if a rank sends gradients in place of state (MoEtion, section 5.2)."""
 
 
 @dataclass(frozen=True)
 class Optimizations:
-    """Techniques of MoEtion that a strategy uses beside the selection of experts."""
+    """Techniques of MoEtion that a strategy uses in addition to the selection of experts."""
 
     selects_twice: bool = True
-    """True if the own host keeps S_local experts and peers get S_remote of them (section 4.3, Algorithm 1, lines 18 and
-    19); False if both get the smaller number."""
+    """True if a rank's own host saves S_local experts and peers get S_remote of them (section 4.3, Algorithm 1, lines
+    18 and 19). False if host and peers save the same experts, whose number is the smaller of the two."""
     skips_replicated: bool = True
-    """True if state that data-parallel peers hold anyway is not sent (section 5.1)."""
+    """True if a rank sends no state that other data-parallel ranks hold anyway (section 5.1)."""
     sends_gradients: bool = True
-    """True if only gradients are sent of an expert that peers got with the last snapshot (section 5.2, Algorithm 3)."""
+    """True if a rank sends only the gradients of an expert whose state peers got with the previous snapshot (section
+    5.2, Algorithm 3)."""
     uses_bubbles: bool = True
-    """True if copies are scheduled in pipeline bubbles as far as they fit (section 5.3, Algorithm 4)."""
+    """True if copies and sends run in pipeline bubbles as far as they fit (section 5.3, Algorithm 4)."""
 
 
 class MoEtion(Partial):
-    """Strategy that saves as many experts as copies and sends can carry in an interval.
+    """Strategy that saves as many experts as can be copied to the host and sent to peers from one snapshot to the next.
 
-    Copies to the own host and sends to peers have separate budgets (section 4.2), and so separate numbers of experts.
+    Copies to the host and sends to peers have separate byte budgets (section 4.2), and so separate numbers of experts.
     All bytes and seconds are those of the stage with the heaviest ranks.
 
     Args:
         costs: costs of the job.
-        interval: iterations between snapshots.
-        experts_saved: S, number of experts of a layer in each snapshot, on the own host and on peers; 0: the largest
-            numbers that the budgets carry.
+        interval: iterations from one snapshot to the next.
+        experts_saved: S, number of experts of a layer in each snapshot, at the host and at peers; 0 for the largest
+            numbers within the budgets.
         optimizations: techniques in use; None for all.
     """
 
@@ -55,17 +59,18 @@ class MoEtion(Partial):
 
     @cached_property
     def bubbles(self) -> Bubbles:
-        """Bubbles that copies use; none if copies are not scheduled in bubbles."""
+        """Pipeline bubbles that copies and sends use; empty if :attr:`Optimizations.uses_bubbles` is False."""
         if self.optimizations.uses_bubbles:
             return bubbles_of(self.costs.time, self.stage)
         return Bubbles((), self.costs.iteration_s)
 
     @cached_property
     def replicated_bytes(self) -> int:
-        """Bytes of a rank's state other than experts that data-parallel peers hold, so that it need not be sent.
+        """Bytes of a rank's state, without experts, that the rank does not send because other ranks also hold it.
 
-        Ranks that divide the optimizer state among each other (ZeRO, Megatron's distributed optimizer) hold nothing of
-        each other. Ranks on the same node do not count either, because they fail together.
+        The other ranks are data-parallel. The bytes are 0 if data-parallel ranks divide the optimizer state (ZeRO,
+        Megatron's distributed optimizer), because then no two ranks hold the same part. They are also 0 if these ranks
+        are all on one node, because ranks of a node fail together.
         """
         job, stage = self.costs.plan.inputs.job, self.costs.plan.stages[self.stage]
         if not self.optimizations.skips_replicated or len(self.costs.nodes_of(self.stage)) < min(2, self.costs.nodes):
@@ -79,9 +84,10 @@ class MoEtion(Partial):
 
     @cached_property
     def experts_saved(self) -> int:
-        """Number of experts of a layer that the own host saves (S_local); mean over layers.
+        """Number of experts of a layer that a rank's own host saves in a snapshot (S_local); mean over layers.
 
-        Layers with more tokens at risk save more experts. The budget decides, but at least one expert is saved.
+        Unless the caller chose S, it is the largest number within the byte budget, but at least 1. A layer saves more
+        experts than another layer if it had more tokens since its experts were saved.
         """
         if self._fixed:
             return min(self._fixed, self.experts)
@@ -90,23 +96,26 @@ class MoEtion(Partial):
 
     @cached_property
     def experts_sent(self) -> int:
-        """Number of the saved experts of a layer that peers get (S_remote); mean over layers."""
+        """Number of experts of a layer that peers get in a snapshot (S_remote); mean over layers.
+
+        The host saves the same experts, and perhaps more.
+        """
         if self._fixed or not self.optimizations.selects_twice:
             return self.experts_saved
         return self._most_sent(self.experts_saved, is_alike=False)
 
     def _most_sent(self, saved: int, *, is_alike: bool) -> int:
-        """Return the most experts of a layer that peers can get, at least 1.
+        """Return the largest number of experts of a layer that a rank can send to each peer, at least 1.
 
         Args:
-            saved: number of experts of a layer that the own host can save.
-            is_alike: True if the own host saves the same experts as peers.
+            saved: number of experts of a layer that the rank's own host can save.
+            is_alike: True if the host saves only the experts that peers get.
         """
         alone, beside = self._send_rates
         budget = self.bubbles.carried(alone, beside) * self.interval
         for number in range(saved, 1, -1):
-            # More experts may be cheaper than fewer, if peers get the same ones each time. So all numbers are tried,
-            # but those without simulation that gradients alone are too much for, or state is not.
+            # To send more experts may be cheaper, if peers then get the same experts each time. So the loop tries all
+            # numbers. It simulates a number only if gradients alone fit into the budget, and the whole state does not.
             if self._sent_of(number, repeated=1.0) > budget:
                 continue
             if self._sent_of(number, repeated=0.0) <= budget:
@@ -122,24 +131,24 @@ class MoEtion(Partial):
 
     @property
     def _send_rates(self) -> tuple[float, float]:
-        """Bytes per second to each peer in a bubble, when links carry nothing else, and beside training."""
+        """Bytes per second to each peer: in a bubble, when links carry nothing else, and outside of bubbles."""
         cluster, replicas = self.costs.plan.inputs.cluster, max(1, self.costs.plan.inputs.replicas)
         links = max(cluster.network_bytes_per_s, cluster.node_copy_bytes_per_s) / cluster.gpus_per_node
         return links / replicas, cluster.replication_bytes_per_s / replicas
 
     def _bytes_of(self, experts: int) -> float:
-        """Return the bytes of a snapshot with ``experts`` experts of each layer, and all other operators."""
+        """Return the bytes of a snapshot that has ``experts`` experts of each layer and all operators but experts."""
         return self.other_bytes + self.expert_bytes * experts / self.experts
 
     def _sent_of(self, experts: int, repeated: float) -> float:
-        """Return the bytes of a snapshot that are sent to each peer.
+        """Return the bytes of a snapshot that a rank sends to each peer.
 
         Args:
             experts: number of experts of a layer that peers get.
-            repeated: share of these experts that peers got with the last snapshot too.
+            repeated: share of these experts that peers got with the previous snapshot too, 0 to 1.
         """
         whole = self._bytes_of(experts) - self.replicated_bytes
-        # Gradients of one iteration stand for the state only if nothing happened between two snapshots.
+        # The gradients of one iteration can replace the state only if there is a snapshot in every iteration.
         if not self.optimizations.sends_gradients or self.interval > 1:
             return whole
         spared = max(0.0, self.expert_bytes - GRADIENT_BYTES * self.parameters)
@@ -156,35 +165,38 @@ class MoEtion(Partial):
 
     @cached_property
     def risks(self) -> selection.Selected:
-        """Updates that a failure loses, by the place that the state comes from."""
+        """Updates that a failure loses, if a rank's state comes from its own host and if it comes from peers."""
         return self._selected(self.experts_saved, self.experts_sent)
 
     @property
     def snapshot_bytes(self) -> float:
-        """Bytes of one snapshot on the own host: S_local experts of each layer, and all other operators."""
+        """Bytes of one snapshot at a rank's own host: S_local experts of each layer, and all operators but experts."""
         return self._bytes_of(self.experts_saved)
 
     @property
     def sent_bytes(self) -> float:
-        """Mean bytes sent in an iteration to each peer."""
+        """Mean bytes that the heaviest rank sends to each peer in an iteration."""
         return self._sent_of(self.experts_sent, self.risks.repeated) / self.interval
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory: the newest state and the snapshot under way, for the rank itself and each replica."""
+        """Bytes of host memory of a rank: newest saved state and unfinished snapshot, its own and of each sender.
+
+        Senders are the ranks whose copies this rank keeps.
+        """
         own = self.costs.full_bytes + self.snapshot_bytes
         kept = self.costs.full_bytes - self.replicated_bytes + self.sent_bytes * self.interval
         return own + self.costs.plan.inputs.replicas * kept
 
     @cached_property
     def _copied(self) -> Split:
-        """Parts of a snapshot that are copied to the host in bubbles and beside training."""
+        """Bytes of a snapshot that are copied to the host in bubbles, and outside of bubbles."""
         rate = self.costs.plan.inputs.cluster.d2h_bytes_per_s
         return self.bubbles.split(self.snapshot_bytes, rate, self.interval)
 
     @cached_property
     def _sent(self) -> Split:
-        """Parts of a snapshot that are sent to each peer in bubbles and beside training."""
+        """Bytes of a snapshot that are sent to each peer in bubbles, and outside of bubbles."""
         return self.bubbles.split(self.sent_bytes * self.interval, self._send_rates[0], self.interval)
 
     @property
@@ -196,18 +208,18 @@ class MoEtion(Partial):
 
     @property
     def transfers_s(self) -> tuple[float, float]:
-        """Seconds in which links carry a snapshot to peers: in bubbles, and beside training."""
+        """Seconds in which links carry a snapshot to peers: in bubbles, and outside of bubbles."""
         alone, beside = self._send_rates
         return self._sent.in_bubbles / alone, self._sent.beside / beside
 
     @property
     def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot; copies and sends run at the same time."""
+        """Seconds until a snapshot is at the host and at all peers. Copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.send_s)
 
     @property
     def slowed_s(self) -> float:
-        """Mean seconds that copies add to an iteration; copies in bubbles add none."""
+        """Mean seconds that copies to the host and to peers add to an iteration; copies in bubbles add none."""
         beside = self._copied.beside / self.interval
         return self.costs.interference * self.costs.copy_s(beside) + self.contended_s
 
@@ -217,7 +229,10 @@ class MoEtion(Partial):
         return self.costs.plan.contended_s(self._sent.beside / self.interval)
 
     def survives(self, lost_hosts: Collection[int]) -> bool:
-        """Return True if peers have copies of every rank, and a data-parallel peer has what was not sent."""
+        """Return True if the state of every rank is left after the host memory of ``lost_hosts`` is lost.
+
+        Peers must have a rank's copies. State that ranks do not send must be left at a data-parallel rank.
+        """
         if not super().survives(lost_hosts):
             return False
         stages = range(len(self.costs.plan.stages))
@@ -231,9 +246,10 @@ class MoEtion(Partial):
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
     ) -> Recovery:
-        """Return the cost of a failure. Experts that snapshots leave out go back to their last saved state.
+        """Return the cost of a failure. Experts that the newest snapshot leaves out go back to their last saved state.
 
-        Experts on lost nodes come from peers. All others come from the own host, which has newer ones (section 6).
+        The experts of lost nodes come from peers. The experts of all other nodes come from their own hosts, which have
+        newer versions than peers (section 6).
         """
         recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:

@@ -17,9 +17,9 @@ from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, 
 
 
 class Partial(Strategy):
-    """Strategy that saves some of the experts and all other operators every ``interval`` iterations.
+    """Base of strategies that save some of the experts, and all other operators, every ``interval`` iterations.
 
-    After a failure every stage rolls back to the newest snapshot.
+    After a failure, every stage rolls back to the newest snapshot that all peers have.
     """
 
     def __init__(self, costs: Costs, interval: int = 1) -> None:
@@ -34,13 +34,13 @@ class Partial(Strategy):
         self.other_bytes = sum(size for operator, size in pairs if operator.kind is not OperatorKind.EXPERT)
         self.layers = max(1, sum(operator.kind is OperatorKind.GATE for operator, _ in pairs))
         self.experts = max(1, round(len(experts) / self.layers * costs.plan.inputs.job.expert_parallel))
-        """Number of experts of a layer, on all expert-parallel ranks together."""
+        """E, the number of experts of a layer, on all expert-parallel ranks together."""
         self.parameters = sum(operator.parameters / operator.shards for operator, _ in experts)
-        """Number of expert parameters whose optimizer state a rank holds."""
+        """Number of parameters of experts whose optimizer state a rank holds."""
 
     @property
     def interval(self) -> int:
-        """Number of iterations between snapshots."""
+        """Number of iterations from one snapshot to the next."""
         return self._interval
 
     @cached_property
@@ -62,8 +62,8 @@ class Partial(Strategy):
     def overhead_s(self) -> float:
         """Mean seconds that saving adds to an iteration.
 
-        They have two parts: the time by which copies and sends exceed the interval, and the slow-down of training by
-        copies beside it.
+        The first part is the time for which training waits, because copies and sends take longer than the interval. The
+        second part is the slow-down of training while copies run.
         """
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s
@@ -85,18 +85,21 @@ class Partial(Strategy):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory: the newest state and the snapshot under way, for the rank itself and each replica."""
+        """Bytes of host memory of a rank: newest saved state and unfinished snapshot, its own and of each sender.
+
+        Senders are the ranks whose copies this rank keeps.
+        """
         return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.inputs.replicas)
 
     @property
     def arrival(self) -> float:
-        """Iterations until all peers have a snapshot."""
+        """Iterations from the begin of a snapshot until all peers have it."""
         return self.busy_s / self.costs.iteration_s
 
     @property
     @abstractmethod
     def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot."""
+        """Seconds from the begin of a snapshot until all peers have it."""
 
     def rollback(self, committed: int, into: float) -> int:
         """Return the number of iterations since the newest snapshot that all peers have."""
@@ -105,13 +108,13 @@ class Partial(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback in iterations: half of the interval, plus the iterations until peers have a snapshot."""
+        """Mean rollback in iterations: half of the interval, plus :attr:`arrival`."""
         return self.arrival + self.interval / 2
 
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
-        """Return the lost updates of experts in iterations: ages of experts, weighted by their shares of tokens.
+        """Return the updates that a failure loses, in iterations: a mean of ``ages``, weighted by shares of tokens.
 
-        The sum over all failures, divided by the trained iterations, is MoC-System's PLT.
+        MoC-System's PLT is the sum of the results of all failures, divided by the number of trained iterations.
 
         Args:
             ages: iterations since each expert was saved, ``[experts]``.
@@ -120,17 +123,17 @@ class Partial(Strategy):
 
 
 class MoC(Partial):
-    """Strategy that saves K experts of each layer in turn; K doubles when too many tokens are lost.
+    """Strategy that saves K experts of each layer in turn. K doubles when failures lose too many tokens.
 
-    The policy of a live job decides about K (:class:`DynamicK`).
+    The code of a live job decides when K doubles (:class:`DynamicK`).
 
     Args:
         costs: costs of the job.
-        experts_saved: first K; 0 for an eighth of the experts, with which both papers start MoC-System.
-        limit: share of lost tokens at which every expert is saved; 1 keeps K constant.
-        interval: iterations between snapshots.
-        is_length_known: False if K follows the share of the tokens so far, as in a live job that does not know how long
-            it will train.
+        experts_saved: K at the beginning; 0 for an eighth of the experts, the default of a live job.
+        limit: share of the run's tokens that may be lost before every expert is saved; 1 keeps K constant.
+        interval: iterations from one snapshot to the next.
+        is_length_known: True if K depends on lost tokens as a share of all tokens of the run. False if it depends on
+            their share of the tokens so far, as in a live job that does not know how long it will train.
     """
 
     name = "moc"
@@ -147,33 +150,33 @@ class MoC(Partial):
         super().__init__(costs, interval)
         self.dynamic = DynamicK.of(experts_saved or None, self.experts, limit)
         self.experts_saved = self.dynamic.first
-        """Number of experts of each layer in a snapshot, K."""
+        """K, the present number of experts of each layer in a snapshot."""
         self.lost = 0.0
-        """Updates that all failures so far have lost, in iterations as in :attr:`Recovery.tokens_lost`."""
+        """Updates that the failures so far have lost, in iterations, as in :attr:`Recovery.tokens_lost`."""
         self._is_length_known = is_length_known
         self._recovered = 0
 
     def fresh(self) -> Strategy:
-        """Return this strategy with its first K and without losses."""
+        """Return this strategy with its K at the beginning and without lost updates."""
         return MoC(
             self.costs, self.dynamic.first, self.dynamic.limit, self.interval, is_length_known=self._is_length_known
         )
 
     @property
     def snapshot_bytes(self) -> float:
-        """Bytes of one snapshot: K of the E experts of each layer, and all other operators."""
+        """Bytes of one snapshot: K of the E experts of each layer, and all operators but experts."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
     def busy_s(self) -> float:
-        """Seconds until all peers have a snapshot; copies and sends run at the same time."""
+        """Seconds until a snapshot is at the host and at all peers. Copies and sends run at the same time."""
         return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.snapshot_bytes))
 
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
         """Return the iterations since each expert was saved, float64 ``[experts]``.
 
-        Each expert is saved once in E / K snapshots. Iterations before the last recovery do not count, because that
-        recovery has lost their updates already.
+        Every E / K snapshots save each expert once. Iterations before the last recovery do not count, because their
+        updates are either restored or counted as lost already.
         """
         turns = math.ceil(self.experts / self.experts_saved)
         turn = np.arange(self.experts) // self.experts_saved
@@ -191,14 +194,17 @@ class MoC(Partial):
         into: float = 0.5,
         lost_hosts: Collection[int] | None = None,
     ) -> Recovery:
-        """Return the cost of a failure. Saved experts are up to E / K snapshots old; their later updates are lost."""
+        """Return the cost of a failure, and raise K if too many tokens are lost.
+
+        The newest saved version of an expert is up to E / K snapshots old. Later updates of the expert are lost.
+        """
         recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:
             return replace(recovery, experts_saved=self.experts_saved)
         lost = self.loses(self.ages(committed))
         self.lost += lost
         self._recovered = self._newest_snapshot(committed)
-        # A live job that does not know its length takes its tokens so far for all of them.
+        # A live job that does not know its length divides by its tokens so far.
         iterations = max(1, committed, self.run_iterations if self._is_length_known else 0)
         self.experts_saved = self.dynamic.after(self.experts_saved, self.lost / iterations)
         return replace(recovery, tokens_lost=lost, experts_saved=self.experts_saved)

@@ -1,4 +1,4 @@
-"""Simulated MoEvement: it saves a slice of the state in every iteration (section 3), and recovers lost stages alone."""
+"""Simulated MoEvement: each iteration saves a part of the state, and only stages that lost state replay (section 3)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from moevement_core.simulator.strategies.base import Costs, Strategy
 
 @dataclass(frozen=True)
 class Techniques:
-    """Techniques of MoEvement's section 3 that a strategy uses beside sparse snapshots."""
+    """Techniques of MoEvement's section 3 that a strategy uses in addition to sparse snapshots."""
 
     skips_frozen: bool = True
     """True if frozen operators compute no weight gradients in a replay (section 3.3)."""
     reorders: bool = True
-    """True if the most popular experts are saved last, and so stay frozen longest (section 3.5)."""
+    """True if a window saves the most popular experts last, so that they stay frozen longest in a replay (section 3.5).
+    """
     is_local: bool = True
-    """True if only the stages that lost state replay, from logs (section 3.4)."""
+    """True if only the stages that lost state replay, from boundary logs (section 3.4)."""
 
 
 class MoEvement(Strategy):
-    """Strategy of sparse checkpoints in the windows of the plan.
+    """Strategy that saves one slot in each iteration, with the windows of the job's plan, and recovers by replay.
 
     Args:
         costs: costs of the job.
@@ -51,7 +52,7 @@ class MoEvement(Strategy):
 
     @cached_property
     def overhead_s(self) -> float:
-        """Mean seconds that stalls, late sends and slowed training add to an iteration."""
+        """Mean seconds that saving adds to an iteration: stalls, waits for late sends, and slower training."""
         plan = self.costs.plan
         return plan.stall_s + plan.behind_s / plan.period + self.slowed_s
 
@@ -59,33 +60,36 @@ class MoEvement(Strategy):
 
     @cached_property
     def copied_bytes(self) -> float:
-        """Mean bytes that the heaviest rank copies to its host in an iteration: slots, and the boundary log if used."""
+        """Mean bytes that the heaviest rank copies to its host in an iteration.
+
+        They are snapshots, and the boundary log unless all stages roll back.
+        """
         logged = self.techniques.is_local
         return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
 
     @cached_property
     def sent_bytes(self) -> float:
-        """Mean bytes that the heaviest rank sends to each peer in an iteration: slots, but not the log."""
+        """Mean bytes that the heaviest rank sends to each peer in an iteration: snapshots without the boundary log."""
         return max(self._saved_bytes(stage) for stage in self.costs.plan.stages)
 
     def _saved_bytes(self, stage: StagePlan) -> float:
-        """Return the mean bytes of a rank's snapshot over all iterations, including those without a snapshot."""
+        """Return the bytes of a window's snapshots on a rank, divided by the iterations from window to window."""
         return float(stage.window.slot_bytes[0].sum()) / self.costs.plan.period
 
     @cached_property
     def host_bytes(self) -> float:
-        """Bytes of host memory that the plan needs; without the log if all stages roll back."""
+        """Bytes of host memory of a rank by the plan; without the boundary log if all stages roll back."""
         snapshots, replicas, logs = self.costs.plan.host_memory
         return snapshots + replicas + logs * self.techniques.is_local
 
     @cached_property
     def fetch_s(self) -> float:
-        """Seconds to fetch all slots of a window of one rank."""
+        """Seconds in which a rank fetches all slots of its newest window from a peer."""
         return self.costs.fetch_s(self._window_bytes)
 
     @property
     def local_fetch_s(self) -> float:
-        """Seconds to copy all slots of a window of one rank from its own host to the device."""
+        """Seconds in which a rank copies all slots of its newest window from its own host to the device."""
         return self.costs.copy_s(self._window_bytes)
 
     @cached_property
@@ -94,12 +98,15 @@ class MoEvement(Strategy):
 
     @property
     def converted(self) -> int:
-        """Number of re-executed iterations that make the state dense: from the first slot of a window to the last."""
+        """Number of iterations at the beginning of a replay until the state is dense: W - 1.
+
+        They lead from the first snapshot of a window to the last.
+        """
         return self.costs.plan.size - 1
 
     @cached_property
     def arrival(self) -> float:
-        """Iterations until all peers have the heaviest slot: time to copy it to the host, plus time to send it."""
+        """Iterations until all peers have the heaviest slot: the time to copy it to the host, and then to send it."""
         return (
             max(
                 stage.budget.copy_s(stage.window.peak_bytes) + stage.budget.send_s(stage.window.peak_bytes)
@@ -109,15 +116,16 @@ class MoEvement(Strategy):
         )
 
     def rollback(self, committed: int, into: float) -> int:
-        """Return the iterations since the first snapshot of the newest recoverable run that all peers have."""
+        """Return the iterations from the first snapshot of the newest recoverable run at all peers to the failure."""
         newest = self.newest(committed, into, self.arrival)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the start of the newest recoverable run to the present state, by position in the period.
+        """Iterations from the first snapshot of the newest recoverable run to the newest iteration saved at all peers.
 
-        The code that a live rank uses finds the recoverable run.
+        The list has an entry for each position of the newest saved iteration in the period. The code of a live rank
+        finds the recoverable run.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -129,22 +137,26 @@ class MoEvement(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Mean rollback in iterations, by the live schedule.
+        """Mean rollback in iterations, computed by the schedule of a live rank.
 
-        The schedule's lag does not include the iteration in which a slot is copied, so it is ``arrival - 1``.
+        The schedule counts its lag from the end of the iteration in which a slot is copied, so the lag is
+        ``arrival - 1``.
         """
         return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:
-        """Mean share of a rank's work that belongs to frozen operators, while a replay makes operators active."""
+        """Share of a rank's work that frozen operators do, as a mean over the first iterations of a replay and stages.
+
+        These are the iterations until all operators are active.
+        """
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
     def _frozen_share(self, stage: StagePlan) -> float:
-        """Return the share of a stage's work that belongs to frozen operators; mean over the slots of a window.
+        """Return the share of a stage's work that frozen operators do, as a mean over the slots of a window.
 
-        The work of an expert grows with the tokens that reach it; all other operators process all tokens. An embedding
-        counts as no work, because it has no matrix product.
+        The work of an expert is proportional to the tokens that reach it. All other operators process all tokens. The
+        embedding does no work, because it has no matrix product.
         """
         factor = {OperatorKind.EXPERT: float(self.costs.plan.inputs.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
         each = np.array([operator.parameters * factor.get(operator.kind, 1.0) for operator in stage.operators])
@@ -160,13 +172,17 @@ class MoEvement(Strategy):
         return float(np.mean(1 - active / total))
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration on the slowest segment; a single stage has no bubble."""
+        """Return the seconds of a replayed iteration on the slowest segment; a segment of one stage has no bubble."""
         if not self.techniques.is_local:
             return self.costs.iteration_s
         return self._local_s(frozenset(self.costs.segments(nodes)))
 
     def _local_s(self, lost: frozenset[frozenset[int]]) -> float:
-        """Return the seconds of a replayed iteration: segments replay at the same time, and the slowest counts."""
+        """Return the seconds of a replayed iteration. Segments replay at the same time, so the slowest one counts.
+
+        Args:
+            lost: segments that replay.
+        """
         if lost not in self._known:
             self._known[lost] = max(self.costs.time.segment_s(segment) for segment in lost)
         return self._known[lost]
@@ -176,7 +192,7 @@ class MoEvement(Strategy):
         return {}
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration without the weight gradients of frozen operators."""
+        """Return the seconds of a replayed iteration in which frozen operators compute no weight gradients."""
         seconds = self.replay_iteration_s(nodes)
         if self.techniques.skips_frozen:
             seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
@@ -184,9 +200,9 @@ class MoEvement(Strategy):
 
 
 class Redo(MoEvement):
-    """Strategy in which a lost rank repeats its updates from logged gradients.
+    """Strategy in which a lost rank repeats the updates of its newest window from logged gradients.
 
-    The stages of lost ranks then replay the iterations whose snapshots peers do not have yet.
+    Peers do not have the snapshots of later iterations yet, so the stages of lost ranks replay these iterations.
 
     Args:
         costs: costs of the job.
@@ -198,12 +214,12 @@ class Redo(MoEvement):
 
     @property
     def converted(self) -> int:
-        """Number of re-executed iterations that make the state dense, always 0."""
+        """Number of iterations at the beginning of a replay until the state is dense: 0, as updates make it dense."""
         return 0
 
     @cached_property
     def fetch_s(self) -> float:
-        """Seconds to fetch all slots of a window of one rank, and to repeat the updates of the window.
+        """Seconds in which a rank fetches all slots of its newest window from a peer, and repeats the window's updates.
 
         Each update reads and writes the full state of the rank.
         """
@@ -211,15 +227,16 @@ class Redo(MoEvement):
 
     @property
     def local_fetch_s(self) -> float:
-        """Seconds to copy all slots of a window of one rank from its own host, and to repeat the updates."""
+        """Seconds in which a rank copies all slots of its newest window from its own host, and repeats the updates."""
         return super().local_fetch_s + self.costs.plan.updates_s
 
     @cached_property
     def _reach(self) -> list[int]:
-        """Iterations from the newest restorable state to the present state, by position in the period.
+        """Iterations from the newest state that updates can restore to the newest iteration saved at all peers.
 
-        If windows follow each other without a pause, all entries are 0. Otherwise only the state of the last snapshot
-        of a window can be restored by updates.
+        The list has an entry for each position of the newest saved iteration in the period. If windows follow each
+        other without a pause, all entries are 0. Otherwise updates can only restore the state of the last snapshot of a
+        window.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
