@@ -1,8 +1,10 @@
 """Cost of sparse checkpointing for a job that does not run yet: window, slots, traffic, host memory, rollback.
 
-The plan computes tables, windows and bounds with the code of a live run. Three assumptions replace measurements:
+The plan uses the code of a live run to compute operator tables, windows and memory. Three assumptions replace
+measurements:
 
-- The ranks that share an operator divide it evenly. Only host memory uses the exact parts, if they are known.
+- The ranks that hold the same operator divide its optimizer state evenly. For host memory, the plan uses the exact part
+  of each rank if it is known.
 - Experts are equally popular.
 - Copies and sends reach the bandwidths of the cluster description.
 """
@@ -46,16 +48,19 @@ from moevement_core.strategies.redo import order_of
 DEVICE_BYTES_PER_S = 1e12
 """Assumed bytes per second of device memory in an update: half of the 2 TB/s that NVIDIA states for the A100 80GB."""
 _MASTER_BYTES = 4
-"""Bytes of one element of master weights, the widest tensors in a snapshot."""
+"""Bytes of one element of master weights in FP32, the widest format in a snapshot."""
 INTERRUPTED = 0.5
-"""Mean share of the interrupted iteration that was done when the failure came; it does not count as replayed."""
+"""Mean share of an iteration that is done when a failure interrupts it.
+
+The expected rollback includes this share. The number of replayed iterations does not.
+"""
 DENSE_OVERHEAD = 0.03
 """Largest share of training time that dense checkpoints of CheckFreq may cost, as in MoEvement's section 5.2."""
 
 
 @dataclass(frozen=True)
 class PlanInput:
-    """Inputs of a plan: job, cluster, formats and choices of checkpointing."""
+    """Inputs of a plan: job, cluster, number formats and settings of checkpointing."""
 
     job: JobShape
     cluster: Cluster
@@ -63,16 +68,16 @@ class PlanInput:
     iteration_s: float
     kind: WindowKind = WindowKind.ALIGNED
     replicas: int = 2
-    """Number of copies of each snapshot; with parity, number of parity blocks of each group."""
+    """Number of copies of each snapshot; with parity, number of parity blocks of each parity group."""
     window: int | None = None
-    """Imposed window in iterations; None: the plan chooses it."""
+    """Window W in iterations that the user requires; None: the plan chooses W."""
     period: int | None = None
-    """Imposed number of iterations from one window's start to the next; None: ``overhead_cap`` decides."""
+    """Iterations from one window's start to the next that the user requires; None: ``overhead_cap`` decides."""
     contention: float = 0.0
     """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone; 0: no
     slow-down."""
     overhead_cap: float = OVERHEAD_CAP
-    """Largest share of training time that copies may cost. If they would cost more, windows become rarer."""
+    """Largest share of training time that copies may cost. If they would cost more, the plan pauses between windows."""
     recovery: Recovery = Recovery.REPLAY
     """Method of recovery: replay or redo."""
     members: int = 0
@@ -85,7 +90,7 @@ class PlanInput:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one pipeline stage. Its figures are those of one rank, which stands for all ranks of the stage."""
+    """Plan of one pipeline stage. Its numbers are those of one rank, because all ranks of the stage are alike."""
 
     shape: StageShape
     table: OperatorTable
@@ -93,17 +98,20 @@ class StagePlan:
     ordering: Ordering
     budget: Budget
     own: Window
-    """Window that this stage would have if it were the only one."""
+    """Window that this stage alone would need. The window of the job may be larger, because all stages share one W."""
     window: Window
-    """Window of the whole job, divided into slots of this stage."""
+    """Window with the W of the whole job, divided into the slots of this stage."""
     log_bytes: int
     """Bytes that a rank adds to its boundary log in an iteration."""
     rest: int
-    """Iterations from the end of one window of the job to the start of the next."""
+    """Number of iterations without a snapshot between two windows of the job."""
     is_redone: bool
     """True if slots hold gradients in place of compute weights, for a recovery by redo."""
     ranks: OperatorTable
-    """Operator table with a row for each rank, or for each expert-parallel rank if the parts of ranks are unknown."""
+    """Operator table with a row for each rank of the stage.
+
+    It has a row for each expert-parallel rank if it is not known which part of each tensor a rank owns.
+    """
 
     @property
     def weighed(self) -> OperatorTable:
@@ -136,35 +144,35 @@ class StagePlan:
 
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
-        """Shapes of the operators, in the order of the table."""
+        """Shapes of the operators, in the order of :attr:`table`."""
         by_name = {operator.name: operator for operator in self.shape.operators}
         return tuple(by_name[name] for name in self.table.names)
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full state of all operators, which is the size of the rank's dense checkpoint."""
+        """Bytes of the full state of all operators of a rank, which is the size of its dense checkpoint."""
         return int(self.table.full.sum())
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of compute weights of all operators."""
+        """Bytes of the compute weights of all operators of a rank."""
         return int(self.table.compute.sum())
 
 
 def _first_order(table: OperatorTable, ordering: Ordering) -> Order:
-    """Return the order of operators in the first window, before any popularity is known."""
+    """Return the order of operators in the first window, when the popularity of experts is not known yet."""
     return order_operators(table, np.zeros(len(table)), ordering)
 
 
 class CheckpointPlan:
-    """Plan of checkpoints for a job. Figures are those of one rank unless stated otherwise.
+    """Plan of checkpoints for a job. Numbers are those of one rank unless stated otherwise.
 
     Args:
         inputs: inputs of the plan.
 
     Raises:
         WindowError: a bandwidth or the iteration time is missing, there are too few nodes for replicas or parity, or
-            the imposed window or period is impossible.
+            the window or period that the user requires is impossible.
     """
 
     def __init__(self, inputs: PlanInput) -> None:
@@ -172,7 +180,7 @@ class CheckpointPlan:
         self._nodes = nodes = math.ceil(inputs.job.ranks / inputs.cluster.gpus_per_node)
         if inputs.members and nodes < inputs.members + inputs.replicas:
             raise WindowError(
-                f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs "
+                f"parity:{inputs.members}+{inputs.replicas} on {nodes} nodes; needs at least "
                 f"{inputs.members + inputs.replicas} nodes"
             )
         if 0 < nodes - 1 < inputs.replicas:
@@ -187,7 +195,7 @@ class CheckpointPlan:
                 "iterations or fewer"
             )
         self.size: int = inputs.window or max(stage.own.size for stage in plans)
-        """Window W of the job in iterations: imposed, or the largest among its stages."""
+        """Window W of the job in iterations: the W that the user requires, or else the largest W that a stage needs."""
         stages = [
             stage
             if stage.own.size == self.size
@@ -209,7 +217,7 @@ class CheckpointPlan:
                 "iterations"
             )
         self.period: int = inputs.period or max(self.size, *map(self._shortest_period, stages))
-        """Iterations from the start of one window of the job to the next start: W plus a rest without snapshots."""
+        """Iterations from one window's start to the next window's start: W plus :attr:`StagePlan.rest`."""
         self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
@@ -247,7 +255,7 @@ class CheckpointPlan:
         )
 
     def _shortest_period(self, stage: StagePlan) -> int:
-        """Return the shortest period, in iterations, with which copies slow training by no more than the cap.
+        """Return the shortest period, in iterations, with which copies cost no more time than the overhead cap allows.
 
         The result is at most :data:`MOST_PERIOD`, the longest period of a live job, even if copies then cost more.
         """
@@ -260,12 +268,12 @@ class CheckpointPlan:
 
     @cached_property
     def binding_stage(self) -> StagePlan:
-        """Stage that needs the largest window; among several, the one with the heaviest slot."""
+        """Stage that needs the largest window. Among several such stages, it is the one with the heaviest slot."""
         return max(self.stages, key=lambda stage: (stage.own.size, stage.window.peak_bytes))
 
     @property
     def lag(self) -> int:
-        """Lag L in iterations: the time to send the heaviest slot from host memory to all peers."""
+        """Lag L: the time to send the heaviest slot from host memory to all peers, in iterations, rounded up."""
         return math.ceil(max(stage.budget.send_s(stage.window.peak_bytes) for stage in self.stages) / self._iteration_s)
 
     @property
@@ -274,7 +282,7 @@ class CheckpointPlan:
 
     @property
     def stall_s(self) -> float:
-        """Mean seconds for which training waits for copies in an iteration, on the stage that waits longest."""
+        """Mean seconds for which the stage that waits longest waits for copies to the host in an iteration."""
         return max(
             sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.period
             for stage in self.stages
@@ -282,7 +290,7 @@ class CheckpointPlan:
 
     @property
     def behind_s(self) -> float:
-        """Seconds by which replication falls behind in every window; 0 if the network keeps up."""
+        """Seconds by which the sends of a window take longer than the time to the next window; 0 if they keep up."""
         return max(
             0.0,
             max(sum(stage.budget.send_s(slot) for slot in stage.window.slot_bytes[0]) for stage in self.stages)
@@ -291,7 +299,7 @@ class CheckpointPlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Mean iterations of work that a failure costs; the interrupted iteration counts half."""
+        """Mean iterations of work that a failure costs. The interrupted iteration counts as half."""
         return self.binding_stage.schedule.expected_rollback(self.lag)
 
     @property
@@ -309,7 +317,7 @@ class CheckpointPlan:
 
         Args:
             stage: plan of the rank's stage.
-            lag: iterations by which peers may trail; None: the lag for which a rank allocates memory.
+            lag: largest lag of peers, in iterations; None for the lag for which a live rank allocates memory.
         """
         return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
 
@@ -324,10 +332,10 @@ class CheckpointPlan:
         return min(self.snapshot_memory(stage), in_flight)
 
     def parity_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory that a rank needs to keep one parity sum of a group.
+        """Return the bytes of host memory that a rank needs to keep one parity sum of one parity group.
 
-        A parity sum is as long as the longest snapshot of the group. The result includes buffers for the blocks that
-        the rank has in memory at the same time.
+        A parity sum is as long as the longest snapshot of the group. The result includes buffers for the blocks of
+        snapshots that the rank adds up at the same time.
         """
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
@@ -338,9 +346,10 @@ class CheckpointPlan:
         return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
-        """Return the bytes that each snapshot of a window holds, for each rank of a stage.
+        """Return the bytes that a rank keeps of each snapshot of a window, for each rank of a stage.
 
-        With parity or windows on disk, ranks free no part of a snapshot early: sums and files contain whole snapshots.
+        A rank frees parts of a snapshot that later snapshots replace. With parity or windows on disk it frees nothing,
+        because parity sums and files contain whole snapshots.
         """
         is_whole = self.inputs.members or self.inputs.to_disk
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
@@ -349,9 +358,9 @@ class CheckpointPlan:
         return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.inputs.to_disk)
 
     def log_memory(self, stage: StagePlan) -> int:
-        """Return the bytes of host memory for the boundary log.
+        """Return the bytes of host memory for a rank's boundary log.
 
-        The log reaches back to the oldest snapshot from which a recovery may begin.
+        The log holds all iterations since the oldest snapshot from which a recovery may begin.
         """
         reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.inputs.to_disk)
         return reach * stage.log_bytes
@@ -362,9 +371,10 @@ class CheckpointPlan:
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Bytes of host memory of a rank: own snapshots, copies or parity that it keeps for other ranks, and logs.
+        """Bytes of host memory of a rank: its own snapshots, copies or parity for other ranks, and boundary logs.
 
-        Snapshots are those of the stage with the heaviest snapshots, logs those of the stage with the largest logs.
+        Snapshots, copies and parity are those of the stage with the heaviest snapshots. Logs are those of the stage
+        with the largest logs.
         """
         heaviest = max(self.stages, key=self.snapshot_memory)
         if self.inputs.members:
@@ -376,14 +386,15 @@ class CheckpointPlan:
 
     @property
     def host_memory_of_node(self) -> int:
-        """Bytes of host memory that all ranks of a node need: own snapshots, copies or parity, and logs."""
+        """Bytes of host memory that all ranks of a node need: :attr:`host_memory` times the ranks of a node."""
         return sum(self.host_memory) * min(self.inputs.cluster.gpus_per_node, self.inputs.job.ranks)
 
     @cached_property
     def paper_window(self) -> PaperWindow:
         """Window of the heaviest stage by Algorithm 1 of the paper.
 
-        The algorithm gives all operators the mean size. Its only limit is the bandwidth from device to host.
+        The algorithm assumes that all operators have the mean size. It considers only the bandwidth from device to
+        host, and not the network.
         """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         count = len(stage.table)
@@ -397,19 +408,19 @@ class CheckpointPlan:
         )
 
     def bandwidth_for(self, size: int) -> float:
-        """Return the least bandwidth at which the window of the job has ``size`` iterations or fewer.
+        """Return the smallest bandwidth with which the window of the job has ``size`` iterations or fewer.
 
         Args:
             size: window in iterations.
 
         Returns:
-            Bytes per second for the snapshots of one rank. A snapshot counts once, however many peers receive it.
+            Bytes per second for the snapshots of one rank. A snapshot counts once, even if several peers receive it.
         """
         return max(peak_of_window(s.weighed, s.order, size, s.own.kind) for s in self.stages) / self._iteration_s
 
     @property
     def fetch_s(self) -> float:
-        """Seconds until a rank has fetched all slots of a window from one peer and copied them to its device."""
+        """Seconds in which a rank fetches all slots of a window from one peer, and copies them to its device."""
         cluster = self.inputs.cluster
         nbytes = max(int(stage.window.slot_bytes[0].sum()) for stage in self.stages)
         return nbytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
@@ -430,7 +441,7 @@ class CheckpointPlan:
 
     @property
     def is_carried(self) -> bool:
-        """True if every slot is copied and sent within one iteration."""
+        """True if a rank can copy and send every slot within one iteration."""
         return not any(stage.window.over_budget for stage in self.stages)
 
     def dense(self, interval: int | None = None) -> DensePlan:
@@ -471,8 +482,8 @@ class CheckpointPlan:
     def alternatives(self) -> Iterator[tuple[str, int]]:
         """Yield possible changes of the inputs: a description of each, and the window W that the plan then has.
 
-        The changes are: each bandwidth doubled, the other kind of window, iterations twice as long, one replica less,
-        and other regimes.
+        Each item changes one input: twice the bandwidth to the host, twice the network bandwidth, the other kind of
+        window, iterations twice as long, one replica less, or the number formats of a row of MoEvement's table 7.
         """
         inputs = replace(self.inputs, window=None)
         cluster, scaling = inputs.cluster, inputs.regime.scaling
@@ -495,24 +506,31 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class DensePlan:
-    """Plan of dense checkpoints in peers' memory (GEMINI) for the heaviest rank, with CheckFreq's overhead bound."""
+    """Plan of dense checkpoints in the memory of peers, as in GEMINI, for the heaviest rank.
+
+    The default interval keeps the overhead within CheckFreq's bound of 3%.
+    """
 
     bytes: int
     copy_s: float
     send_s: float
     """Seconds to send a checkpoint to every peer."""
     stall_s: float
-    """Seconds by which one checkpoint delays training: the part of its copy that lasts longer than an iteration."""
+    """Seconds by which one checkpoint delays training: the time of its copy to the host beyond one iteration."""
     interval: int
     """Iterations from one checkpoint to the next.
 
-    The default is the fewest iterations with which stalls stay within 3% and checkpoints do not overlap.
+    The default is the shortest interval for which stalls cost at most 3% of training time, and one checkpoint ends
+    before the next begins.
     """
 
     lag: int
     """Lag of a checkpoint: iterations from the state that the checkpoint holds until every peer has received it."""
     host_memory: tuple[int, int, int]
-    """Bytes of host memory of a rank with ``--moevement-strategy dense``: own checkpoints, copies, and logs."""
+    """Bytes of host memory of a rank with ``--moevement-strategy dense``.
+
+    They are for its own checkpoints, copies for other ranks, and boundary logs.
+    """
 
     def fetch_s(self, cluster: Cluster) -> float:
         """Return the seconds that a rank needs to fetch a checkpoint from one peer and copy it to its device."""
@@ -520,7 +538,7 @@ class DensePlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Mean iterations of work that a failure costs: half of the interval (MoEvement section 3.6) plus the lag."""
+        """Mean iterations of work that a failure costs: half of the interval (MoEvement, section 3.6), plus the lag."""
         return self.interval / 2 + self.lag
 
     @property

@@ -101,10 +101,10 @@ class Cluster:
 
 # MoEvement states network and memory of its two clusters (sections 5.1 and 5.7). It states no bandwidth from device to
 # host; 25 GB/s and 50 GB/s are round numbers below the limits of PCIe 4.0 x16 (32 GB/s) and 5.0 x16 (64 GB/s). These
-# bandwidths limit none of the paper's cases, as docs/windows.md shows. The paper gives the first cluster 40 Gb/s of
-# storage, and states none for the second; both have the same here. Bandwidths of links are half of the 600 and 900 GB/s
-# that NVLink carries in both directions together. FLOP and memory bandwidth come from the data sheets (dense BF16;
-# 80 GB cards).
+# bandwidths limit none of the paper's cases, as docs/windows.md shows. The paper states 40 Gb/s of storage for the
+# first cluster and no storage for the second; here the second cluster has 40 Gb/s too. Bandwidths of links are half of
+# the 600 and 900 GB/s that NVLink carries in both directions together. FLOP and memory bandwidth come from the data
+# sheets (dense BF16; 80 GB cards).
 CLUSTERS: dict[str, Cluster] = {
     "moevement-a100": Cluster(
         8, 25 * GB, 80 / 8 * GB, host_memory_bytes=880 * GB, storage_bytes_per_s=40 / 8 * GB, flops=312e12,

@@ -13,14 +13,14 @@ from moevement_core.precision import Regime, TensorShape
 
 @dataclass(frozen=True, slots=True)
 class OperatorShape:
-    """Shape of an operator on one rank, before data-parallel ranks divide the state."""
+    """Shape of an operator on one rank. Data-parallel ranks may divide the optimizer state of these tensors further."""
 
     name: str
     kind: OperatorKind
     tensors: tuple[TensorShape, ...]
-    """Parameters on this rank, after tensor parallelism."""
+    """Parameters on this rank, which holds only its part of them under tensor parallelism."""
     shards: int
-    """Number of ranks that hold the same parameters and divide their state.
+    """Number of ranks that hold the same parameters and divide the optimizer state among each other.
 
     It is the data-parallel times the context-parallel size; for experts it is the expert-data-parallel size.
     """
@@ -32,7 +32,7 @@ class OperatorShape:
 
 
 class Part(NamedTuple):
-    """Part of one tensor that one rank owns."""
+    """Part of one tensor whose optimizer state one rank holds."""
 
     operator: int
     """Index of the operator in its stage."""
@@ -47,20 +47,20 @@ class StageShape:
 
     operators: tuple[OperatorShape, ...]
     sends_per_micro_batch: int
-    """Number of tensors that a rank sends over stage boundaries for each micro-batch, forward and backward, in all
-    chunks."""
+    """Number of tensors that a rank sends to neighbouring stages for each micro-batch, in the forward and backward
+    passes of all its chunks together."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """Parts of tensors that each rank owns, in the order of ranks. The key is True for a job that keeps weights in FP8,
-    because FP8 weights have separate buffers. The mapping is empty if the parts are unknown; only Megatron can compute
-    them."""
+    """Parts of tensors whose optimizer state each rank holds, in the order of ranks. The key True is for a job that
+    keeps weights in FP8: it has separate buffers for them, so its parts differ. The key False is for all other jobs.
+    Only Megatron can compute the parts; without it the mapping is empty."""
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cache of tables by regime and expert-parallel size; size 0 is the table of one rank. Many plans of a job need the
-    same table."""
+    """Cache of operator tables by number formats and expert-parallel size, because many plans of a job need the same
+    table. The result of :meth:`table` has size 0."""
 
     def table(self, regime: Regime) -> OperatorTable:
-        """Return the table of one rank, with each operator divided evenly over the ranks that share it."""
+        """Return the operator table of one rank, if the ranks that hold the same operator divide its state evenly."""
         if (regime, 0) not in self._tables:
             self._tables[regime, 0] = OperatorTable(
                 Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
@@ -69,10 +69,10 @@ class StageShape:
         return self._tables[regime, 0]
 
     def tables_of_ranks(self, regime: Regime, expert_parallel: int) -> OperatorTable:
-        """Return the table of the stage with a row for each of its ranks, as a live job has it.
+        """Return the operator table of the stage, with a row of bytes for each of its ranks, as in a live job.
 
-        If the parts that ranks own are unknown, the table has a row for each expert-parallel rank, with evenly divided
-        state.
+        If :attr:`ranks` is empty, the table has a row for each expert-parallel rank, and ranks that hold the same
+        operator divide its state evenly.
         """
         if (regime, expert_parallel) not in self._tables:
             self._tables[regime, expert_parallel] = OperatorTable(ranks=self._rows(regime, expert_parallel))
@@ -108,7 +108,7 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """Return the exact bytes of state that each rank of the stage saves; an empty list if parts are unknown."""
+        """Return the exact bytes of state that each rank of the stage saves; an empty list without :attr:`ranks`."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
@@ -132,14 +132,14 @@ class JobShape:
     expert_parallel: int
     context_parallel: int
     data_parallel: int
-    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). Expert parallelism divides it
-    further."""
+    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). The ranks that share the experts
+    of a layer are among these ranks."""
     micro_batches: int
     """Number of micro-batches of an iteration on each data-parallel rank."""
     boundary_bytes: int
-    """Bytes of one tensor that a rank sends over a stage boundary."""
+    """Bytes of one tensor that a rank sends to a neighbouring stage."""
     regime: Regime
-    """Number formats, as the job's flags give them."""
+    """Formats of weights, gradients and optimizer state, as the job's flags set them."""
     stages: tuple[StageShape, ...]
     chunks: int = 1
     """Number of virtual stages of each stage."""
@@ -153,14 +153,15 @@ class JobShape:
     def __post_init__(self) -> None:
         if len(self.stages) != self.pipeline_parallel:
             raise ConfigError(
-                f"job has {len(self.stages)} stages, but pipeline size is {self.pipeline_parallel}; both must be equal"
+                f"the job has {len(self.stages)} stages and pipeline size {self.pipeline_parallel}; both numbers must "
+                "be equal"
             )
 
     @property
     def tied_stages(self) -> frozenset[int]:
-        """Stages that hold copies of one embedding; empty if one stage holds it alone.
+        """Stages that hold copies of the same embedding; empty if only one stage holds it.
 
-        The gradient of the embedding is summed over these stages, so they roll back together.
+        Training sums the gradient of the embedding over these stages, so the stages roll back together.
         """
         holds = [any(operator.kind is OperatorKind.EMBEDDING for operator in stage.operators) for stage in self.stages]
         return frozenset(stage for stage, is_held in enumerate(holds) if is_held) if sum(holds) > 1 else frozenset()

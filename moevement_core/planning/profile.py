@@ -60,24 +60,24 @@ class Affine:
     a_s: float
     b_s_per_byte: float
     samples: tuple[tuple[int, float], ...] = ()
-    """Measured pairs: bytes of a rank's message, and seconds."""
+    """Measured pairs: bytes of the message of each rank, and seconds of the collective."""
 
     @classmethod
     def fit(cls, collective: str, ranks: int, samples: Sequence[tuple[int, float]]) -> Affine:
         """Return the time model with the least squared relative errors; its ``a`` and ``b`` are not negative.
 
-        Relative errors give small messages as much weight as large ones.
+        With relative errors, small messages have as much weight as large messages.
 
         Args:
             collective: name of the collective.
             ranks: number of ranks in the measured group.
-            samples: pairs of bytes and seconds.
+            samples: measured pairs: bytes of the message of each rank, and seconds of the collective.
 
         Raises:
-            ConfigError: the samples have fewer than two sizes.
+            ConfigError: all samples have the same message size.
         """
         if len({size for size, _ in samples}) < 2:
-            raise ConfigError(f"{len(samples)} samples of {collective}; needs samples of two message sizes")
+            raise ConfigError(f"{len(samples)} samples of {collective}; needs samples of at least two message sizes")
         sizes, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
         rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
         a, b = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)[0]
@@ -97,7 +97,8 @@ class Affine:
     def among(self, ranks: int) -> Affine:
         """Return the time model for another number of ranks, 2 or more, if the collective runs as a ring.
 
-        The number of steps scales with ``ranks - 1``, and the moved part of a message with ``(ranks - 1) / ranks``.
+        In a ring, the number of steps is proportional to ``ranks - 1``, and the bytes that a rank sends are
+        proportional to ``(ranks - 1) / ranks``.
         """
         steps, moved = ((ranks - 1) / (self.ranks - 1), (1 - 1 / ranks) / (1 - 1 / self.ranks))
         return replace(self, ranks=ranks, a_s=steps * self.a_s, b_s_per_byte=moved * self.b_s_per_byte, samples=())
@@ -108,7 +109,7 @@ class Profile:
     """Profile of a run: times by micro-batch size, and bandwidths and collectives of the ranks."""
 
     device: str
-    """Kind of the device, ``cuda`` or ``cpu``, with its name."""
+    """Kind of the device, ``cuda`` or ``cpu``, and its name."""
     backend: str
     ranks: int
     pipeline: int
@@ -116,9 +117,9 @@ class Profile:
     d2h_bytes_per_s: float
     """Bytes per second that a rank copies to its host while all ranks copy."""
     network_bytes_per_s: float
-    """Bytes per second of all ranks together, measured with the largest messages between two ranks."""
+    """Bytes per second that all ranks together send, measured with the largest messages between pairs of ranks."""
     storage_bytes_per_s: float
-    """Bytes per second that all ranks together write to storage, until the data is durable."""
+    """Bytes per second that all ranks together write to storage. The time ends when the data is durable."""
     contention: float | None = None
     """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone. It is
     measured from iterations with and without copies; None: not measured."""
@@ -133,7 +134,8 @@ class Profile:
         for size in self.sizes:
             if len(size.stages) != self.pipeline:
                 raise ConfigError(
-                    f"profile has {len(size.stages)} stages for pipeline {self.pipeline}; both numbers must be equal"
+                    f"the profile has times of {len(size.stages)} stages and pipeline size {self.pipeline}; both "
+                    "numbers must be equal"
                 )
 
     @property
@@ -177,7 +179,9 @@ class Profile:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
         if not isinstance(content, Mapping) or content.get("format") != FORMAT:
-            raise ConfigError(f"profile {path}: needs format {FORMAT}; write a new profile with moevement profile")
+            raise ConfigError(
+                f"profile {path}: is not a profile of format {FORMAT}; write a new one with moevement profile"
+            )
         values = {key: value for key, value in content.items() if key != "format"}
         try:
             values["sizes"] = tuple(_size(size) for size in values["sizes"])
@@ -206,7 +210,7 @@ def _size(values: Mapping[str, Any]) -> SizeProfile:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that YAML writes without tags."""
+    """Return a value with dicts and lists in place of other mappings and tuples, which YAML would write with tags."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,8 +1,9 @@
 """Division of a checkpoint over data-parallel ranks (MoC-System, sections 4.2 and 4.3).
 
-Every data-parallel rank holds the same non-expert weights, so any rank can save them. A checkpoint that leaves experts
-out gives some ranks more experts to save than others. Adaptive sharding gives the other ranks more non-expert modules.
-The experts of each checkpoint are known from the start, and so is the division.
+Every data-parallel rank holds the same non-expert weights, so any rank can save them. If a checkpoint holds only some
+experts, some ranks save more experts than other ranks. Adaptive sharding makes up for this: ranks with fewer experts
+save more non-expert modules. Each checkpoint's experts are known before training, so ranks need not agree on the
+division at run time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from moevement_core.policy.partial_experts import chosen, most_experts, turns
 def expert_bytes(table: OperatorTable, experts: int) -> Bytes:
     """Return the bytes of experts that each rank saves in each checkpoint, int64 ``[turns, ranks]``.
 
-    Checkpoints save the experts in turn (section 3.2). The rows are those until the choice repeats.
+    Checkpoints save the experts in turn (section 3.2). The result has a row for each checkpoint until the same experts
+    come again.
 
     Args:
         table: operators of a stage, with a row of bytes for each of its ranks.
@@ -35,13 +37,13 @@ def expert_bytes(table: OperatorTable, experts: int) -> Bytes:
 def divide(modules: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return the rank that saves each module.
 
-    The function assigns the largest module first, and each module to the rank with the fewest bytes so far. Among equal
-    ranks, the first one gets the module.
+    The function goes through the modules from the largest to the smallest. It gives each module to the rank with the
+    fewest bytes so far; among equal ranks, to the first one.
 
     Args:
-        modules: bytes of each module. A module is not divided (section 4.2).
-        loads: bytes that each rank saves without the modules. Equal loads give equal sharding (section 4.2); the bytes
-            of experts in a checkpoint give adaptive sharding (section 4.3).
+        modules: bytes of each non-expert module. One rank saves a whole module (section 4.2).
+        loads: bytes that each rank saves besides the modules. Zeros give equal sharding (section 4.2). The bytes of the
+            experts in a checkpoint give adaptive sharding (section 4.3).
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -54,22 +56,25 @@ def divide(modules: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 def equal_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
-    """Return the bytes that ranks save if the modules are divided evenly, once for all checkpoints (section 4.2).
+    """Return the bytes that ranks save with equal sharding (section 4.2).
+
+    All checkpoints divide the modules among ranks in the same way, as evenly as possible.
 
     Args:
-        modules: bytes of each module.
-        experts: bytes that ranks save without the modules, ``[turns, ranks]``.
+        modules: bytes of each non-expert module.
+        experts: bytes of experts that each rank saves in each checkpoint, ``[turns, ranks]``.
 
     Returns:
-        Bytes of each checkpoint and rank, int64 ``[turns, ranks]``.
+        Bytes that each rank saves in each checkpoint, int64 ``[turns, ranks]``.
     """
     return experts + _sums(modules, divide(modules, [0] * experts.shape[1]), experts.shape[1])
 
 
 def adaptive_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
-    """Return the bytes that ranks save if each checkpoint divides the modules by its experts (section 4.3).
+    """Return the bytes that ranks save with adaptive sharding (section 4.3).
 
-    Arguments and result are those of :func:`equal_sharding`.
+    Each checkpoint divides the modules anew, so that ranks with few bytes of experts save more modules. Arguments and
+    result are those of :func:`equal_sharding`.
     """
     return np.stack([turn + _sums(modules, divide(modules, turn.tolist()), len(turn)) for turn in experts])
 

@@ -49,7 +49,7 @@ class Transformer:
     moe_ffn_hidden_size: int = 0
     """Hidden size of an expert."""
     moe_shared_expert_intermediate_size: int = 0
-    """Hidden size of all shared experts of a layer together."""
+    """Sum of the hidden sizes of a layer's shared experts, which Megatron builds as one MLP."""
     moe_layer_freq: int = 1
     """Interval of layers with experts: every N-th layer has experts, beginning with the first layer."""
     dense_layers: int = 0
@@ -76,7 +76,7 @@ class Transformer:
         if self.normalization not in ("RMSNorm", "LayerNorm"):
             raise ConfigError(f"normalization {self.normalization!r}; needs RMSNorm or LayerNorm")
         if not all(map(self.has_experts, range(self.num_layers))) and self.ffn_hidden_size < 1:
-            raise ConfigError("some layers have no experts, and ffn_hidden_size is not set; give it, 1 or more")
+            raise ConfigError("some layers have no experts, so ffn_hidden_size is needed; give 1 or more")
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, is a mixture of experts."""
@@ -127,11 +127,11 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """Tensor-parallel size of experts; 0: ``tensor``."""
+    """Tensor-parallel size of experts; 0 for the size of all other layers, ``tensor``."""
     chunks: int = 1
     """Number of virtual stages of each pipeline stage."""
     layers: tuple[int, ...] = ()
-    """Number of layers of each stage, or of each chunk in the order of the model; empty: evenly spread."""
+    """Number of layers of each stage, or of each chunk in the order of the model; empty to spread layers evenly."""
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ def _stages(model: Transformer, layout: Layout) -> Iterator[StageShape]:
     if len(counts) not in (stages, stages * chunks) or sum(counts) != model.num_layers or min(counts) < 0:
         raise ConfigError(
             f"layers {list(counts)} for a model of {model.num_layers} layers on {stages} stages of {chunks} chunks; "
-            "give one number for each stage, or one for each chunk, that add up to the layers of the model"
+            "give one number for each stage, or one for each chunk; their sum has to be the layers of the model"
         )
     if len(counts) == stages and chunks > 1:
         raise ConfigError(
