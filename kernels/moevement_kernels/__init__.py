@@ -1,4 +1,4 @@
-"""Kernels for layers with frozen and active experts. The backward pass computes only the gradients that are needed.
+"""Kernels for layers with frozen and active experts. The backward pass computes no weight gradients of frozen experts.
 
 Each operation has three parts: a slow and simple reference in PyTorch as the specification, a Triton kernel, and a
 launcher. The launcher checks shapes, and runs the kernel on a GPU and the reference elsewhere. The package depends

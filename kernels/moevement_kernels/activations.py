@@ -9,7 +9,10 @@ import torch
 
 
 class Activation(StrEnum):
-    """Functions between the weights of an expert. Gated functions multiply the activated first half by the second."""
+    """Functions between the two weights of an expert.
+
+    A gated function activates the first half of its input, and multiplies the result by the second half.
+    """
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -25,7 +28,7 @@ class Activation(StrEnum):
 
 
 def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the activation of FP32 values of any shape. For gated activations, ``x`` is the gate's half."""
+    """Return the activation of FP32 values of any shape. For gated activations, ``x`` is only the gate."""
     match kind:
         case Activation.SWIGLU:
             return x * torch.sigmoid(x)

@@ -24,14 +24,14 @@ _selected = Backend.TRITON
 def select(backend: Backend) -> None:
     """Select the backend for tensors on a GPU, in this process from now on.
 
-    Normal training and replay need the same backend.
+    A replay needs the backend of the original iterations, because other kernels may round differently.
     """
     global _selected
     _selected = backend
 
 
 def selected() -> Backend:
-    """Return the selected backend; Triton before any selection."""
+    """Return the selected backend; Triton if :func:`select` has not been called."""
     return _selected
 
 
@@ -41,14 +41,17 @@ def is_interpreted() -> bool:
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if Triton kernels can process ``tensor`` on the device of the tensor."""
+    """Return True if kernels process ``tensor``, and False if the reference in PyTorch does."""
     if _selected is Backend.REFERENCE or find_spec("triton") is None:
         return False
     return tensor.is_cuda or is_interpreted()
 
 
 def why_reference() -> str | None:
-    """Return the reason why this process runs the reference; None if it runs kernels."""
+    """Return the reason why this process cannot run kernels; None if it can.
+
+    A process without kernels runs the reference in PyTorch. The selected backend does not count as a reason.
+    """
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not torch.cuda.is_available() and not is_interpreted():

@@ -1,7 +1,7 @@
-"""Compile every Triton kernel for an architecture, on any machine, and report the results.
+"""Compile every Triton kernel for a GPU architecture, on any machine, and report the results.
 
-``python -m moevement_kernels.compiled --capability 90`` prints a line for each kernel and fails if a matrix product
-does not use the architecture's tensor core instruction. Registers and spills are those that ptxas reports.
+``python -m moevement_kernels.compiled --capability 90`` prints a line for each kernel. It fails if a matrix product
+does not use the architecture's tensor core instruction. The numbers of registers and spilled bytes come from ptxas.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from moevement_kernels.launch import activation_constants
 from moevement_kernels.tiles import Tiles, tiles_of
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
-"""Instruction for matrix products, by compute capability (90 is 9.0)."""
+"""Instruction of the tensor cores for matrix products, by compute capability (90 is 9.0)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Kernel with the constants for one compilation."""
+    """Kernel to compile, with the values of its compile-time constants."""
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     pointers: dict[str, str]
-    """Types of tensor arguments, by name. Arguments that are neither tensors nor constants are int32."""
+    """Types of the kernel's tensor arguments, by name. Arguments that are neither tensors nor constants are int32."""
     multiplies: bool
     warps: int = 8
 
@@ -46,9 +46,9 @@ class Compiled:
     name: str
     capability: int
     instruction: str | None
-    """Instruction of matrix products, with shape and dtypes; None if the kernel has no such instruction."""
+    """Instruction of the tensor cores in the kernel, with shape and dtypes; None if the kernel has none."""
     narrow_loads: int
-    """Number of loads of single elements; rows and weights should be loaded in units of 16 bytes."""
+    """Number of load instructions for single elements. A good kernel loads rows and weights in units of 16 bytes."""
     shared_bytes: int
     registers: int
     """Number of registers of a thread."""
@@ -59,7 +59,10 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Yield every kernel in each format that the architecture supports; FP16 and FP32 only from capability 9.0 on."""
+    """Yield every kernel in each format to compile for an architecture.
+
+    The formats are BF16 for every architecture, FP8 weights from capability 8.9 on, and FP16 and FP32 from 9.0 on.
+    """
     yield from _mlp_cases("bf16", 0, capability)
     if capability >= 90:
         yield from _mlp_cases("fp16", 0, capability)
@@ -111,10 +114,10 @@ def _sizes(tiles: Tiles) -> dict[str, int]:
 
 
 def compile_case(case: Case, capability: int) -> Compiled:
-    """Compile a kernel down to machine code.
+    """Compile a kernel to machine code.
 
     Raises:
-        RuntimeError: matrix products do not use the architecture's instruction.
+        RuntimeError: the kernel multiplies matrices without the architecture's tensor core instruction.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -152,12 +155,15 @@ def compile_case(case: Case, capability: int) -> Compiled:
 
 
 def _largest(pattern: str, log: str) -> int:
-    """Return the largest number that ``pattern`` finds in the log, which has lines for the kernel and its functions."""
+    """Return the largest number that ``pattern`` finds in the log of ptxas.
+
+    The log has several such numbers: for the kernel, and for each function that it calls.
+    """
     return max(int(number) for number in re.findall(pattern, log))
 
 
 def main() -> int:
-    """Compile all selected kernels and return the exit code."""
+    """Compile the kernels that the command line selects, print the results, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moevement_kernels.compiled", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[90], choices=sorted(INSTRUCTION))
     parser.add_argument(

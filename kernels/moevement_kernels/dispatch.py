@@ -1,9 +1,10 @@
 """Assignment of a rank's tokens to replicas of experts (Lazarus, algorithm 1).
 
-Replicas of experts are in *slots*, and every rank has the same number of slots. The tokens of an expert are divided
-evenly among all replicas, up to a remainder. Tokens go to replicas on their own rank first. The tokens that a rank has
-left go to the other ranks in proportion to what these can still take, up to fewer tokens than there are ranks. All
-functions run on the device of the routing map, and the host does not wait for the device.
+Replicas of experts are in *slots*, and every rank has the same number of slots. All replicas of an expert compute the
+same number of tokens, or one more. So each rank has a capacity for each expert, which is the sum over its replicas of
+the expert. First, a rank keeps as many of its own tokens as its capacity allows. It sends the rest to other ranks, in
+proportion to their free capacity. Because tokens are whole, the numbers differ from this proportion by fewer tokens
+than there are ranks. All functions run on the device of the routing map, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ class SlotTable(NamedTuple):
     expert: torch.Tensor
     """Expert in each slot, ``[S]``."""
     rank: torch.Tensor
-    """Rank of each slot, ``[S]``."""
+    """Rank on which each slot is, ``[S]``."""
     ordinal: torch.Tensor
     """Index of each slot among the slots with the same rank and expert, ``[S]``."""
     replicas: torch.Tensor
-    """Replicas of each expert on each rank, ``[E, N]``."""
+    """Number of replicas of each expert on each rank, ``[E, N]``."""
 
     @staticmethod
     def of(slots: list[list[int]], experts: int, device: torch.device | str = "cpu") -> SlotTable:
         """Build a table from the experts in the slots of each rank.
 
         Args:
-            slots: expert in each slot, by rank.
+            slots: for each rank, the expert in each of its slots.
             experts: number of experts, E.
-            device: device of the tokens.
+            device: device on which the tokens are.
         """
         replicas = torch.zeros(experts, len(slots), dtype=torch.int64)
         ordinal = []
@@ -85,15 +86,17 @@ BLOCK = 1 << 20
 
 
 def _in_proportion(left: torch.Tensor, free: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the tokens that one rank sends to each rank, ``[E, N]``, of those that are left.
+    """Return the number of tokens of each expert that one rank sends to each rank, ``[E, N]``.
 
-    Ranks send whole parts of their proportional shares. The tokens that rounding leaves over fill the room that it
-    leaves, both in the order of ranks. So every token is sent and no rank gets too many. Sums over all pairs of ranks
-    take E * N * N operations, in blocks of :data:`BLOCK` elements.
+    The rank divides its tokens in proportion to ``free``, and rounds each part down. Rounding leaves tokens over at
+    senders, and room at receivers. The first tokens left over fill the first room, both in the order of ranks. So ranks
+    send every token, and no rank gets more than it can take. The sums over all pairs of ranks take E * N * N
+    operations, in blocks of :data:`BLOCK` elements.
 
     Args:
-        left: tokens that each rank has left, ``[E, N]``.
-        free: tokens that each rank can still take, ``[E, N]``; the sum over ranks is that of ``left``.
+        left: number of tokens of each expert that each rank cannot compute itself, ``[E, N]``.
+        free: number of tokens of each expert that each rank can still take, ``[E, N]``. For each expert, the sum over
+            ranks equals that of ``left``.
         rank: rank that sends the tokens.
     """
     total = left.sum(1, keepdim=True).clamp_min(1)
@@ -110,7 +113,10 @@ def _in_proportion(left: torch.Tensor, free: torch.Tensor, rank: int) -> torch.T
 
 
 def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of each expert each rank computes, ``[E, N]``. The first replicas get the remainder."""
+    """Return how many tokens of each expert each rank computes, ``[E, N]``.
+
+    The replicas of an expert divide its tokens evenly. If a remainder is left, the first replicas compute one more.
+    """
     ends = replicas.cumsum(1)
     every = ends[:, -1:].clamp_min(1)
     each, more = routed[:, None] // every, routed[:, None] % every
@@ -121,9 +127,9 @@ def to_slots(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> to
     """Return the map of tokens to slots, bool ``[T, S]``. A token gets one slot of each expert that it is routed to.
 
     Args:
-        routing_map: bool ``[T, E]``.
+        routing_map: True where a token is routed to an expert, bool ``[T, E]``.
         table: slots of the layer.
-        shares_: shares of this rank.
+        shares_: result of :func:`shares` for this rank.
     """
     if has_kernels(routing_map):
         from moevement_kernels.triton_dispatch import to_slots_kernel
@@ -133,6 +139,6 @@ def to_slots(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> to
 
 
 def to_slots_reference(routing_map: torch.Tensor, table: SlotTable, shares_: Shares) -> torch.Tensor:
-    """Compute :func:`to_slots` in torch."""
+    """Return the result of :func:`to_slots`, computed in plain torch; it specifies what the kernel computes."""
     place = (routing_map.cumsum(0) - 1)[:, table.expert]
     return routing_map[:, table.expert] & (place >= shares_.begin) & (place < shares_.end)

@@ -17,7 +17,7 @@ from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUP = 8
-"""Number of row tiles whose programs run one after the other on the same columns."""
+"""Number of row tiles that programs process in turn for the same columns, so that weights stay in the cache."""
 
 
 def forward(
@@ -29,7 +29,7 @@ def forward(
     kind: Activation,
     tiles: Tiles | None = None,
 ) -> Forward:
-    """Compute :func:`reference.forward` with the selected backend."""
+    """Compute :func:`reference.forward` with the selected backend. Only tests pass ``tiles``."""
     _check(x, p, counts, w1, w2, kind)
     if not has_kernels(x):
         return reference.forward(x, p, counts, w1, w2, kind)
@@ -59,7 +59,7 @@ def input_gradient(
     active: Sequence[bool] | None = None,
     tiles: Tiles | None = None,
 ) -> InputGradient:
-    """Compute :func:`reference.input_gradient` with the selected backend."""
+    """Compute :func:`reference.input_gradient` with the selected backend. Only tests pass ``tiles``."""
     data = dy.data if isinstance(dy, E5M2) else dy
     _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
     if not has_kernels(h):
@@ -99,13 +99,13 @@ def weight_gradient(
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.
-        dh: gradient of h, ``[T, G]``.
+        dh: gradient of h (the values before the activation), ``[T, G]``.
         x: tokens of active experts, ``[tokens of active experts, H]``.
         a: scaled activations, ``[tokens of active experts, F]``, from :func:`input_gradient`.
         counts: tokens of each expert.
-        into: tensors for W1 ``[G, H]`` and W2 ``[H, F]`` of each expert; None for a frozen expert.
+        into: two lists with a tensor for each expert: ``[G, H]`` for W1, ``[H, F]`` for W2. None for a frozen expert.
         accumulate: True to add to the tensors, False to overwrite them.
-        tiles: sizes of a program's work, for tests.
+        tiles: sizes of the work of a Triton program, which tests set; None for the usual sizes.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -113,8 +113,8 @@ def weight_gradient(
     active = [target is not None for target in into[0]]
     if active != [target is not None for target in into[1]]:
         raise ValueError(
-            f"W1 has gradient tensors for the experts with active flags {active}, but W2 has them for others; give "
-            "both gradient tensors of an expert, or none"
+            f"W1 has gradient tensors for the experts with active flags {active}, but W2 has gradient tensors for "
+            "other experts; give both tensors of an expert, or none"
         )
     for names, left, right, targets in ((("W1", "x"), dh, x, into[0]), (("W2", "a"), dy, a, into[1])):
         linear_weight_gradient(left, right, counts, targets, accumulate=accumulate, tiles=tiles, names=names)
@@ -136,10 +136,10 @@ def linear_weight_gradient(
         dy: gradient of the outputs, ``[T, rows]``.
         x: inputs of active experts, ``[tokens of active experts, columns]``.
         counts: tokens of each expert.
-        into: tensor ``[rows, columns]`` of each expert; None for a frozen expert.
+        into: tensor ``[rows, columns]`` for each expert; None for a frozen expert.
         accumulate: True to add to the tensors, False to overwrite them.
-        tiles: sizes of a program's work, for tests.
-        names: names of the weight and of ``x`` in an error.
+        tiles: sizes of the work of a Triton program, which tests set; None for the usual sizes.
+        names: names of the weight and of ``x`` in messages of errors.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -172,8 +172,8 @@ def _check_targets(
     if x.dtype not in DTYPES or dy.dtype != x.dtype or dy.shape[0] != sum(counts) or len(into) != len(counts):
         raise ValueError(
             f"the gradient of the outputs is {tuple(dy.shape)} {dy.dtype}, {names[1]} is {x.dtype}, and there are "
-            f"{len(into)} gradients for token counts {list(counts)}; both must have one of the dtypes {DTYPES}, and "
-            "the first a row for each token"
+            f"{len(into)} gradients for token counts {list(counts)}; needed are equal dtypes, one of {DTYPES}, a row "
+            "of the gradient of the outputs for each token, and a gradient for each count"
         )
     if x.shape[0] != sum(counts_of_active(counts, active)):
         raise ValueError(
@@ -225,8 +225,8 @@ def _check(
         raise ValueError(f"tokens are {x.dtype}; the dtype must be one of {DTYPES}")
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
-            f"tokens {tuple(x.shape)}, probabilities {tuple(p.shape)} and {sum(counts)} counted tokens do not fit; "
-            f"needed are [T, {w2.rows}], [T] and T"
+            f"tokens {tuple(x.shape)} and probabilities {tuple(p.shape)} for token counts with the sum {sum(counts)}; "
+            f"for the sum T, they must be [T, {w2.rows}] and [T]"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]
@@ -254,7 +254,7 @@ def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel for an activation."""
+    """Return the compile-time constants by which a kernel selects its activation."""
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
@@ -277,7 +277,7 @@ def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
 
 
 def run_options(size: Tiles) -> dict[str, int]:
-    """Return Triton's options for a program: warps and pipeline stages."""
+    """Return Triton's options for a launch: warps of a program, and stages of its software pipeline."""
     return {"num_warps": size.warps, "num_stages": size.stages}
 
 

@@ -1,9 +1,9 @@
 """Weight gradients of a grouped linear layer, computed for active experts only.
 
-The layer computes its outputs and its input gradients by itself, with any kernels. It runs as if all its weights were
-frozen. So frozen and active experts take the same path through it, and a backward pass with some frozen experts has the
-bits of one with only active experts. The gradient ``dy^T x`` of each active expert then follows from the layer's input
-and the gradient of its output. Inputs of frozen experts are not kept for it.
+The layer, for example Transformer Engine's, computes outputs and input gradients with its own kernels. It treats all
+its weights as frozen. So frozen and active experts take the same path, and a backward pass with some frozen experts
+gives the same bits as one with only active experts. This module then computes the weight gradient ``dy^T x`` of each
+active expert from the layer's input and the gradient of its output. It keeps no inputs of frozen experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moevement_kernels.main_grad import gradients_of
 
 
 class _WeightGradients(torch.autograd.Function):
-    """Autograd function that returns the layer's output; its backward pass computes weight gradients."""
+    """Autograd function that returns the layer's output unchanged; its backward pass computes weight gradients."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
@@ -51,14 +51,14 @@ class _WeightGradients(torch.autograd.Function):
 
 
 def with_weight_gradients(y: Tensor, x: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-    """Return ``y``, whose backward pass also computes the gradients of active weights.
+    """Return ``y``, connected to autograd so that its backward pass also computes the weight gradients.
 
-    Weights that require no gradient belong to frozen experts; they get none. If all other weights set
-    ``fuse_weight_gradient``, their gradients are added to their FP32 ``main_grad``.
+    Weights that require no gradient belong to frozen experts, and get no gradient. If all other weights set
+    ``fuse_weight_gradient``, the backward pass adds their gradients to their FP32 ``main_grad``.
 
     Args:
         y: outputs ``[T, rows]`` of a layer that has treated its weights as constants.
-        x: inputs ``[T, columns]`` of the layer, sorted by expert; BF16, FP16 or FP32, as ``y``.
+        x: inputs ``[T, columns]`` of the layer, sorted by expert; BF16, FP16 or FP32, the dtype of ``y``.
         counts: tokens of each expert.
         weights: ``[rows, columns]`` of each expert.
 

@@ -1,4 +1,4 @@
-"""Places for weight gradients: Megatron's FP32 ``main_grad``, or new tensors that autograd gets."""
+"""Choice of the tensors that receive weight gradients: Megatron's FP32 ``main_grad``, or new tensors for autograd."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 def gradients_of(weights: Sequence[Tensor], compute: Callable[[list[Tensor], bool], None]) -> list[Tensor]:
     """Compute the gradients of active weights, as Megatron's linear layers do, and return them for autograd.
 
-    If all weights set ``fuse_weight_gradient``, the gradients are added to their FP32 ``main_grad``.
+    If all weights set ``fuse_weight_gradient``, ``compute`` adds the gradients to their FP32 ``main_grad``. The
+    returned tensors then have no meaningful values.
 
     Args:
         weights: weights that require gradients.
-        compute: function that writes the gradients into FP32 tensors, one for each weight, or, if its second argument
-            is True, adds them to the tensors.
+        compute: function whose first argument is a list with an FP32 tensor for each weight. It adds the gradients to
+            these tensors if its second argument is True, and overwrites the tensors otherwise.
     """
     fuses = all(_fuses(weight) for weight in weights)
     into = [_main_grad(weight) if fuses else _fp32(weight) for weight in weights]
@@ -31,9 +32,9 @@ def gradients_of(weights: Sequence[Tensor], compute: Callable[[list[Tensor], boo
 
 
 def _fuses(weight: Any) -> bool:
-    """Return True if the kernels can add to the weight's ``main_grad``, which has to be FP32.
+    """Return True if the weight asks for sums in its ``main_grad``, and ``main_grad`` is FP32, as kernels need it.
 
-    Megatron's ``main_grad`` has 16 bits if gradients are reduced in 16 bits.
+    Megatron's ``main_grad`` has 16 bits if ranks reduce gradients in 16 bits.
     """
     return bool(getattr(weight, "fuse_weight_gradient", False)) and weight.main_grad.dtype == torch.float32
 

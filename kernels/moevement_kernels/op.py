@@ -49,7 +49,7 @@ def _input_gradient(
     w2: Sequence[Tensor],
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the input gradient; ``active`` has the numbers of the experts whose rows of ``a`` are returned."""
+    """Compute the input gradient, and return the rows of ``a`` of the experts whose numbers are in ``active``."""
     are_active = [expert in active for expert in range(len(counts))]
     gradients = launch.input_gradient(
         dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind), are_active
@@ -84,7 +84,7 @@ def _weight_gradient(
     into2: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
-    """Compute weight gradients; ``active`` has the numbers of the experts to which ``into1`` and ``into2`` belong."""
+    """Compute the weight gradients of the experts ``active``; ``into1`` and ``into2`` have a tensor for each."""
     first: list[Tensor | None] = [None] * len(counts)
     second: list[Tensor | None] = [None] * len(counts)
     for expert, target1, target2 in zip(active, into1, into2, strict=True):
@@ -155,8 +155,8 @@ def grouped_mlp(
 ) -> Tensor:
     """Return the experts' outputs for tokens that are sorted by expert, ``[T, H]`` in the dtype of ``x``.
 
-    Weights that require no gradient belong to frozen experts. If all other weights set ``fuse_weight_gradient``, their
-    gradients are added to their FP32 ``main_grad``.
+    Weights that require no gradient belong to frozen experts. If all other weights set ``fuse_weight_gradient``, the
+    backward pass adds their gradients to their FP32 ``main_grad``.
 
     Args:
         x: tokens ``[T, H]``, BF16, FP16 or FP32.
@@ -173,7 +173,7 @@ def grouped_mlp(
 
 
 def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: Activation, element: int) -> int:
-    """Return the bytes of activations that one call keeps for its backward pass, without the probabilities.
+    """Return the bytes of activations that one call of the MLP keeps for its backward pass, without probabilities.
 
     Args:
         tokens: number of tokens, T.
@@ -181,6 +181,6 @@ def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: 
         hidden: hidden size, H.
         inner: hidden size of an expert, F.
         kind: activation.
-        element: bytes of an element.
+        element: bytes of an element of the activations.
     """
     return element * (tokens * inner * (2 if kind.is_gated else 1) + active_tokens * hidden)

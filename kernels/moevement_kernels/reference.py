@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
 
 class InputGradient(NamedTuple):
-    """Results of the backward pass that frozen and active experts compute."""
+    """Results of the backward pass for all experts, frozen or active: all but the weight gradients."""
 
     dx: torch.Tensor
     """Gradient of the tokens, ``[T, H]``."""
@@ -81,7 +81,7 @@ def input_gradient(
     kind: Activation,
     active: Sequence[bool] | None = None,
 ) -> InputGradient:
-    """Return the gradients that the backward pass of every expert computes, frozen or active.
+    """Return the gradients that the backward pass computes for all experts, frozen or active.
 
     Args:
         dy: gradient of the outputs, ``[T, H]``.
@@ -107,7 +107,7 @@ def input_gradient(
 def through_activation(
     da: torch.Tensor, h: torch.Tensor, p: torch.Tensor, kind: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``dp`` in FP32, and ``dh`` in the dtype of ``h``; ``da`` is FP32."""
+    """Return ``dp`` in FP32, and ``dh`` in the dtype of ``h``, from ``da`` in FP32 (formulas: top of the file)."""
     gate, linear = _halves(h.float(), kind)
     activated, slope = activate(kind, gate), derivative(kind, gate)
     scaled = da * p.float()[:, None]

@@ -20,16 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 TABLES = 2048
-"""Largest number of cached tables of each kind. A table has a few KB of device memory.
+"""Largest number of cached tables in each of two caches: tables of row tiles, and tables of addresses and offsets.
 
-Addresses of weights are needed during a whole training run. Tables of token counts are needed from the forward pass of
-a micro-batch to the backward pass of the same micro-batch.
+A table takes a few KB of device memory. The cache must keep tables of addresses for the whole training run, and tables
+of token counts from the forward pass of a micro-batch to its backward pass.
 """
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a program's work: rows, columns, and elements of the inner dimension per step."""
+    """Sizes of the work of a Triton program: rows and columns of its tile, and inner elements of a step."""
 
     rows: int = 128
     columns: int = 128
@@ -39,9 +39,9 @@ class Tiles:
 
 
 def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
-    """Return sizes that fit into shared memory and registers.
+    """Return sizes with which a program fits into shared memory and registers.
 
-    The sizes depend only on the arguments, so sums have the same order in every run.
+    The sizes depend only on the arguments, so programs add in the same order in every run.
 
     Args:
         dtype: dtype of the tokens.
@@ -59,7 +59,7 @@ class RowTiles:
     expert: torch.Tensor
     begin: torch.Tensor
     end: torch.Tensor
-    """End of the expert's rows, exclusive; a tile may end before it."""
+    """First row after the expert's rows. A tile may end before this row."""
 
     @property
     def count(self) -> int:
@@ -70,7 +70,7 @@ class RowTiles:
 def row_tiles(counts: Sequence[int], rows: int, device: torch.device) -> RowTiles:
     """Return the tiles of ``rows`` rows for ``counts`` tokens of each expert. Experts without tokens have no tiles.
 
-    A forward pass, its recomputation and its backward pass share one table, which is copied to the device once.
+    The result is cached, so a forward pass, its recomputation and its backward pass use one copy on the device.
 
     Raises:
         ValueError: a count is negative, or there are 2^31 tokens or more.
@@ -93,7 +93,7 @@ def _row_tiles(counts: tuple[int, ...], rows: int, device: torch.device, stream:
 
 
 def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the first row of each expert and the end of the last, int64 ``[E + 1]`` on ``device``."""
+    """Return the first row of each expert, and the number of all rows, int64 ``[E + 1]`` on ``device``."""
     return _numbers((0, *itertools.accumulate(counts)), device, _stream(device))
 
 
@@ -110,10 +110,10 @@ def addresses(
     """Return the address of each tensor, int64 ``[E]`` on ``device``; 0 for None.
 
     Args:
-        what: the tensors' name in an error.
-        tensors: one tensor of each expert.
-        device: device on which kernels read the table.
-        multiple: alignment in bytes, which the kernels' loads assume.
+        what: name of the tensors in the message of an error.
+        tensors: a tensor or None for each expert.
+        device: device on which kernels read the addresses.
+        multiple: alignment of the tensors in bytes, on which loads of the kernels rely.
 
     Raises:
         ValueError: a tensor is not aligned.
@@ -131,10 +131,13 @@ def _numbers(values: tuple[int, ...], device: torch.device, stream: int) -> torc
 
 
 def to_device(table: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a small table to the device, in the order of the current stream; the host does not wait."""
+    """Copy a small table to the device, on the current stream; the host does not wait."""
     return torch.from_numpy(table).to(device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> int:
-    """Return the current stream. A cached table is written, read and freed in the order of one stream."""
+    """Return the number of the current stream, which is part of each cache key.
+
+    So the write, the reads and the release of a cached table are on one stream, which keeps them in order.
+    """
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

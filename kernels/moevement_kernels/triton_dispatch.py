@@ -1,4 +1,4 @@
-"""Triton kernel for the map of tokens to slots; each program counts the tokens of one slot's expert."""
+"""Triton kernel for the map of tokens to slots. Each program counts the tokens of one expert, and fills one slot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _to_slots(
 def to_slots_kernel(
     routing_map: torch.Tensor, expert_of: torch.Tensor, begins: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Compute :func:`moevement_kernels.dispatch.to_slots` with one pass over the map for each slot."""
+    """Compute :func:`moevement_kernels.dispatch.to_slots`, with one pass over ``routing_map`` for each slot."""
     tokens, experts = routing_map.shape
     slots = expert_of.numel()
     slot_map = torch.empty(tokens, slots, dtype=torch.bool, device=routing_map.device)

@@ -1,7 +1,7 @@
 """Triton kernels of the grouped expert MLP; ``reference.py`` specifies what they compute.
 
-Each weight of an expert is a separate parameter at any address, so kernels read a table of addresses. Row indices have
-64 bits. The order of sums over the inner dimension does not depend on other experts.
+Each weight of an expert is a separate parameter at some address, so kernels read a table of addresses. Row indices have
+64 bits. The order of sums over the inner dimension does not depend on the tokens or weights of other experts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _derivative(x, KIND: tl.constexpr):
 
 @triton.jit
 def _at(addresses, expert, DTYPE: tl.constexpr):
-    """Return the address of an expert's weight or gradient. It is a multiple of 16 bytes, which loads assume."""
+    """Return the address of an expert's weight or gradient. It is a multiple of 16 bytes, on which loads rely."""
     return tl.multiple_of(tl.load(addresses + expert).to(tl.pointer_type(DTYPE)), 16)
 
 
@@ -76,7 +76,7 @@ def _scale_at(addresses, expert):
 def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
     """Return the row tile and the column tile of this program.
 
-    Programs with close numbers get close tiles, so they find weights and rows of each other in the cache.
+    Programs that run at about the same time get neighbouring tiles. So they share weights and rows in the cache.
     """
     program = tl.program_id(0)
     across = tl.cdiv(columns, BN)
@@ -89,7 +89,7 @@ def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the expert of a row tile, its rows, a mask of the expert's own rows, and the columns of a column tile."""
+    """Return the expert of a row tile, its rows, a mask of the rows that belong to the expert, and the columns."""
     rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
     here = rows < tl.load(tile_end + tile)
     return tl.load(tile_expert + tile), rows.to(tl.int64), here, column * BN + tl.arange(0, BN)
@@ -124,7 +124,10 @@ def up_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``h = x W1^T`` and ``a = act(h) p``; a program computes the same columns of both halves of h."""
+    """Compute ``h = x W1^T`` and ``a = act(h) p``.
+
+    For a gated activation, a program computes the same columns of the gate and of the linear half of h.
+    """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w1 = _at(w1_at, expert, W_DTYPE)
@@ -214,7 +217,7 @@ def _through_activation(
     da, h, p_rows, dh, a, rows, a_rows, here, is_active, columns, F,
     KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store ``dh`` and ``a`` for some columns, and return the part of ``dp`` from these columns."""
+    """Store ``dh`` and ``a`` for some columns, and return what these columns contribute to the sum ``dp``."""
     G = 2 * F if GATED else F
     inside = here[:, None] & (columns < F)[None, :]
     place = rows[:, None] * G + columns[None, :]
@@ -242,7 +245,7 @@ def hidden_gradient_kernel(
     FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``da = dy W2`` in registers, and from ``da`` compute ``dh``, this tile's part of ``dp``, and ``a``.
+    """Compute ``da = dy W2`` in registers; from ``da`` compute ``dh``, ``a``, and this tile's part of the sum ``dp``.
 
     ``dp_parts`` is ``[column tiles, T]``. The launcher sums the parts in a fixed order; atomics would add in any order.
     ``a`` has only the rows of active experts. A mask, not a constant, tells whether the expert of a tile is active, so
@@ -273,7 +276,7 @@ def hidden_gradient_kernel(
     a_begin = tl.load(active_offsets + expert)
     is_active = tl.load(active_offsets + expert + 1) > a_begin
     a_rows = rows - tl.load(offsets + expert) + a_begin
-    # Half of the columns at a time: da, h, activation and slope of all columns do not fit into registers.
+    # Half of the columns at a time, because da, h, activation and derivative of all columns do not fit into registers.
     left, right = _halves(da, BM, BN)
     first = column * BN + tl.arange(0, BN // 2)
     dp = _through_activation(

@@ -1,4 +1,4 @@
-"""Rounding from FP32 to a narrower dtype, to the nearest and ties to even, also under Triton's interpreter."""
+"""Rounding from FP32 to a narrower dtype: to the nearest value, ties to even, also under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ INTERPRETED = tl.constexpr(is_interpreted())
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """Return ``x.to(DTYPE)`` with correct rounding.
+    """Return ``x.to(DTYPE)``, rounded to the nearest value.
 
-    Triton's interpreter truncates to BF16, so the value is rounded before the conversion.
+    Triton's interpreter only cuts off bits when it converts to BF16, so this function rounds before the conversion.
     """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

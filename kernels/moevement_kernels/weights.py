@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 class Format(IntEnum):
-    """Formats of a weight. Kernels receive the number of the format as a compile-time constant."""
+    """Format of the weights of a layer. Kernels receive its number as a compile-time constant."""
 
     PLAIN = 0
     FP8_PER_TENSOR = 1
@@ -28,9 +28,9 @@ class Weights:
     """Weight matrices of all experts for one layer.
 
     Args:
-        data: ``[rows, columns]`` of each expert, contiguous; in the tokens' dtype, or uint8 that holds e4m3.
-        inverse_scales: FP32 factors for each tensor of ``data``: ``[1]``, or at least
-            ``[rows / 128, columns / 128]`` rounded up. None for plain weights.
+        data: weight ``[rows, columns]`` of each expert, contiguous; in the tokens' dtype, or uint8 that holds e4m3.
+        inverse_scales: FP32 factors of each expert's weight: ``[1]``, or at least
+            ``[rows / 128, columns / 128]`` rounded up. None for weights in the tokens' dtype.
     """
 
     data: Sequence[torch.Tensor]
@@ -44,14 +44,14 @@ class Weights:
             if weight.dim() != 2 or weight.shape != shape or weight.dtype != dtype:
                 raise ValueError(
                     f"the weight of expert {index} is {tuple(weight.shape)} {weight.dtype}; it must be {tuple(shape)} "
-                    f"{dtype}, as the weight of expert 0"
+                    f"{dtype}, like the weight of expert 0"
                 )
             if not weight.is_contiguous():
                 raise ValueError(f"the weight of expert {index} is not contiguous; give weight.contiguous()")
         if (dtype == torch.uint8) != (self.inverse_scales is not None):
             raise ValueError(
-                f"weights are {dtype}, with inverse scales: {self.inverse_scales is not None}; FP8 weights are uint8 "
-                "and need inverse scales, and other weights have none"
+                f"weights are {dtype}, with inverse scales: {self.inverse_scales is not None}; give inverse scales for "
+                "FP8 weights, which are uint8, and none for other weights"
             )
         if self.inverse_scales is not None:
             self._check_scales(self.inverse_scales)
@@ -64,8 +64,8 @@ class Weights:
             fits = scale.numel() == 1 or (scale.dim() == 2 and scale.shape[0] >= rows and scale.shape[1] >= columns)
             if scale.dtype != torch.float32 or not fits or not scale.is_contiguous():
                 raise ValueError(
-                    f"inverse scales of expert {index} are {tuple(scale.shape)} {scale.dtype}; they must be contiguous "
-                    f"float32, one number or at least [{rows}, {columns}] for blocks of {BLOCK}"
+                    f"inverse scales of expert {index} are {tuple(scale.shape)} {scale.dtype}; give contiguous "
+                    f"float32: one number, or at least [{rows}, {columns}] for blocks of {BLOCK}"
                 )
 
     @property
@@ -87,7 +87,7 @@ class Weights:
 
     @property
     def scale_stride(self) -> int:
-        """Number of scales in a row of the table of block scales; 0 for other formats."""
+        """Number of scales in a row of the table of block scales; 0 for formats without such a table."""
         return int(self.inverse_scales[0].shape[1]) if self.format is Format.FP8_PER_BLOCK else 0  # type: ignore[index]
 
     def dense(self, expert: int) -> torch.Tensor:
@@ -107,8 +107,8 @@ class E5M2:
     """Gradient in FP8 (E5M2).
 
     Args:
-        data: uint8 that holds e5m2, any shape.
-        inverse_scale: FP32 ``[1]``.
+        data: bytes of e5m2 values in a uint8 tensor of any shape.
+        inverse_scale: factor of all values, FP32 ``[1]``.
     """
 
     data: torch.Tensor

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++. A kernel is built when it is first used."""
+"""Kernels in CUDA C++. A process builds a kernel when it first uses it."""

@@ -1,4 +1,4 @@
-// Grouped input gradient dx = dh W1 for compute capability 9.0; rows are sorted by expert, and each has a weight.
+// Grouped input gradient dx = dh W1 for compute capability 9.0. Rows are sorted by expert; each expert has its own W1.
 //
 // One thread of a producer warp copies tiles into shared memory by TMA, in a ring of stages. Two warpgroups multiply
 // them, 64 rows each. A tile may contain rows of the next expert, which are loaded but not stored. reference.py

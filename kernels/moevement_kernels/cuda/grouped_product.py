@@ -1,7 +1,7 @@
 """Grouped input gradient in CUDA C++ (wgmma and TMA), for compute capability 9.0 and BF16.
 
-:mod:`torch.utils.cpp_extension` builds the kernel at the first use. On each device, the kernel is compared with FP32
-products before it computes anything else.
+:mod:`torch.utils.cpp_extension` builds the kernel at the first use. On each device, the module compares the kernel with
+FP32 products before training uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ NAME = "moevement_grouped_product"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
-"""Rows of a tile; the constant in the source must be equal."""
+"""Number of rows of a tile; equal to the constant ``BM`` in ``grouped_product.cu``."""
 BUILD_LIMIT_S = 600.0
-"""Longest wait for the build of another process, in seconds. A build takes less than a minute."""
+"""Longest time to wait while another process builds the kernel, in seconds. A build takes less than a minute."""
 _DESCRIPTION_BYTES = 128
 _TOLERANCE = 2**-6
-"""Tolerance relative to the largest element; BF16 rounds to 2^-9, and sums have another order."""
+"""Largest allowed difference between kernel and FP32 products, relative to the largest element.
+
+The kernel may differ because BF16 rounds to 2^-9, and because it adds products in another order than torch.
+"""
 
 
 class CudaKernelError(RuntimeError):
@@ -35,9 +38,9 @@ class CudaKernelError(RuntimeError):
 
 
 def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
-    """Return True if the kernel supports these arguments.
+    """Return True if the kernel supports these arguments on their GPU.
 
-    The result depends only on shapes and dtypes, never on which experts are frozen.
+    Frozen experts do not change the result, because a replay must use the same kernel as the original iteration.
     """
     return (
         left.is_cuda
@@ -84,7 +87,10 @@ def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int) -> torch.Tensor:
-    """Return the tensor maps through which the hardware reads the weights. Weights do not move, so maps are cached."""
+    """Return the tensor maps (of TMA) through which the hardware reads the weights.
+
+    The maps hold addresses of weights. Weights stay at their addresses during training, so the maps are cached.
+    """
     array = (ctypes.c_void_p * len(pointers))(*pointers)
     on_device = torch.empty(len(pointers) * _DESCRIPTION_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -99,7 +105,8 @@ def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int)
 def build_folder() -> Path:
     """Return this node's build folder in torch's folder (``TORCH_EXTENSIONS_DIR``), and create it if it is missing.
 
-    Nodes may share torch's folder, for example in a home directory on NFS, where locks may not work between nodes.
+    Each node has its own folder because nodes may share torch's folder, for example in a home directory on NFS. There,
+    locks may not work between nodes.
     """
     from torch.utils import cpp_extension
 
@@ -110,7 +117,7 @@ def build_folder() -> Path:
 
 @functools.cache
 def library() -> Any:
-    """Return the built library; the first process of a node builds it, and the others wait.
+    """Return the library with the kernel. The first process of a node builds the library, and the others wait.
 
     Raises:
         CudaKernelError: the build failed, or another process has been building for more than ``BUILD_LIMIT_S``.
@@ -133,9 +140,13 @@ def library() -> Any:
 
 @functools.cache
 def _check_on(device: int) -> None:
-    """Compare the kernel with FP32 products on an irregular problem, in which every pipeline stage is used again."""
+    """Compare the kernel with FP32 products on a problem of uneven sizes, and raise an error if it differs too much.
+
+    The problem is so large that the kernel uses each buffer of its pipeline of loads several times.
+    """
     generator = torch.Generator().manual_seed(7)
-    # The inner dimension has more steps than two rounds of pipeline stages. A group has fewer row tiles than there are.
+    # The inner dimension has enough steps to go through all buffers more than twice. There are more row tiles than in
+    # one group.
     counts, inner, columns = [130, 0, 1, 1300], 840, 328
     place = torch.device("cuda", device)
     left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Lock between the processes of a node. A process waits for the lock in short steps."""
+"""Lock between the processes of a node. A process that waits for the lock can still handle a restart."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STEP_S = 0.1
 
 @contextmanager
 def locked(path: Path, limit_s: float) -> Iterator[None]:
-    """Hold the exclusive lock of ``path``, a file that is created if it is missing.
+    """Hold the exclusive lock on the file ``path`` while the context lasts; create the file if it is missing.
 
-    A blocking flock is one C call, during which the process can neither handle a restart's exception nor send a
-    heartbeat. Short attempts with pauses allow both.
+    The function tries to get the lock again and again, with short pauses. A single blocking call of ``flock`` would
+    prevent the process from handling the exception of a restart and from sending heartbeats.
 
     Args:
         path: lock file; the process that holds the lock writes its process id into the file.
