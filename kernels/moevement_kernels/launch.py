@@ -29,7 +29,7 @@ def forward(
     kind: Activation,
     tiles: Tiles | None = None,
 ) -> Forward:
-    """Compute :func:`reference.forward` with the selected backend. Only tests pass ``tiles``."""
+    """Compute :func:`reference.forward` with the selected backend. Tests and benchmarks set ``tiles``."""
     _check(x, p, counts, w1, w2, kind)
     if not has_kernels(x):
         return reference.forward(x, p, counts, w1, w2, kind)
@@ -59,7 +59,7 @@ def input_gradient(
     active: Sequence[bool] | None = None,
     tiles: Tiles | None = None,
 ) -> InputGradient:
-    """Compute :func:`reference.input_gradient` with the selected backend. Only tests pass ``tiles``."""
+    """Compute :func:`reference.input_gradient` with the selected backend. Tests and benchmarks set ``tiles``."""
     data = dy.data if isinstance(dy, E5M2) else dy
     _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
     if not has_kernels(h):

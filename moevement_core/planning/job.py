@@ -13,12 +13,12 @@ from moevement_core.precision import Regime, TensorShape
 
 @dataclass(frozen=True, slots=True)
 class OperatorShape:
-    """Shape of an operator on one rank. Data-parallel ranks may divide the optimizer state of these tensors further."""
+    """Shape of an operator on one rank, without the division of its optimizer state among data-parallel ranks."""
 
     name: str
     kind: OperatorKind
     tensors: tuple[TensorShape, ...]
-    """Parameters on this rank, which holds only its part of them under tensor parallelism."""
+    """Parameters of the operator on this rank. With tensor parallelism, they are only the rank's part."""
     shards: int
     """Number of ranks that hold the same parameters and divide the optimizer state among each other.
 
@@ -57,7 +57,7 @@ class StageShape:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Cache of operator tables by number formats and expert-parallel size, because many plans of a job need the same
-    table. The result of :meth:`table` has size 0."""
+    table. In the keys of :meth:`table`, the size is 0."""
 
     def table(self, regime: Regime) -> OperatorTable:
         """Return the operator table of one rank, if the ranks that hold the same operator divide its state evenly."""
@@ -132,8 +132,8 @@ class JobShape:
     expert_parallel: int
     context_parallel: int
     data_parallel: int
-    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). The ranks that share the experts
-    of a layer are among these ranks."""
+    """Data-parallel size as Megatron counts it: ranks / (tensor x pipeline x context). Expert-parallel ranks are among
+    these ranks."""
     micro_batches: int
     """Number of micro-batches of an iteration on each data-parallel rank."""
     boundary_bytes: int
@@ -144,7 +144,7 @@ class JobShape:
     chunks: int = 1
     """Number of virtual stages of each stage."""
     tokens: int = 0
-    """Number of tokens of a micro-batch on a rank, after context parallelism."""
+    """Number of tokens of a micro-batch on a rank, which has a part of each sequence with context parallelism."""
     experts_per_token: int = 0
     """Number of experts that a router chooses for a token (top-k); 0 without experts."""
     seq_length: int = 0

@@ -36,7 +36,7 @@ class Costs:
     interference: float = 0.0
     """Seconds that copies to the host add to training, divided by the seconds that these copies take; 0: no slow-down.
 
-    For copies to peers, the plan has the same ratio as ``contention``.
+    The field ``contention`` of the plan's inputs is this ratio for copies to peers.
     """
     weight_gradient_share: float = 1 / 3
     """Share of the work of forward and backward pass that weight gradients take.
@@ -180,8 +180,8 @@ class Recovery:
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
-    """Updates of experts that are lost, counted in iterations. In each iteration, a part of the tokens was routed to
-    experts whose updates are in no checkpoint; this is the sum of these parts over all iterations."""
+    """Updates of experts that no checkpoint has, so that they are lost, counted in iterations. One lost iteration of
+    all experts counts as 1; one of an expert counts as the share of tokens that were routed to this expert."""
     from_storage: bool = False
     """True if some rank's state had no copy left in memory, so that the job restored from storage."""
     experts_saved: int | None = None
@@ -194,7 +194,7 @@ class Recovery:
 
 
 class Strategy(ABC):
-    """Simulated way of checkpointing. A training may change it, so each training uses the result of :meth:`fresh`."""
+    """Simulated way of checkpointing. A training may change its settings, so each training gets a :meth:`fresh` one."""
 
     name: str
     in_memory = True
@@ -360,7 +360,7 @@ class Strategy(ABC):
 
     @property
     def slowed_s(self) -> float:
-        """Mean seconds that copies to the host and to peers add to an iteration, because training runs meanwhile."""
+        """Mean seconds that copies to the host and to peers add to an iteration, because they slow training down."""
         return self.costs.interference * self.costs.copy_s(self.copied_bytes) + self.contended_s
 
     @property

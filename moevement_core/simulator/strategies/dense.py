@@ -1,4 +1,4 @@
-"""Simulated strategies that save the whole state at once: synchronous, to peers, CheckFreq, Gemini; and no strategy."""
+"""Simulated strategies that save the whole state at once (synchronous, to peers, CheckFreq, Gemini) or save nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Dense(Strategy):
 
     @property
     def overhead_s(self) -> float:
-        """Mean seconds that checkpoints add to an iteration: training waits for copies, and runs slower beside them."""
+        """Mean seconds that checkpoints add to an iteration: waits for copies, and slower training during copies."""
         return self._stall_s / self._interval + self.slowed_s
 
     @property
@@ -85,7 +85,7 @@ class Dense(Strategy):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory of a rank: two buffers for its own checkpoints, and two for each rank that sends to it.
+        """Bytes of host memory of a rank: two buffers for its own checkpoints, and two for each rank whose peer it is.
 
         One of the two buffers holds the newest complete checkpoint while the other is filled with the next one.
         """
@@ -124,7 +124,7 @@ class DenseSynchronous(Dense):
 def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
     """Return two costs of a dense checkpoint to peers: the seconds for which training waits, and the lag in iterations.
 
-    The lag lasts until peers have the whole checkpoint.
+    The lag is the time until peers have the whole checkpoint.
 
     Args:
         costs: costs of the job.

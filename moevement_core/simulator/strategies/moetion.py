@@ -165,7 +165,7 @@ class MoEtion(Partial):
 
     @cached_property
     def risks(self) -> selection.Selected:
-        """Updates that a failure loses, if a rank's state comes from its own host and if it comes from peers."""
+        """Updates that a failure loses: one number if the state comes from the rank's own host, one if from peers."""
         return self._selected(self.experts_saved, self.experts_sent)
 
     @property
@@ -180,9 +180,9 @@ class MoEtion(Partial):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory of a rank: newest saved state and unfinished snapshot, its own and of each sender.
+        """Bytes of host memory of a rank, which keeps its own snapshots and copies for the ranks whose peer it is.
 
-        Senders are the ranks whose copies this rank keeps.
+        For each of these ranks and for itself, it keeps the newest saved state and a snapshot that is not complete yet.
         """
         own = self.costs.full_bytes + self.snapshot_bytes
         kept = self.costs.full_bytes - self.replicated_bytes + self.sent_bytes * self.interval

@@ -85,9 +85,9 @@ class Partial(Strategy):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory of a rank: newest saved state and unfinished snapshot, its own and of each sender.
+        """Bytes of host memory of a rank, which keeps its own snapshots and copies for the ranks whose peer it is.
 
-        Senders are the ranks whose copies this rank keeps.
+        For each of these ranks and for itself, it keeps the newest saved state and a snapshot that is not complete yet.
         """
         return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.inputs.replicas)
 
@@ -112,9 +112,9 @@ class Partial(Strategy):
         return self.arrival + self.interval / 2
 
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
-        """Return the updates that a failure loses, in iterations: a mean of ``ages``, weighted by shares of tokens.
+        """Return the updates that a failure loses, in iterations: the mean of ``ages``, weighted by :attr:`popularity`.
 
-        MoC-System's PLT is the sum of the results of all failures, divided by the number of trained iterations.
+        MoC-System's PLT is the sum of these losses over all failures, divided by the number of trained iterations.
 
         Args:
             ages: iterations since each expert was saved, ``[experts]``.
@@ -157,7 +157,7 @@ class MoC(Partial):
         self._recovered = 0
 
     def fresh(self) -> Strategy:
-        """Return this strategy with its K at the beginning and without lost updates."""
+        """Return this strategy with the K that it has at the beginning of a training, and without lost updates."""
         return MoC(
             self.costs, self.dynamic.first, self.dynamic.limit, self.interval, is_length_known=self._is_length_known
         )

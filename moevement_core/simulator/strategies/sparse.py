@@ -22,8 +22,7 @@ class Techniques:
     skips_frozen: bool = True
     """True if frozen operators compute no weight gradients in a replay (section 3.3)."""
     reorders: bool = True
-    """True if a window saves the most popular experts last, so that they stay frozen longest in a replay (section 3.5).
-    """
+    """True if a window saves the most popular experts last, so that they stay frozen longest (section 3.5)."""
     is_local: bool = True
     """True if only the stages that lost state replay, from boundary logs (section 3.4)."""
 
@@ -146,9 +145,9 @@ class MoEvement(Strategy):
 
     @cached_property
     def frozen_share(self) -> float:
-        """Share of a rank's work that frozen operators do, as a mean over the first iterations of a replay and stages.
+        """Share of a rank's work that frozen operators do in a replay, until all operators are active.
 
-        These are the iterations until all operators are active.
+        It is a mean over these iterations and over all stages.
         """
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
@@ -202,7 +201,8 @@ class MoEvement(Strategy):
 class Redo(MoEvement):
     """Strategy in which a lost rank repeats the updates of its newest window from logged gradients.
 
-    Peers do not have the snapshots of later iterations yet, so the stages of lost ranks replay these iterations.
+    Peers may not yet have the snapshots of the iterations after this window. The stages of lost ranks replay these
+    iterations.
 
     Args:
         costs: costs of the job.
@@ -214,7 +214,10 @@ class Redo(MoEvement):
 
     @property
     def converted(self) -> int:
-        """Number of iterations at the beginning of a replay until the state is dense: 0, as updates make it dense."""
+        """Number of iterations at the beginning of a replay until the state is dense.
+
+        It is 0, because repeated updates make the state dense before a replay begins.
+        """
         return 0
 
     @cached_property
