@@ -1,1 +1,1 @@
-"""Rendezvous of a job through failures: its members, their leases, and the rosters that assign ranks to them."""
+"""Rendezvous: how processes join a job, get ranks and report deaths, at the start of the job and after each failure."""

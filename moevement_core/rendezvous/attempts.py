@@ -1,37 +1,45 @@
-"""Limits on repeated failures: when the coordinator gives up a job without progress, and the backoff before a retry."""
+"""Limits on repeated failures. The coordinator stops a job that fails again and again in the same iteration.
+
+Before it does, it forms the job again after each failure, from the third one on only after a backoff. A commit of an
+iteration that the job has never committed before is *progress*, and resets all counters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 FAILURES = 4
-"""Number of failures in a row, without a death and at the same iteration, that end the job."""
+"""Number of failures in a row after which the coordinator stops the job, if no rank died and no new iteration was
+committed in between."""
 DEATHS = 5
-"""Number of deaths of one rank at the same iteration that end the job."""
+"""Number of times that a rank may die in the same iteration; at this number, the coordinator stops the job."""
 BACK_OFF_S = 1.0
-"""Seconds of backoff after the third failure without progress; the backoff doubles for each further failure."""
+"""Seconds that the job waits before it starts again after a third failure without a newly committed iteration.
+
+The wait doubles for each further failure.
+"""
 LONGEST_BACK_OFF_S = 30.0
-"""Longest backoff, in seconds."""
+"""Longest time in seconds that the job waits after a failure before it starts again."""
 
 
 class Attempts:
-    """Counters of failures since the last progress: the last commit of an iteration never committed before."""
+    """Counters of failures since the job last committed a new iteration; repeated iterations do not count as new."""
 
     def __init__(self) -> None:
         self._committed = self._here = -1
-        """Newest iteration that the job has committed, and newest that the present attempt has committed; -1 for none.
+        """Newest iteration that the job has ever committed, and newest since the job was last formed; -1 for none.
 
-        They differ if the attempt resumed from an older window.
+        The second is lower while ranks repeat iterations that the job committed before a failure.
         """
         self._failures = 0
         self._deaths: dict[tuple[int, int], int] = {}
-        """Number of deaths since the last progress, by rank and by the iteration in which the rank died."""
+        """Number of deaths since the job last committed a new iteration, by rank and by the iteration of the death."""
         self._in_a_row = 0
-        """Number of failures in a row without progress."""
+        """Number of failures since the job last committed a new iteration; repeated iterations do not count as new."""
         self._generation = -1
         """Newest generation whose failure was counted."""
         self._replaced: set[int] = set()
-        """Ranks whose process was replaced since the last progress because it computed a result that is not finite."""
+        """Ranks whose process was replaced because it computed NaN or infinity; a new iteration empties the set."""
 
     @property
     def has_committed(self) -> bool:
@@ -48,11 +56,11 @@ class Attempts:
             self._replaced.clear()
 
     def formed(self) -> None:
-        """Begin a new attempt, whose resume iteration is unknown until its ranks report a commit."""
+        """Note that the job was formed again; its resume iteration is unknown until a rank reports a commit."""
         self._here = -1
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
-        """Count the failure of a generation, and decide if the job may be tried again.
+        """Count the failure of a generation, and decide whether the coordinator may form the job again.
 
         The coordinator calls this again if more ranks of the same generation die before the next generation starts.
         Such a rank dies while it waits and not in an iteration, so its death does not count.
@@ -63,7 +71,7 @@ class Attempts:
             reasons: errors that survivors reported when they left the generation.
 
         Returns:
-            The reason why the job must not be tried again; None if it may.
+            The reason why the coordinator has to stop the job; None if it may form the job again.
         """
         is_new = generation != self._generation
         self._generation = generation
@@ -85,16 +93,16 @@ class Attempts:
         return None
 
     def suspected(self, ranks: Collection[int]) -> int | None:
-        """Choose the rank whose process is replaced because it may have computed a result that is not finite.
+        """Choose the rank whose process the coordinator replaces, after ranks have computed NaN or infinity.
 
         Only one process is replaced at a time, because the snapshots in the memory of a replaced process are lost.
 
         Args:
-            ranks: ranks that computed results that are not finite.
+            ranks: ranks that computed NaN or infinity.
 
         Returns:
-            The lowest of these ranks that was not replaced since the last progress. None if all were replaced; then the
-            batch or the model is the cause.
+            The lowest of these ranks that was not replaced since the job last committed a new iteration. None if all
+            were replaced; then the batch or the model is the cause.
         """
         rank = min(set(ranks) - self._replaced, default=None)
         if rank is not None:
@@ -103,7 +111,10 @@ class Attempts:
 
     @property
     def back_off_s(self) -> float:
-        """Seconds of backoff before the job is formed again; 0 up to the second failure without progress."""
+        """Seconds that the coordinator waits before it forms the job again.
+
+        The value is 0 until the job has failed three times without a newly committed iteration.
+        """
         if self._in_a_row < 3:
             return 0.0
         return float(min(BACK_OFF_S * 2 ** (self._in_a_row - 3), LONGEST_BACK_OFF_S))

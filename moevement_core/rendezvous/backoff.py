@@ -1,4 +1,4 @@
-"""Backoff between reads of values that are slow to read, such as the values of all members in the job's store."""
+"""Pauses between reads of values that are slow to read, such as the values of all members in the job's store."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Self
 
 SOONEST_S = 1.0
-"""Shortest backoff, in seconds."""
+"""Shortest pause between two reads, in seconds."""
 SHARE = 20
-"""Ratio of the backoff to the duration of the last read, so that reads take at most about a twentieth of the time."""
+"""Ratio of the pause to the duration of the last read, so that reads take at most about a twentieth of the time."""
 
 
 class Backoff:
-    """Schedule of the reads of a value. A read is due when the writer signals a new value, or when the backoff is over.
+    """Schedule for reads of a value in the store. A read is due when a writer signals a new value, or after a pause.
 
-    The caller enters the object as a context manager around each read. To signal a new value, the writer changes a
-    second key, the value's bell (:meth:`SignedStore.ring`). The bell alone does not suffice, because an unauthenticated
-    peer may change it, or may undo a change before the reader sees it.
+    The caller enters the object as a context manager around each read. To signal a new value, a writer changes a second
+    key, the *bell* of the value (:meth:`SignedStore.ring`). Readers do not rely on the bell alone, because an
+    unauthenticated peer may change it, or may undo a change before the reader sees it.
 
     Args:
         clock: returns monotonic seconds.
@@ -30,7 +30,7 @@ class Backoff:
         """Return True if a read is due now.
 
         Args:
-            rung: True if the bell has changed since the last call.
+            rung: True if a writer has signalled a new value since the last call.
         """
         return rung or self._clock() >= self._next_at
 

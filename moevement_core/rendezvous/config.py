@@ -1,4 +1,4 @@
-"""Flags of leases: the times after which silence counts as a failure."""
+"""Flags for timeouts: how long a node or rank may be silent before it counts as failed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lease_seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class TimeoutsConfig:
-    """Times after which a silent node or rank counts as failed, and a silent peer is reported."""
+    """Timeouts of a rank: after which silence a node or rank counts as failed, and after which a peer is reported."""
 
     peer_timeout: float | None = flag(
         "--moevement-peer-timeout", type=float, metavar="S", check=positive(None),
@@ -47,5 +47,5 @@ class TimeoutsConfig:
 
     @property
     def peer_s(self) -> float:
-        """Seconds after which a peer that does not answer is reported."""
+        """Seconds without an answer after which a rank reports a peer that keeps copies of its snapshots."""
         return LEASES_TO_HANG * self.lease_s if self.peer_timeout is None else self.peer_timeout

@@ -49,14 +49,16 @@ LEASE_S = 10.0
 """Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
 
 WRITTEN_ONCE = ("job/", "tasks/", "injected/", "flipped/")
-"""Prefixes of store keys that a process writes once in the life of the job.
+"""Prefixes of store keys that a process writes only once in the life of the job.
 
-The writer may be gone when a value is lost, so the coordinator keeps these values and restores them.
+Any process that reaches the store can delete a value, and its writer may have ended by then. So the coordinator keeps
+these values, and restores them.
 """
 
 
 MOST_REPORTED = 5
-"""Largest number of split groups (ranks on several nodes) that the coordinator names; it only counts further ones."""
+"""Number of blocks on several nodes for which the coordinator prints one line each; it prints only a count of further
+blocks. A block is a group of ranks that communicate in every layer."""
 
 
 class State(Enum):
@@ -118,26 +120,26 @@ class Coordinator:
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
         self._leave_by: dict[int, float] = {}
-        """Time in seconds of the clock by which each member must have left the interrupted generation."""
+        """Value of the clock in seconds by which each member must have left the interrupted generation."""
         self._form_at: float | None = None
-        """Time in seconds of the clock at which the job may be formed again; None until the backoff is decided."""
+        """Value of the clock in seconds at which the job may be formed again; None until the backoff is decided."""
         self._short_since: float | None = None
-        """Time in seconds of the clock since which the job waits for missing spares; None while it does not wait."""
+        """Value of the clock in seconds when the job began to wait for missing spares; None while it does not wait."""
         self._grid: Grid | None = None
-        """Grid of an elastic job, once a rank has published it; None for a job of fixed size."""
+        """Sizes that an elastic job may have, once a rank has published them; None for a job of fixed size."""
         self._is_winding_down = False
-        """True if the job was asked to end at the next boundary."""
+        """True if the user or the batch system asked the job to save and end after the current iteration."""
         self._judged = -1
-        """Newest generation for which the coordinator has acted on results that are not finite."""
+        """Newest generation for which the coordinator has acted on reports that ranks computed NaN or infinity."""
         self._suspect_nodes: set[str] = set()
-        """Nodes of processes that computed results that are not finite; spares on these nodes take over ranks last."""
+        """Nodes of processes that computed NaN or infinity; spares on these nodes take over ranks last."""
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
         self._block = 1
-        """Number of consecutive ranks that communicate in every layer, and should be on one node."""
+        """Number of ranks in a block: consecutive ranks that communicate in every layer, and should be on one node."""
         self._split: set[int] = set()
-        """Numbers of the blocks that span nodes, and that the coordinator has reported already."""
+        """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
         self._adopts = Backoff(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
@@ -212,15 +214,16 @@ class Coordinator:
         return rank
 
     def has_trained(self, member: int | None = None) -> bool:
-        """Return True if the job has committed an iteration, or was formed without ``member`` among its ranks.
+        """Return True if an error of ``member`` cannot be a mistake in the flags or the script.
 
-        While the result is False, an error of the member may be a mistake of the user, which ends the job.
+        That is the case once the job has committed an iteration, or was formed with ``member`` as a spare. A mistake
+        ends the job; any other error only costs the member.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
 
     def wind_down(self) -> None:
-        """Note that the job was asked to end at the next boundary.
+        """Note that the user or the batch system asked the job to save and end at the next boundary between iterations.
 
         If all ranks fail before that boundary, the coordinator stops the job. If it formed the job again, the new ranks
         would only execute one iteration and then end.
@@ -242,7 +245,7 @@ class Coordinator:
             self._report(f"{rejected} values in the job's store had no valid signature; the job ignored these values")
 
     def step(self) -> None:
-        """Look at the store and the leases, and move the job to its next state if it is time; never block."""
+        """Read the store and the leases, and change the state of the job if they require it; never block."""
         self._store.keep_written()
         if self._adopts.is_due(rung=self._store.has_rung(CLAIMED)):
             with self._adopts:
@@ -271,7 +274,8 @@ class Coordinator:
     def waiting(self) -> list[int]:
         """Return the members without a rank that could take one, in the order in which they joined.
 
-        Members on suspect nodes come last. Once the job was formed, members for which no device is left are omitted.
+        Members come last if a process on their node has computed NaN or infinity. Once the job was formed, the list
+        omits members for which no free device is left.
         """
         waiting = sorted(self._without_rank(), key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
@@ -286,7 +290,7 @@ class Coordinator:
         return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
     def process_entries(self) -> list[dict[str, Any]]:
-        """Return the entries of ``ranks.json``: ranks in their order, then spares, then processes that are starting."""
+        """Return the entries of ``ranks.json``: ranks in ascending order, then spares, then starting processes."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
             *((None, info.member) for info in self._without_rank()),
@@ -311,7 +315,7 @@ class Coordinator:
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
     def _take_back(self, node: str, unusable: UnusableDevice) -> str:
-        """Exclude the device of a member that has given its rank back, if the device is broken.
+        """Note that a member has given its rank back. If the member's device is broken, no process gets it any more.
 
         Returns:
             The description of the member's end, for log lines.
@@ -392,11 +396,11 @@ class Coordinator:
     # Ranks that communicate in every layer stay on one node
 
     def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
-        """Choose the size of the blocks that are kept on one node.
+        """Choose the block size: the number of consecutive ranks that a later takeover tries to keep on one node.
 
-        The ranks have published the sizes of the groups that communicate in every layer. The method takes the largest
-        size for which at least one group is on a single node when the job begins. If there is no such size, it takes
-        the smallest size.
+        Ranks have written into the store the sizes of their groups that communicate in every layer. The method takes
+        the largest size for which at least one group is on a single node when the job begins. If no size has such a
+        group, it takes the smallest size.
         """
         if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
             sizes = sorted(map(int, text.split(b",")))
@@ -410,9 +414,10 @@ class Coordinator:
         return take_over(missing, kept, before=self.roster.nodes, waiting=waiting, block=self._block, avoided=avoided)
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
-        """Decide whether the job waits for starting processes.
+        """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
 
-        The job waits if, without these processes, a block that was on one node would span nodes.
+        The job waits if, without the new process, ranks that communicate in every layer and were on one node would be
+        on several nodes.
 
         Args:
             missing: the failed ranks.
@@ -429,7 +434,10 @@ class Coordinator:
         self.waits_for_respawn = bool(expected)
 
     def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
-        """Return the first and the last rank of each block that spans nodes and was not reported yet."""
+        """Return the first and the last rank of each block that spans nodes and that the user does not know of yet.
+
+        A block is a group of consecutive ranks that communicate in every layer.
+        """
         block, new = self._block, sorted(split_blocks(nodes, self._block) - self._split)
         return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
 
@@ -438,7 +446,7 @@ class Coordinator:
             nodes = ", ".join(self.roster.nodes_of(first, last))
             self._report(f"ranks {first} to {last} communicate in every layer, but are now on several nodes: {nodes}")
         if more := self.roster.split[MOST_REPORTED:]:
-            self._report(f"so do {len(more)} other groups of ranks, each of which is now on several nodes")
+            self._report(f"{len(more)} more groups of ranks that communicate in every layer are now on several nodes")
         self._split = split_blocks(self.roster.nodes, self._block)
 
     # Elastic jobs
@@ -449,9 +457,10 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Return True if waiting members can enlarge the job, and no member has joined for ``join_wait_s`` seconds.
+        """Return True if waiting members suffice to enlarge an elastic job; before that, interrupt all ranks.
 
-        Before it returns True, the method interrupts all ranks.
+        The method returns False until ``join_wait_s`` seconds have passed since a member last joined and since the last
+        roster was proposed. So members that join shortly after each other enlarge the job together.
         """
         grid = self._elastic()
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
@@ -465,7 +474,10 @@ class Coordinator:
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
-        """Propose the largest job for which survivors and waiting members suffice; wait for spares if none exists."""
+        """Propose the largest job for which survivors and waiting members suffice.
+
+        If they do not suffice even for the smallest allowed job, wait for spares.
+        """
         waiting = self.waiting()
         units = grid.units(min(len(survivors) + len(waiting), self._ranks))
         if not units:
@@ -479,10 +491,10 @@ class Coordinator:
         self._propose(ranks, len(survivors) + len(waiting) - world)
 
     def _waits_for_the_first(self) -> bool:
-        """Return True while the job waits for its first members; member N is to be rank N.
+        """Return True while the job waits for its first members. If all of them join, member N becomes rank N.
 
-        After the spare timeout, the job begins with other members in place of the absent ones. If too few members have
-        joined by then, the method stops the job.
+        Some may be absent when no member has joined for the spare timeout. Then the job begins, and spares take the
+        ranks of the absent members. If the job has too few members for this, the method stops it.
         """
         absent = [
             member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
@@ -497,15 +509,15 @@ class Coordinator:
             self.stop(f"{since}; the number of members is {len(self.members)}, but the job has {self._ranks} ranks")
             return True
         if not self._is_reported:
-            self._report(f"{since}; the job begins with spares in their place")
+            self._report(f"{since}; the job begins, and spares take the ranks of these members")
             self._is_reported = True
         return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
         """Return True if every survivor that had entered training has left its generation.
 
-        The coordinator gives up a member that does not leave in time. A member that reports a further phase of leaving
-        gets the whole time again.
+        Leaving has phases, such as the abort of communicators. A survivor that takes long reports each phase that it
+        reaches, and its timeout then begins anew. If the timeout of a survivor runs out, the survivor counts as dead.
         """
         if self._entered.generation < 0:
             return True
@@ -524,13 +536,13 @@ class Coordinator:
         return not entered
 
     def _replace_suspect(self) -> bool:
-        """Replace a process that computed results that are not finite, or stop the job.
+        """Replace a process that computed NaN or infinity, or stop the job.
 
-        Each failure replaces one process. Once every process that computed such results was replaced, the method stops
-        the job; the reason names the batch and the model as possible causes.
+        Only one process is replaced at each failure. If a failure reports only ranks whose processes were already
+        replaced, the method stops the job; the reason names the batch and the model as possible causes.
 
         Returns:
-            True if a process was given up or the job was stopped.
+            True if the method has replaced a process or stopped the job.
         """
         entered = self._entered
         if self._judged == entered.generation or not entered.suspects:
@@ -555,7 +567,10 @@ class Coordinator:
         return True
 
     def _decide_to_go_on(self) -> float:
-        """Return the backoff in seconds before the job is formed again; stop the job if it fails repeatedly."""
+        """Count the last failure, and return the seconds to wait before the job is formed again.
+
+        If the job has failed too often without a newly committed iteration, stop it.
+        """
         entered = self._entered
         if entered.generation < 0:
             return 0.0

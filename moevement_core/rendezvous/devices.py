@@ -1,4 +1,8 @@
-"""Assignment of devices to ranks. Identities tell devices apart, because each process numbers its devices from 0."""
+"""Assignment of devices to ranks.
+
+Each process numbers its devices from 0, so a number alone does not say which device is meant. An *identity* (the UUID
+of a GPU) names a device for all processes.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ CHECK_S = 30.0
 def assign_devices(
     members: Mapping[int, MemberInfo], before: Mapping[int, int], broken: Collection[str] = ()
 ) -> dict[int, int]:
-    """Return the local device number of each rank.
+    """Return the device number of each rank, as the rank's process counts its devices.
 
     Survivors keep their devices, and every other process takes a free device that it sees. A process that sees no free
     device, or runs on a CPU, keeps the number that it was started with.
 
     Args:
         members: member of each rank.
-        before: local device numbers of the ranks that keep their processes.
+        before: device numbers of the ranks that keep their processes, as each process counts its devices.
         broken: identities of devices that no process may use.
     """
     kept = {rank: number for rank, number in before.items() if rank in members}
@@ -35,7 +39,7 @@ def assign_devices(
 
 
 def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> list[MemberInfo]:
-    """Return the waiting processes that could all have a device at the same time, in their order.
+    """Return those waiting processes that can all get a free device of their own; keep their order.
 
     Args:
         waiting: processes without a rank; processes on CPUs need no device.
@@ -53,12 +57,12 @@ def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> l
 
 
 def identity(info: MemberInfo, number: int) -> str:
-    """Return the identity of the device that a process knows by ``number``; empty if it has no such device."""
+    """Return the identity of a process's device with this number; an empty string if there is no such device."""
     return info.devices[number] if number < len(info.devices) else ""
 
 
 def _free_device(info: MemberInfo, taken: Collection[str]) -> int | None:
-    """Return the number of a device that is not taken, or None.
+    """Return the number of a device of this process whose identity is not in ``taken``; None if there is none.
 
     The function prefers the device for which the process was started.
     """

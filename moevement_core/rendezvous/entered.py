@@ -1,4 +1,4 @@
-"""Account of the newest generation in training, from the values that its ranks write into the job's store."""
+"""Account of which ranks of a generation have left it or finished, read from values that ranks write to the store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 
 class Entered:
-    """Account of the newest generation in training: its members, and which of them have left or finished.
+    """Account of the newest generation that has entered training: its members, and which have left it or finished.
 
-    The coordinator keeps the account.
+    The coordinator keeps the account. A member *leaves* when a failure interrupts the generation. It *finishes* when it
+    has reached the end of the job.
 
     Args:
         store: store of the job.
@@ -26,21 +27,21 @@ class Entered:
         self.generation = -1
         """Newest generation whose ranks have entered training; -1 before the first."""
         self.members: Collection[int] = ()
-        """Members of that generation's roster."""
+        """Members that have a rank in the newest generation that has entered training."""
         self.left: dict[int, Mapping[str, Any]] = {}
-        """Values that survivors wrote when they left the generation, by member (:meth:`Member.leave`)."""
+        """Reports that survivors wrote when they left the generation, by member (:meth:`Member.leave`)."""
         self._finished: set[int] = set()
         """Members that have reached the end of the job."""
         self._phases: dict[int, bytes] = {}
-        """Phase of leaving that each member last reported."""
+        """Last phase of leaving (:class:`LeavingPhase`) that a slow member has reported, by member."""
         self._found: dict[str, int] = {}
-        """Number of values found in the last read, by key."""
+        """Number of members whose values the last read has found, by key."""
         self._looks: dict[str, Backoff] = {}
-        """Backoff of reads, by key. Without it, each step of the coordinator would read 1000 values for 1000 ranks."""
+        """Pauses between reads, by key. Without them, each step of the coordinator would read a value for each rank."""
         self._store, self._clock = store, clock
 
     def begin(self, generation: int, members: Collection[int]) -> None:
-        """Note that ``members`` have entered training in ``generation``, and forget the generation before."""
+        """Note that ``members`` have entered training in ``generation``, and forget the previous generation."""
         self.generation, self.members = generation, members
         self.left, self._finished, self._phases = {}, set(), {}
         self._looks.clear()
@@ -50,13 +51,14 @@ class Entered:
         """Return the values that members have written under a key of the store.
 
         Args:
-            key: key with ``{}`` in place of the generation, such as :data:`LEFT`. The values are under this key with
-                ``/MEMBER`` appended. The key itself is a bell: a member changes it after it has written its value.
+            key: key with ``{}`` in place of the generation, such as :data:`LEFT`. Each member writes its value under
+                this key with ``/MEMBER`` appended. Then it changes the key itself, to signal the new value.
             generation: the generation.
             members: members that may have written.
 
         Returns:
-            Values by member; None if no further member has written since the last read, or no read is due.
+            Values by member. None if no further member has written since the last read, or if it is too early to read
+            again.
         """
         name = key.format(generation)
         look = self._looks.setdefault(name, Backoff(self._clock))
@@ -73,7 +75,7 @@ class Entered:
         return written
 
     def leaving(self) -> list[Mapping[str, Any]]:
-        """Return the values of the members that have left the generation since the last call."""
+        """Return the reports of the members that have left the generation since the last call."""
         newly = []
         for member, text in (self.written_by(LEFT, self.generation, self.members) or {}).items():
             if member not in self.left:
@@ -82,7 +84,7 @@ class Entered:
         return newly
 
     def has_new_phase(self, member: int) -> bool:
-        """Return True if a member has reported a further phase of leaving since the last call."""
+        """Return True if a member that takes long to leave has reported a further phase since the last call."""
         phase = self._store.read(f"{LEAVING.format(self.generation)}/{member}")
         if phase is None or phase == self._phases.get(member):
             return False
@@ -97,10 +99,10 @@ class Entered:
 
     @property
     def suspects(self) -> set[int]:
-        """Ranks whose processes computed results that are not finite, as members reported when they left."""
+        """Ranks whose processes computed NaN or infinity, as members reported when they left the generation."""
         return {rank for left in self.left.values() for rank in left.get("suspects", ())}
 
     @property
     def reasons(self) -> list[str]:
-        """Errors of the members that left because of an error of their own, sorted."""
+        """Errors of the members that left because of an error in their own process, sorted and without duplicates."""
         return sorted({left["reason"] for left in self.left.values() if left["reason"]})

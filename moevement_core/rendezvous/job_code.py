@@ -28,7 +28,7 @@ SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 SCRIPT_TEXT_ENV = "MOEVEMENT_SCRIPT_TEXT"
 """Environment variable: ``PATH:SCRIPT``, where the file PATH holds the text of SCRIPT as the launcher read it.
 
-If the variable is unset, the script is read from its own path.
+If the variable is unset, a process reads the script from SCRIPT itself.
 """
 CODE = "job/code"
 """Key of the store for the code of the job; the first process that joins writes it."""
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "moevement")
 OURS = ("moevement_core", "megatron.moevement")
 """Packages of this project. Their sources are compared, because edits in a checkout do not change the version."""
 NODE_FLAGS = ("--data-cache-path", "--tensorboard-dir", "--wandb-save-dir", "--run-dir")
-"""Flags for folders, whose values may differ between nodes without changing the computation."""
+"""Flags that name folders. Their values may differ between nodes, because they do not change what is computed."""
 _MOST_SHOWN = 3
 """Number of differences that an error message shows."""
 
@@ -86,7 +86,7 @@ def script_text(script: str) -> bytes:
 
 
 class KeptScript:
-    """Text of the job's script, kept in memory while its launcher runs.
+    """Text of the job's script, which its launcher keeps in memory. Processes that start later read it from there.
 
     Args:
         script: path of the script.
@@ -95,19 +95,19 @@ class KeptScript:
     def __init__(self, script: str) -> None:
         self._file = MemoryFile("moevement-script", Path(script).read_bytes())
         self.environment = {SCRIPT_TEXT_ENV: f"{self._file.path}:{os.path.abspath(script)}"}
-        """Environment variables for every process that runs the script."""
+        """Environment variables with which a process finds the kept text; the launcher sets them for every process."""
 
     def close(self) -> None:
-        """Release the memory, when the launcher starts no more processes."""
+        """Release the memory. The launcher calls this when it starts no more processes."""
         self._file.close()
 
 
 def join_with_same_code(store: SignedStore) -> None:
-    """Record the code of this process if it is the first of its job, or else compare it with the recorded code.
+    """Compare the code of this process with the code of its job. The first process of a job records its own code.
 
     Raises:
-        CodeDiffers: the code of this process differs from the job's.
-        ExchangeError: the record cannot be decoded.
+        CodeDiffers: the code of this process differs from the recorded code.
+        ExchangeError: the recorded code cannot be decoded.
     """
     own_code = _code_of_this_process()
     encoded = msgspec.json.encode(own_code).decode()
@@ -165,8 +165,8 @@ def _modules_beside(script: Path) -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Return versions of the packages on which computed results depend, and digests of this project's packages.
 
-    The function reads the sources of this project, about 2 MB. Ranks that are forked after a call inherit the cached
-    result.
+    The function reads all sources of this project, about 2 MB, and caches the result. Ranks that are forked later from
+    this process inherit the result.
     """
     versions = {}
     for name in PACKAGES:

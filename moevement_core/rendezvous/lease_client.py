@@ -1,4 +1,8 @@
-"""Lease client: the supervisor's side of leases; see :mod:`moevement_core.rendezvous.lease_server`."""
+"""Lease client: the code with which a supervisor renews the leases of its processes at the coordinator.
+
+:mod:`moevement_core.rendezvous.lease_server` is the other side. A *beat* is one renewal: a message with the list of
+processes that are alive.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from moevement_core.comms.token import Token
 from moevement_core.rendezvous.status_page import boot_time_s
 
 BEATS = 10
-"""Number of renewals in a lease time."""
+"""Number of renewals that a supervisor sends in one lease time."""
 CONNECT_S = 1.0
 """Longest time to establish a connection, in seconds."""
 MOST_BEATS_BETWEEN_CALLS = 4
-"""Longest backoff between two attempts to connect, in beats.
+"""Longest pause between two attempts to connect, as a multiple of the time between two renewals.
 
-Without a backoff, all supervisors could reconnect at once, and the server might authenticate none of them in time. The
-longest backoff is well below a lease time.
+Without pauses, all supervisors could reconnect at once, and the server might authenticate none of them in time. Even
+the longest pause is well below a lease time.
 """
 
 
@@ -32,15 +36,16 @@ class LeaseClient:
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
-        started_by: value of :data:`~moevement_core.util.environment.START_ENV`: the execution of a node's command that
-            has started this supervisor. The server lists these values in
-            :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
+        started_by: start name ``NODE/NUMBER`` of this supervisor
+            (:data:`~moevement_core.util.environment.START_ENV`); empty if the coordinator has not started it. So the
+            coordinator knows from which nodes supervisors are connected
+            (:attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`).
     """
 
     def __init__(self, name: str, address: tuple[str, int], lease_s: float, token: Token, started_by: str = "") -> None:
         self.lease_s = lease_s
         self.held_until = boot_time_s() + lease_s
-        """Time at which this supervisor's lease ends, in seconds of the boot-time clock."""
+        """Time at which the leases of this supervisor's processes end, in seconds of the boot-time clock."""
         self.given_up: set[int] = set()
         """Members of this supervisor that the coordinator counts as dead."""
         self.stop: dict[str, Any] | None = None
@@ -57,26 +62,29 @@ class LeaseClient:
         self._name, self._address, self._started_by = name, address, started_by
         self._lines: SignedLines | None = None
         self._replaced: SignedLines | None = None
-        """Silent connection that a newer one replaces.
+        """Old connection on which no answers arrive any more; None unless the client has just opened a new connection.
 
-        The client closes it after the first beat on the newer connection. If it were closed earlier, the server would
-        count this supervisor as gone.
+        The client closes the old connection after its first message on the new one. If it closed the old connection
+        before, the server would count this supervisor as gone.
         """
         self._beat = 0
-        """Number of the newest beat."""
+        """Number of the newest renewal."""
         self._sent_at: dict[int, float] = {}
-        """Time at which each recent beat was sent, in seconds of the boot-time clock."""
+        """Time at which each recent renewal was sent, by its number, in seconds of the boot-time clock."""
         self._beat_at = self._heard_at = self._tried_at = -float("inf")
         self._calls = 0
-        """Number of attempts to connect since the last answer."""
+        """Number of attempts to connect since the server last answered."""
         self._random = random.Random(name)
         self._news: list[dict[str, Any]] = []
-        """Unacknowledged deaths in the order in which they were seen, each with the beat that first reported it."""
+        """Deaths that the server has not acknowledged yet, in the order in which this supervisor saw them.
+
+        Each entry has the number of the renewal that first reported the death on the current connection.
+        """
         self._request: dict[str, Any] | None = None
-        """Unacknowledged request, with the beat that first carried it."""
+        """Request to end the job that the server has not acknowledged; ``beat`` is the first renewal that had it."""
 
     def died(self, member: int, pid: int, how: str) -> None:
-        """Report the end of a process of this supervisor, in every beat until the server acknowledges the report.
+        """Report that a process of this supervisor has ended, in each renewal until the server acknowledges the report.
 
         Args:
             member: the member.
@@ -87,10 +95,10 @@ class LeaseClient:
         self._beat_at = -float("inf")
 
     def request(self, kind: str, why: str, code: int = 1) -> None:
-        """Ask the coordinator to end the job, in every beat until the server acknowledges the request.
+        """Ask the coordinator to end the job, in each renewal until the server acknowledges the request.
 
         Args:
-            kind: ``stop`` to end the job now, or ``wind_down`` to end it at the next boundary.
+            kind: ``stop`` to end the job now, or ``wind_down`` to end it at the next boundary between iterations.
             why: reason, for the user.
             code: exit code of the job, for ``stop``.
         """
@@ -98,7 +106,9 @@ class LeaseClient:
         self._beat_at = -float("inf")
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
-        """Send a beat if one is due, and read the answers; reconnect if the connection is broken or silent.
+        """Renew the leases if that is due, and read the server's answers.
+
+        If the connection is broken, or no answer has arrived for two intervals, connect again.
 
         Args:
             members: all members of this supervisor that have not ended.
@@ -121,8 +131,9 @@ class LeaseClient:
     def _pause_s(self, interval_s: float) -> float:
         """Return the seconds from the last attempt to connect to the next attempt.
 
-        The longest pause doubles with each attempt, up to :data:`MOST_BEATS_BETWEEN_CALLS`. The method returns a random
-        time from half of the longest pause to the longest pause, so that supervisors do not all connect at once.
+        After the first failed attempt, a limit doubles with each further attempt, up to
+        :data:`MOST_BEATS_BETWEEN_CALLS`. The method returns a random time between half of the limit and the limit, so
+        that supervisors do not all connect at once.
         """
         if self._calls <= 1:
             return interval_s

@@ -1,8 +1,8 @@
-"""Lease server: the coordinator's side of leases. Supervisors connect to it, and use these connections for leases only.
+"""Lease server: runs in the coordinator's process, and renews the leases of processes that supervisors find alive.
 
-Several times in a lease time, a supervisor sends a beat: the list of its processes that are alive. Each answer renews
-the leases of these processes. The server notices a broken connection at once. Usually the supervisor has then ended,
-and its processes end with it.
+Each supervisor has a connection to the server. Several times in a lease time, it sends a *beat*: the list of its
+processes that are alive. The server's answer renews the leases of these processes. The server notices a broken
+connection at once. Usually the supervisor has then ended, and its processes end with it.
 
 Messages are signed lines of JSON. A caller has to prove that it has the job's token. The server limits the number of
 connections whose callers have not proved this yet, and closes a connection if the proof does not arrive in time.
@@ -29,23 +29,26 @@ MOST_UNKNOWN = 64
 """Largest number of accepted connections whose callers have not proved yet that they have the token. Further callers
 wait in the listener's queue."""
 SHORT_GREETING_S = 1.0
-"""Value in place of :data:`GREETING_S` while further callers wait. The proof takes only one round trip."""
+"""Value that replaces :data:`GREETING_S` while :data:`MOST_UNKNOWN` callers have not sent their proof yet.
+
+A second is enough, because the proof takes only one round trip.
+"""
 
 
 class LeaseHolder(Protocol):
-    """Interface of the coordinator that the lease server needs."""
+    """Methods of the coordinator that the lease server calls."""
 
     lease_s: float
     given_up: set[int]
 
     def renew(self, members: Mapping[int, int | None]) -> None:
-        """Renew the leases of live members, each with the newest iteration that it has committed."""
+        """Renew the leases of ``members``; the value is the newest iteration that the member has committed."""
 
     def disconnected(self, members: Iterable[int]) -> None:
         """Note that the connection of the supervisor of ``members`` broke."""
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """Record the end of a process that its supervisor saw; return the rank of the process, if it had one."""
+        """Record that a supervisor saw a process end; return the rank of the process, None for a spare."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,7 @@ class _Supervisor:
 
 
 class LeaseServer:
-    """Server in the coordinator's process. One thread calls all methods, and calls :meth:`poll` often.
+    """Server for the renewal of leases. One thread of the coordinator calls all methods, and calls :meth:`poll` often.
 
     Args:
         listener: bound socket that listens.
@@ -89,11 +92,11 @@ class LeaseServer:
         self._by_name: dict[str, _Supervisor] = {}
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
-        """Accept connections, read messages, and answer each beat, until the timeout is over.
+        """Accept connections, read messages of supervisors, and answer each of them, until the timeout is over.
 
         Args:
             timeout_s: seconds that the call takes.
-            answer: fields for every answer: generation, progress and end of the job.
+            answer: fields for every answer, which tell supervisors the generation, progress and end of the job.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -107,10 +110,12 @@ class LeaseServer:
                 return
 
     def _bound_unknown(self) -> None:
-        """Close connections whose proof is late; accept no more while :data:`MOST_UNKNOWN` proofs are pending.
+        """Limit the number of connections whose callers have not proved yet that they have the job's token.
 
-        After an outage of the network, all supervisors connect at once. The server never closes a connection only to
-        accept another. So each supervisor waits at most for the proofs of all callers before it.
+        Close a connection if its proof does not arrive in time. Accept no further connection while
+        :data:`MOST_UNKNOWN` proofs are pending. After an outage of the network, all supervisors connect at once. The
+        server never closes a connection only to accept another. So each supervisor waits at most for the proofs of all
+        callers before it.
         """
         now = time.monotonic()
         allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S
@@ -185,13 +190,13 @@ class LeaseServer:
 
     @property
     def heard(self) -> set[str]:
-        """``started_by`` (see ``LeaseClient``) of each supervisor that has sent a message within the lease time."""
+        """Start name ``NODE/NUMBER`` of each supervisor that has sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """``started_by`` (see ``LeaseClient``) of each supervisor that is connected now."""
+        """Start name ``NODE/NUMBER`` of each supervisor that is connected now; it names the supervisor's node."""
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""List of the deaths in a job, and of the deaths from which the job has not recovered yet."""
+"""Record of all deaths in a job, and of those from which the job has not recovered yet."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from moevement_core.rendezvous.roster import Death, NoticedBy
 
 
 class Losses:
-    """Deaths of a job that the coordinator knows of."""
+    """Deaths of ranks and spares that the coordinator of a job has noticed."""
 
     def __init__(self) -> None:
         self.all: list[Death] = []
         """Every death, including those of spares, in the order in which they were noticed."""
         self.new: list[Death] = []
-        """Deaths of ranks since a generation last entered training."""
+        """Deaths of ranks since a generation last entered training; no recovery from them has begun."""
         self.unrecovered: list[Death] = []
-        """Earlier deaths of ranks, from which the job has not recovered yet."""
+        """Deaths of ranks from which a recovery has begun, but has not ended."""
         self._uncounted: list[int] = []
         """Ranks that died since the last call of :meth:`uncounted`."""
 
@@ -39,7 +39,7 @@ class Losses:
             self._uncounted.append(rank)
 
     def entered(self) -> None:
-        """Note that a generation has entered training. It now recovers from the new deaths and from earlier ones."""
+        """Note that a generation has entered training, and begins to recover from all deaths in :attr:`new`."""
         self.unrecovered += self.new
         self.new.clear()
 
@@ -48,6 +48,6 @@ class Losses:
         self.unrecovered.clear()
 
     def uncounted(self) -> list[int]:
-        """Return the ranks that died since the last call, once for each death."""
+        """Return the ranks that died since the last call; a rank that died twice is in the list twice."""
         ranks, self._uncounted = self._uncounted, []
         return ranks

@@ -30,7 +30,7 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
-"""Longest single wait in the store. Between waits, the member checks if the job has ended or excluded it."""
+"""Longest single wait in the store. After each wait, the member checks whether the job has ended or excluded it."""
 
 
 class Member:
@@ -60,13 +60,13 @@ class Member:
         self._store.ring(JOINED)
 
     def wait_for_rank(self, check: Callable[[Roster, int], None] = lambda roster, rank: None) -> tuple[Roster, int]:
-        """Wait for the next roster that has a rank for this member and that all its members have acknowledged.
+        """Wait until a roster has a rank for this member, and all members with a rank have acknowledged this roster.
 
         A spare may wait in this call until the end of the job.
 
         Args:
-            check: called with a roster and this member's rank, before the member acknowledges the roster. A process
-                that cannot take the rank ends in this call, so that no other rank waits for it in a process group.
+            check: called with a roster and this member's rank, before the member acknowledges the roster. If this
+                process cannot take the rank, ``check`` ends it, so that no other rank waits for it in a process group.
 
         Returns:
             The roster and the rank of this member.
@@ -107,10 +107,10 @@ class Member:
         """Report that this rank has left its generation; the coordinator forms the next when all survivors have left.
 
         Args:
-            reason: error of this rank; empty if the failure was elsewhere.
+            reason: error of this rank; empty if only other ranks failed.
             committed: newest iteration that this rank has committed.
-            had_recovered: True if training had resumed in this generation after all earlier failures.
-            suspects: ranks whose processes computed results that are not finite; one of them is replaced.
+            had_recovered: True if this generation had recovered from all failures before it and resumed training.
+            suspects: ranks whose processes computed NaN or infinity; the coordinator replaces one of them.
         """
         left = {
             "reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered,
@@ -137,9 +137,9 @@ class Member:
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:
-        """Write a value of this member, and signal the coordinator to read the values of the key at once.
+        """Write a value of this member, and signal to the coordinator that it should read the value at once.
 
-        The signal is a change of the key's bell. Without it, the coordinator reads after a backoff of 1 s or more.
+        Without the signal, the coordinator would read the value only after a pause of 1 s or more.
         """
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)

@@ -9,15 +9,17 @@ from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, 
 from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
-"""Number of lease times after which a rank that has not left an interrupted generation, or has not acknowledged a
-roster, counts as dead."""
-LEASES_TO_LEAVE_DEVICES = 12
-"""Number of lease times after which a rank that has not left its generation counts as dead, if members have devices.
+"""Number of lease times that a rank has to leave an interrupted generation, or to acknowledge a roster.
 
-It is larger, because each abort of a communicator waits for the device.
+After this time, the rank counts as dead.
+"""
+LEASES_TO_LEAVE_DEVICES = 12
+"""Number of lease times that a rank has to leave an interrupted generation, in a job with GPUs.
+
+It is larger than without GPUs, because each abort of a communicator waits for the device.
 """
 RESET_GRACE_S = 0.5
-"""Seconds after a connection broke until the members of a supervisor that has not reconnected count as dead."""
+"""Seconds in which a supervisor may reconnect after its connection broke. After that, its members count as dead."""
 
 
 class Membership:
@@ -35,18 +37,18 @@ class Membership:
         self.dead: set[int] = set()
         self.lease_s = lease_s
         self.joined_at = clock()
-        """Value of the clock, in seconds, when the newest member joined."""
+        """Value of the clock in seconds when the newest member joined."""
         self._store, self._clock = store, clock
         self._look = Backoff(clock)
         self._renewed: dict[int, float] = {}
-        """Time in seconds of the clock at which the lease of each member was last renewed."""
+        """Value of the clock in seconds when the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
-        """Time in seconds of the clock at which the supervisor's connection broke, by member."""
+        """Value of the clock in seconds when the connection of a member's supervisor broke, by member."""
         self._stepped_at = clock()
 
     @property
     def leave_s(self) -> float:
-        """Longest time in seconds for a rank to leave a generation; it begins anew when the rank reports a phase."""
+        """Longest time in seconds in which a rank has to leave a generation, or to reach the next phase of leaving."""
         has_devices = any(info.devices for info in self.alive.values())
         return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
@@ -79,7 +81,7 @@ class Membership:
                 self._disconnected.setdefault(member, self._clock())
 
     def lost(self) -> Iterator[tuple[int, str, NoticedBy]]:
-        """Yield members whose lease has run out or whose supervisor is gone.
+        """Yield members whose lease has run out, or whose supervisor has lost its connection and not reconnected.
 
         Yields:
             The member, a description of its end for log lines, and the detector.
@@ -106,7 +108,9 @@ class Membership:
         return silent_s
 
     def waiting(self, but: Collection[int]) -> list[int]:
-        """Return the members that could take a rank, in the order in which they joined; silent ones come last.
+        """Return the members that could take a rank, in the order in which they joined.
+
+        Members whose lease was not renewed for a third of the lease time come last, because their node may be lost.
 
         Args:
             but: members to omit, because they have a rank.
@@ -116,12 +120,15 @@ class Membership:
         return sorted(free, key=self._is_silent)
 
     def silent_nodes(self) -> set[str]:
-        """Return the nodes with a silent or disconnected member, because they may be lost."""
+        """Return the nodes with a silent or disconnected member. A node in this set may be lost as a whole.
+
+        A member is silent if its lease was not renewed for a third of the lease time.
+        """
         silent = (info.node for member, info in self.alive.items() if self._is_silent(member))
         return {*silent, *(self.alive[member].node for member in self._disconnected if member in self.alive)}
 
     def hears(self, node: str, but: int) -> bool:
-        """Return True if a member of the node other than ``but`` is neither silent nor disconnected."""
+        """Return True if another member on the node than ``but`` has a recent lease and a connected supervisor."""
         others = [member for member, info in self.alive.items() if info.node == node and member != but]
         return any(not self._is_silent(member) and member not in self._disconnected for member in others)
 

@@ -1,4 +1,4 @@
-"""Resizing of an elastic job: the new number of ranks, and the member for each rank."""
+"""Change of an elastic job's size: the new number of ranks, and the member for each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of the ranks of an elastic job, and the sizes that the job may have.
+    """Arrangement of an elastic job's ranks in stages and units, and the sizes that the job may have.
 
     A *unit* is the smallest group of ranks of a stage that the job adds or removes together. It holds one or more whole
     data-parallel replicas of the stage, and its ranks have consecutive numbers. The units of a stage come before those
@@ -21,12 +21,15 @@ class Grid:
     unit: int = 1
     """Number of ranks in a unit."""
     sizes: tuple[int, ...] = ()
-    """Numbers of units that a stage of the job may have, ascending."""
+    """Allowed numbers of units in each stage, ascending."""
     join_wait_s: float = 0.0
-    """Seconds without a new member before the job grows, so that it admits members that join shortly after another."""
+    """Seconds that the job waits after the last member joined before it grows.
+
+    So members that join shortly after each other enlarge the job together.
+    """
 
     def encode(self) -> str:
-        """Return the value for the job's store."""
+        """Return this object as text for the job's store."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -36,18 +39,18 @@ class Grid:
         return Grid(**{**fields, "sizes": tuple(fields["sizes"])})
 
     def units(self, processes: int) -> int:
-        """Return the most units of a stage that ``processes`` can form, of the allowed numbers; 0 if too few exist."""
+        """Return the largest allowed number of units in each stage for which ``processes`` suffice; 0 if none is."""
         return max((size for size in self.sizes if size * self.unit * self.stages <= processes), default=0)
 
     def world(self, units: int) -> int:
-        """Return the number of ranks of a job whose stages have ``units`` units each."""
+        """Return the number of ranks of a job with ``units`` units in each stage."""
         return units * self.unit * self.stages
 
     def roster(self, survivors: Mapping[int, int], world: int, free: Sequence[int], units: int) -> dict[int, int]:
         """Return the member for each rank of a job that goes on with ``units`` units in each stage.
 
-        Complete units keep their stage and their order, so that their state does not move. Survivors of incomplete
-        units, and then waiting members, take the remaining ranks.
+        Units that have lost no rank keep their stage and their order, so that their state does not move. Survivors from
+        other units take the remaining ranks first, and waiting members take the rest.
 
         Args:
             survivors: surviving members, by the ranks that they had.

@@ -1,37 +1,38 @@
-"""Account of the processes that supervisors are starting in place of ended ones, with the duration of such starts."""
+"""Account of the processes that supervisors start in place of ended ones, and of how long such starts take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 WAIT_S = 20.0
-"""Seconds for which the coordinator expects a starting process, before it has measured any start."""
+"""Seconds for which the coordinator expects a starting process to join, until it has measured such a start."""
 LONGEST_WAIT_S = 60.0
-"""Longest time for which the coordinator expects a starting process, in seconds."""
+"""Longest time in seconds for which the coordinator expects a starting process to join."""
 
 
 class Respawns:
-    """Account that the coordinator keeps of the processes that are being started in place of ended ones.
+    """Account of the processes that supervisors are starting in place of ended ones; the coordinator keeps it.
 
     Args:
         clock: returns monotonic seconds.
-        wait_s: seconds for which a starting process is expected, before any start was measured; 0: supervisors never
-            start such processes.
+        wait_s: seconds for which the coordinator expects a starting process to join, until it has measured how long a
+            start takes; 0: supervisors start no processes in place of ended ones.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """Begin times of the starts whose processes have not joined yet, in seconds of the clock, by node."""
+        """Values of the clock in seconds at which starts began whose processes have not joined yet, by node."""
 
     def begins(self, node: str) -> None:
-        """Note that a process of ``node`` has ended, and that its supervisor lives and starts another process."""
+        """Note that a process on ``node`` has ended, and that its supervisor lives and starts another process."""
         self._begun.setdefault(node, []).append(self._clock())
 
     def has_joined(self, node: str) -> None:
-        """Note that a process of ``node`` has joined, and update the time for which other processes are expected.
+        """Note that a process on ``node`` has joined, and measure how long its start took.
 
-        The time is twice the duration of the slowest start so far, plus a second.
+        From now on, the coordinator expects a starting process for twice the duration of the slowest start, plus a
+        second.
         """
         begun = [at for at in self._begun.pop(node, ()) if self._clock() - at < LONGEST_WAIT_S]
         if begun and self._wait_s:
@@ -49,5 +50,5 @@ class Respawns:
         return {node: count for node, count in recent.items() if count and self._wait_s}
 
     def is_expected(self, node: str) -> bool:
-        """Return True if a process may soon join from ``node``."""
+        """Return True if a start on ``node`` has begun so recently that its process may still join."""
         return any(self._clock() - at < self._wait_s for at in self._begun.get(node, ()))

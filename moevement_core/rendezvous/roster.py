@@ -4,8 +4,8 @@ A *member* is a process that can be a rank; its number is unique among all proce
 time from one forming of the job to the next failure. Its *roster* says which member has which rank. Members without a
 rank are spares.
 
-Some keys are *bells*. A member changes a bell after it has written a value, so that the coordinator reads the value at
-once (:meth:`SignedStore.ring`). The value is under the key of the bell with ``/MEMBER`` appended.
+A member writes some of its values under a key with ``/MEMBER`` appended, and then changes the key itself to signal the
+new value. So the coordinator reads the value at once. Such a key is called a *bell* (:meth:`SignedStore.ring`).
 """
 
 from __future__ import annotations
@@ -23,58 +23,60 @@ JOB_NAME = "job/name"
 RANKS = "job/ranks"
 """Key of the number of ranks of the job."""
 TASK = "tasks/{}"
-"""Key, by task number, of the process that runs a task which was started with the job."""
+"""Key with which a process claims the number of a task (a supervisor under Slurm) that was started with the job."""
 LATE_TASK = "tasks/late/{}"
-"""Key, by number, of the process that runs a task which joined later, on a repaired or added node."""
+"""Key with which a process claims a number for a task that joins later, on a repaired or added node."""
 JOINED = "members/joined"
-"""Bell that changes when a member has joined."""
+"""Key that a member changes to signal that it has joined."""
 CARDS = "members/card/"
-"""Prefix of the keys in :data:`MEMBER`."""
+"""Prefix of the keys under which members describe themselves (:data:`MEMBER`)."""
 MEMBER = CARDS + "{}/{}"
 """Key of a member's :class:`MemberInfo`; the two placeholders are the member's number and its authentication tag."""
 ROSTER = "generation/{}/roster"
 """Key of a generation's :class:`Roster`, which is a proposal until :data:`START` is ``go``."""
 ACKNOWLEDGED = "generation/{}/acknowledged"
-"""Bell that changes when a member has acknowledged the roster; the member's value is empty."""
+"""Key that a member changes to signal that it has acknowledged the roster; its value under ``/MEMBER`` is empty."""
 START = "generation/{}/start"
 """Key of the decision on a proposed roster: ``go``, or ``superseded`` if a member was lost before all acknowledged."""
 LEFT = "generation/{}/left"
-"""Bell that changes when a survivor has left the generation; the value is what :meth:`Member.leave` writes."""
+"""Key that a survivor changes to signal that it has left the generation; its report (:meth:`Member.leave`) is under
+``/MEMBER``."""
 LEAVING = "generation/{}/leaving"
-"""Prefix of one key for each member: the phase of leaving that it has reached, reported only if leaving takes long."""
+"""Prefix of keys under which a member that takes long to leave a generation reports the phase that it has reached."""
 FINISHED = "generation/{}/finished"
-"""Bell that changes when a rank has reached the end of training; the member's value is empty."""
+"""Key that a member changes to signal that it has reached the end of training; its value under ``/MEMBER`` is empty."""
 INTERRUPTED = "generation/{}/interrupted"
 """Key of the interruption of a generation: the failed rank or ranks, and the kind of failure."""
 GIVEN_UP = "members/{}/given_up"
 """Key, by member, of the reason why the job goes on without it."""
 UNUSABLE_DEVICE = "members/unusable_device"
-"""Bell that changes when a member has given its rank back; the member's value is a :class:`UnusableDevice`."""
+"""Key that a member changes to signal that it has given its rank back; its :class:`UnusableDevice` is under
+``/MEMBER``."""
 NEWEST = "generation/newest"
-"""Key of the number of the newest generation; -1 before the first proposal."""
+"""Key of the number of the newest generation; the value is -1 before the first roster is proposed."""
 ELASTIC = "job/elastic"
 """Key of the :class:`~moevement_core.rendezvous.resizing.Grid` of an elastic job."""
 BLOCKS = "job/blocks"
 """Key of the sizes of groups of consecutive ranks that communicate in every layer: one or more numbers (``2,8``)."""
 STOP = "stop"
-"""Key of the reason why the job has ended; empty if all ranks have reached the end of training."""
+"""Key of the reason why the job has ended; the value is empty if all ranks have reached the end of training."""
 
 
 class NoticedBy(StrEnum):
-    """Detector of a death."""
+    """Way in which the coordinator notices that a member is dead."""
 
     SUPERVISOR = "supervisor"
-    """Detector that saw the process end: its supervisor."""
+    """Death that the supervisor reported after it had seen the process end."""
     RESET = "reset"
-    """Detector of a broken connection to a supervisor; usually the supervisor and its processes have ended."""
+    """Death assumed because the supervisor's connection broke; usually the supervisor and its processes have ended."""
     LEASE = "lease"
-    """Detector of silence for the lease time: no beat arrived, or the supervisor found the process stopped."""
+    """Death assumed because the lease ran out: no renewal arrived, or the supervisor found the process stopped."""
     TIMEOUT = "timeout"
-    """Detector of a process that did not leave a generation, or did not acknowledge a roster, in time."""
+    """Death assumed because the process did not leave a generation, or did not acknowledge a roster, in time."""
     RESULT = "result"
-    """Detector of a live process that computed results that are not finite."""
+    """Removal of a live process because it computed NaN or infinity."""
     DEVICE = "device"
-    """Detector of a process that gave its rank back because its device cannot be used."""
+    """Removal of a process because it gave its rank back: it cannot use its device."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,12 @@ class MemberInfo:
     node: str
     """Name of the member's node; all members of a node, and the copies that they keep, fail together."""
     device: int = 0
-    """Local number of the device that the member was started for."""
+    """Number of the device that the member was started for, as the member counts its devices."""
     devices: tuple[str, ...] = ()
-    """Identities of the devices that the member sees, in the order of its local numbers; empty without a GPU."""
+    """Identities (UUIDs) of the devices that the member sees, in the order of their numbers; empty without a GPU."""
 
     def encode(self) -> str:
-        """Return the value for the job's store."""
+        """Return this object as text for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -114,10 +116,10 @@ class UnusableDevice:
     device: str = ""
     """Identity of the device; empty if the member has none."""
     is_broken: bool = False
-    """True if no other process can use the device either."""
+    """True if the device is broken, so that other processes cannot use it either."""
 
     def encode(self) -> str:
-        """Return the value for the job's store."""
+        """Return this object as text for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -157,7 +159,7 @@ class Roster:
     deaths: tuple[Death, ...] = ()
     """Deaths of ranks since a generation last started; empty if ranks restart because of an error without a death."""
     earlier: tuple[Death, ...] = ()
-    """Earlier deaths of ranks from which the job has not recovered, because that recovery was interrupted."""
+    """Deaths of ranks before those in :attr:`deaths`; a recovery from them has begun, but a failure interrupted it."""
     reasons: tuple[str, ...] = ()
     """Errors that survivors reported when they left the previous generation."""
     formed_at: float = 0.0
@@ -167,20 +169,23 @@ class Roster:
     left_at: float = 0.0
     """Time at which the last survivor left the previous generation, in seconds since the epoch."""
     ranks_before: int | None = None
-    """Number of ranks of the last generation in training; None if this roster has the same number."""
+    """Number of ranks of the last generation that entered training; None if it has not changed, or in the first one."""
     spares: int = 0
     """Number of waiting members that have no rank in this roster."""
     starting: int = 0
-    """Number of processes that are being started in place of ended ones; they will be spares."""
+    """Number of processes that supervisors are starting in place of ended ones; they will be spares."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
-    """Local number of each rank's device, as the rank's process counts its devices."""
+    """Number of each rank's device, as the rank's process counts its devices."""
     identities: Mapping[int, str] = field(default_factory=dict)
     """Identity of each rank's device; empty for a rank without one."""
 
     split: tuple[tuple[int, int], ...] = ()
-    """First and last rank of each block that spans nodes in this roster and was not reported before."""
+    """First and last rank of each block (ranks that communicate in every layer) that spans nodes in this roster.
+
+    Blocks are left out if the coordinator has already reported them to the user.
+    """
 
     def nodes_of(self, first: int, last: int) -> tuple[str, ...]:
         """Return the nodes of ranks ``first`` to ``last``, sorted and without duplicates."""
@@ -191,7 +196,7 @@ class Roster:
         return next((rank for rank, holder in self.ranks.items() if holder == member), None)
 
     def encode(self) -> str:
-        """Return the value for the job's store."""
+        """Return this object as text for the job's store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod

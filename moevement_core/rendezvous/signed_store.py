@@ -29,15 +29,18 @@ _MAC_CHARACTERS = 64
 _ANNOUNCED = "moevement/token"
 """Key of the announcement of the job's token; it has no prefix, so that a process with another token finds it."""
 CLAIMED = "claimed"
-"""Bell that changes when a process has claimed a key; the process that holds the store then adopts the value."""
+"""Key that a process changes to signal that it has claimed another key.
+
+The process that holds the store then reads the claimed value, and restores it if a peer deletes it.
+"""
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
 MOST_ADOPTED = 100
-"""Largest number of keys that :meth:`SignedStore.adopt` reads in one call."""
+"""Largest number of keys that one call of :meth:`SignedStore.adopt` reads, so that the call takes little time."""
 _LOOK_S = 0.05
 """Seconds between two reads of a key whose value has no valid MAC."""
 POLL = timedelta(seconds=1)
-"""Longest single wait in :meth:`SignedStore.get`; between two waits, this process restores its own values."""
+"""Longest single wait in :meth:`SignedStore.get`. After each wait, this process restores values that it has written."""
 
 
 class SignedStore:
@@ -53,18 +56,18 @@ class SignedStore:
         self.base, self._token, self._timeout_s = base, token, timeout_s
         self._store = dist.PrefixStore(prefix_of(token), base)
         self._written: dict[str, str] = {}
-        """Signed values that this process keeps in the store, by key."""
+        """Signed values that this process restores if a peer changes or deletes them, by key."""
         self._bells: dict[str, bytes] = {}
-        """Value of each bell at the last call of :meth:`has_rung`, by key."""
+        """Value of each signal key (*bell*) at the last call of :meth:`has_rung`, by key."""
         self._refused: dict[str, bytes] = {}
-        """Beginning of the last ignored value of each key, so that each value is counted once."""
+        """Beginning of the last ignored value of each key, so that a second read does not count the value again."""
         self._kept_at = -float("inf")
         self._holds_store = False
-        """True if this process holds the store, and so keeps the claims of all processes."""
+        """True if this process holds the store, and so also restores values that other processes have claimed."""
         self.rejected = 0
         """Number of values that were ignored because they had no valid MAC."""
         self.restored = 0
-        """Number of times that this process has restored one of its values."""
+        """Number of times that this process has restored a value which a peer had changed or deleted."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a signed value. If an unauthenticated peer changes or deletes it, :meth:`keep_written` restores it."""
@@ -129,23 +132,23 @@ class SignedStore:
             expected = raw
 
     def ring(self, bell: str) -> None:
-        """Change the value of the key ``bell``, so that processes that watch this key read the new values at once.
+        """Signal a new value: change the key ``bell``, so that processes that watch it read the new value at once.
 
-        A bell is only a hint, because unauthenticated peers can change it, or undo a change.
+        A changed bell is only a hint, because unauthenticated peers can change a bell, or undo a change.
         """
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
-        """Return True if the value of the key ``bell`` has changed since the last call."""
+        """Return True if the key ``bell`` has changed since the last call: then a process has signalled a new value."""
         raw = self._raw(bell)
         is_new = raw != self._bells.get(bell, _ABSENT.encode())
         self._bells[bell] = raw[:64]
         return is_new
 
     def tag(self, name: str) -> str:
-        """Return the tag of a name. An unauthenticated peer cannot compute the tag.
+        """Return a MAC of ``name`` to be used as a part of a key. An unauthenticated peer cannot compute the MAC.
 
-        Only a process of the job can write a key with a name and the tag of that name. So readers read only such keys.
+        So if a key contains a name with its tag, a process of the job has made the key. Readers ignore other keys.
         """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
@@ -171,7 +174,10 @@ class SignedStore:
         self._kept_at = time.monotonic()
 
     def adopt(self, *prefixes: str) -> None:
-        """Adopt the values of other processes under ``prefixes``, so that :meth:`keep_written` restores them too."""
+        """Take over values that others wrote under ``prefixes``, so that :meth:`keep_written` restores them too.
+
+        The process that holds the store calls this, because a writer may end before it can restore its value.
+        """
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
         # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):
@@ -179,7 +185,7 @@ class SignedStore:
                 self._written[key] = self._sign(key, value)
 
     def forget(self, prefix: str) -> None:
-        """Stop keeping the values under keys that begin with ``prefix``, because no process needs them any more."""
+        """Stop restoring values whose keys begin with ``prefix``, because no process needs these values any more."""
         for key in [key for key in self._written if key.startswith(prefix)]:
             del self._written[key]
         for key in [key for key in self._refused if key.startswith(prefix)]:
@@ -242,7 +248,7 @@ class SignedStore:
 
 
 _is_reported = False
-"""True if this process has logged its only warning about ignored values."""
+"""True if this process has warned about an ignored value; it warns only once."""
 
 
 def prefix_of(token: Token) -> str:

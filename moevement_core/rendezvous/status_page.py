@@ -16,22 +16,24 @@ from pathlib import Path
 from moevement_core.util.memory_file import MemoryFile
 
 PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
-"""Environment variable: path of the page. The variable is unset in a process without a supervisor; the lease of such a
-process never ends."""
+"""Environment variable: path of the page that this process shares with its supervisor.
+
+The variable is unset in a process without a supervisor; the lease of such a process never ends.
+"""
 _FIELDS = struct.Struct("<dqqq")
 """Fields of the page, in this order:
 
 - end of the lease, in seconds of the boot-time clock;
 - newest committed iteration;
-- 1 if the job is to end at the next boundary, else 0;
-- 1 if the process is to idle before it begins, else 0.
+- 1 if the job is to end at the next boundary between iterations, else 0;
+- 1 if a process that has just been started is to idle before it runs its script, else 0.
 """
 _COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
 """Offsets in bytes of the fields after the first."""
 _NOTHING = -1
 """Value of the committed iteration before the first commit."""
 POLL_S = 0.02
-"""Seconds between two checks of the lease while the process waits to hold it."""
+"""Seconds between two checks of the lease while a process waits because its lease has run out."""
 
 
 def boot_time_s() -> float:
@@ -40,10 +42,10 @@ def boot_time_s() -> float:
 
 
 class StatusPage:
-    """Status page of one process, as the process or its supervisor maps it.
+    """Status page of one process: memory for its lease and its progress. The process and its supervisor both map it.
 
     Args:
-        path: path of a page that another process has made; None: make a page, with a lease that never ends.
+        path: path of a page that another process has made; None: make a new page, with a lease that never ends.
 
     Raises:
         OSError: the page cannot be made or opened.
@@ -64,7 +66,7 @@ class StatusPage:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Close the file if this object has made it. A process that has mapped the page keeps the memory."""
+        """Close the page's file if this object has made it. Processes that have mapped the page keep the memory."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -80,7 +82,7 @@ class StatusPage:
         struct.pack_into("<q", self._memory, _WINDS_DOWN, 1)
 
     def set_waiting(self, *, waits: bool) -> None:
-        """Have the process idle before it begins, or let it begin."""
+        """Tell a process that has just been started to idle, or to run its script."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 
     @property
@@ -102,12 +104,12 @@ class StatusPage:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the process is to idle before it begins, because a recovery needs the processors more."""
+        """True if this new process is to idle before it runs its script, to leave the processors to a recovery."""
         return bool(struct.unpack_from("<q", self._memory, _WAITS)[0])
 
     @property
     def is_held(self) -> bool:
-        """True if this process holds its lease, and so may act."""
+        """True if the lease of this process has not run out, so that no other process can have its rank."""
         return boot_time_s() < float(struct.unpack_from("<d", self._memory, 0)[0])
 
 
@@ -115,7 +117,7 @@ _page: StatusPage | None = None
 
 
 def own_page() -> StatusPage | None:
-    """Return the page of this process; None without a supervisor."""
+    """Return the page that this process shares with its supervisor; None without a supervisor."""
     global _page
     if _page is None and (path := os.environ.get(PAGE_ENV)):
         _page = StatusPage(path)
@@ -123,10 +125,10 @@ def own_page() -> StatusPage | None:
 
 
 def wait_until_held() -> None:
-    """Block while this process does not hold its lease.
+    """Block while the lease of this process has run out.
 
     The process calls this before every effect that other processes see: an update, a manifest, a line of metrics. Once
-    the lease of a process has run out, a replacement may have its rank. While the process waits here, its supervisor
+    the lease has run out, a replacement may have the process's rank. While the process waits here, its supervisor
     renews the lease or kills the process.
     """
     page = own_page()

@@ -1,4 +1,4 @@
-"""Clients of the job's store. The launcher or the coordinator holds the store, so any rank may die, even rank 0."""
+"""Clients of the job's store (torch's ``TCPStore``). No rank holds the store, so any rank may die, even rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moevement_core.util.environment import STORE_ENV
 from moevement_core.util.tcp import Endpoint, Ends, connections
 
 TIMEOUT = timedelta(minutes=10)
-"""Timeout of torch's store for operations that wait."""
+"""Timeout of operations of torch's store that wait for a value."""
 
 
 def store_address() -> tuple[str, int] | None:
@@ -31,7 +31,7 @@ def store_address() -> tuple[str, int] | None:
 
 
 def connect(address: tuple[str, int]) -> SignedStore:
-    """Return a signing client of the job's store.
+    """Return a client of the job's store that signs what it writes, and ignores values without a valid signature.
 
     Raises:
         ConfigError: this process has no job token.
@@ -40,7 +40,7 @@ def connect(address: tuple[str, int]) -> SignedStore:
 
 
 def connect_plain(address: tuple[str, int]) -> Any:
-    """Return a client of the job's store for torch's process groups, which do not sign values.
+    """Return a client of the job's store that does not sign values, because torch's process groups cannot.
 
     Raises:
         ConfigError: this process has no job token.
@@ -49,16 +49,16 @@ def connect_plain(address: tuple[str, int]) -> Any:
 
 
 def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:
-    """Return a client as :func:`connect_plain` does, and its TCP connections.
+    """Return a client that does not sign values, together with its TCP connections.
 
-    A shutdown of these connections ends every wait in the client, while other clients of the same store go on.
+    A restart shuts down these connections. This ends every wait in the client, while other clients go on.
     """
     before = _to(address[1])
     return connect_plain(address), _to(address[1]) - before
 
 
 def endpoints(address: tuple[str, int]) -> set[Endpoint]:
-    """Return every endpoint of the store: each address of its host's name, with the port."""
+    """Return every endpoint of the store: each IP address of its host's name, with the port."""
     addresses = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     return {(str(name[0]), int(name[1])) for *_, name in addresses}
 
@@ -73,10 +73,11 @@ def _to(port: int) -> set[Ends]:
 
 
 class GenerationStore(StoreMixin):
-    """Store in which ranks or the coordinator record the interruption of a generation. One thread calls all methods.
+    """Store in which a rank or the coordinator records that a generation is interrupted. One thread calls all methods.
 
-    The class implements the methods of ``StoreMixin`` that the monitoring thread uses. The library's own methods do not
-    sign values. If an unauthenticated peer wrote a value, they would end a rank with an exception.
+    The thread of nvidia-resiliency-ext that watches a rank reads the record. The class replaces the methods of that
+    library's ``StoreMixin`` which this thread uses. The original methods do not sign values, and would end a rank with
+    an exception if an unauthenticated peer wrote a value.
 
     Args:
         store: store of the job.
@@ -93,7 +94,7 @@ class GenerationStore(StoreMixin):
 
     @override
     def lock_interruption_records(self) -> None:
-        """Do nothing, because the first record stands and nothing is added to it."""
+        """Do nothing: later records cannot change the first record, so it needs no lock."""
 
     @override
     def get_interruption_records(self) -> list[InterruptionRecord]:
@@ -106,7 +107,7 @@ class GenerationStore(StoreMixin):
         return self._store.check([self._key])
 
     def report_leaving(self, member: int, phase: str) -> None:
-        """Report to the coordinator that a member has reached a further phase of leaving; return at once."""
+        """Report to the coordinator the phase that a member has reached in leaving its generation; return at once."""
         self._store.set(f"{self._leaving}/{member}", phase)
 
     @override
@@ -115,7 +116,9 @@ class GenerationStore(StoreMixin):
 
 
 def interrupt_in(store: SignedStore) -> Callable[[int, int], None]:
-    """Return the function with which the coordinator interrupts ranks, given their generation and the failed rank.
+    """Return a function that interrupts all ranks of a generation; the coordinator calls it.
+
+    The arguments of the function are the generation and the failed rank.
 
     Args:
         store: store of the job.

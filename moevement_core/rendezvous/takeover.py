@@ -1,7 +1,7 @@
 """Choice of the waiting process that takes over each failed rank. The choice keeps blocks of ranks on one node.
 
 A *block* is a group of consecutive ranks that communicate in every layer (tensor, context and expert parallelism). All
-blocks have the same size, and the first rank of a block is a multiple of this size. In a node, ranks communicate over
+blocks have the same size, and the first rank of a block is a multiple of this size. Ranks of one node communicate over
 NVLink. Between nodes, each rank has one network interface, with about a tenth of NVLink's bandwidth. All functions here
 are pure.
 """
@@ -32,12 +32,13 @@ def take_over(
     3. Each remaining rank goes to the node where it was or where its block is, or else to the first waiting process.
 
     Args:
-        missing: ranks without a process, at most as many as ``waiting``.
+        missing: ranks without a process; there must be a waiting process for each.
         kept: nodes of the ranks that keep their processes.
         before: nodes of all ranks when the job was last formed.
         waiting: processes without a rank; the first ones are taken first.
         block: size of a block in ranks; 1 if no ranks communicate more than others.
-        avoided: suspect nodes; a rank or block that was on such a node has no preference for the node.
+        avoided: nodes that may be lost or may compute wrong results; the function does not prefer such a node for the
+            ranks that were on it.
     """
     free = _Free(waiting)
     blocks: dict[int, list[int]] = {}
@@ -58,13 +59,13 @@ def take_over(
 
 
 class _Free:
-    """Waiting processes by node, and the ranks that they take over."""
+    """Waiting processes that are still free, by node, and the assignments of processes to ranks so far."""
 
     def __init__(self, waiting: Sequence[MemberInfo]) -> None:
         self.taken: dict[int, int] = {}
-        """Member by the rank that it takes over."""
+        """Member that takes over each rank, by rank."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Pairs (position in ``waiting``, member), by node; each list ends with the process of the lowest position."""
+        """Pairs (position in ``waiting``, member), by node, in descending order, so that ``pop`` gives the first."""
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 
@@ -73,9 +74,9 @@ class _Free:
         return [node for node, members in self._on.items() if members]
 
     def take_together(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Take processes of a single node for all ``ranks``, if one of ``nodes`` has enough.
+        """Assign processes of a single node to all ``ranks``, if one of ``nodes`` has enough free processes.
 
-        Among several such nodes, the method prefers the one whose processes come first in the order.
+        Among several such nodes, the method prefers the one whose processes come first in the order of waiting.
         """
         count = len(ranks)
         candidates = [(members[-count], node) for node in nodes if len(members := self._on.get(node, [])) >= count]
@@ -83,7 +84,7 @@ class _Free:
             self._take(rank, min(candidates)[1])
 
     def take(self, rank: int, near: Sequence[str]) -> None:
-        """Take a process of the first node of ``near`` that has one, or else the first process of all nodes."""
+        """Assign to ``rank`` a free process on the first node of ``near`` that has one, else the first free process."""
         first = min((self._on[node][-1], node) for node in self.nodes)[1]
         self._take(rank, next((node for node in near if self._on.get(node)), first))
 
@@ -92,7 +93,7 @@ class _Free:
 
 
 def split_blocks(nodes: Mapping[int, str], block: int) -> set[int]:
-    """Return the numbers of the blocks whose ranks are on more than one node.
+    """Return the numbers of the blocks whose ranks are on several nodes. Block N begins with rank ``N * block``.
 
     Args:
         nodes: node of each rank.
