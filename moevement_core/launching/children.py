@@ -33,12 +33,13 @@ from moevement_core.util.parent import end_with_parent
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a launcher, a task or a coordinator to end its job.
 
-Ranks and spares ignore all of them. Otherwise a rank could end before the boundary at which the job saves.
+Ranks and spares ignore all of them. Otherwise such a signal could end a rank in the middle of an iteration, before the
+job saves.
 """
 WIND_DOWN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals, out of :data:`END_SIGNALS`, that batch systems send before they take a machine away."""
 END_S = 10.0
-"""Seconds after SIGTERM until :func:`end_all` kills a process with its own SIGTERM handler."""
+"""Seconds that :func:`end_all` gives a process which handles SIGTERM to end, before it sends SIGKILL."""
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -58,7 +59,7 @@ class Child:
         label: name of the process and of its log files.
         program: the function or command that the process runs.
         environment: variables that the process gets in addition to this process's own.
-        logs: folder for the output of the process; None: the process prints to this process's output.
+        logs: folder for the output of the process; None: the process prints to the output of its parent.
     """
 
     def __init__(self, label: str, program: Program, environment: Mapping[str, str], logs: Path | None) -> None:
@@ -132,7 +133,8 @@ class Child:
 def _code_of(forked: Any) -> int | None:
     """Return the exit code of a forked process, or None while it runs.
 
-    The function closes the descriptors of an ended process, because a job with many failures would run out of them.
+    When the process has ended, the function closes the file descriptors that belonged to it. Otherwise a launcher would
+    run out of descriptors in a job with many failures.
     """
     if (code := forked.exitcode) is not None:
         forked.close()
@@ -167,9 +169,9 @@ def _signals_held() -> Iterator[None]:
 def ignore_asking() -> None:
     """Ignore the signals that ask a job to end; the launcher handles them for all its processes.
 
-    Each rank and spare calls this first. ``timeout``, systemd, ``scancel`` and the init programs of containers send
-    these signals to every process of a job. If such a signal ended a rank, the job could not reach the boundary at
-    which it saves and ends.
+    Each rank and spare calls this before anything else. ``timeout``, systemd, ``scancel`` and the init programs of
+    containers send these signals to every process of a job. If such a signal ended a rank, the job could not complete
+    the iteration after which it saves and ends.
     """
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -200,11 +202,14 @@ def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -
 
 
 def end_all(children: Sequence[Child], timeout_s: float = END_S) -> None:
-    """End the processes that still run: SIGTERM to those with a handler for it, then SIGKILL to all.
+    """End the processes that still run, even stopped ones.
+
+    A process that handles SIGTERM gets SIGTERM, and SIGKILL only if it still runs after a timeout. All others get
+    SIGKILL.
 
     Args:
         children: the processes.
-        timeout_s: seconds from SIGTERM to SIGKILL for processes with a SIGTERM handler; others get SIGKILL at once.
+        timeout_s: longest wait in seconds after SIGTERM, and again after SIGKILL.
     """
     running = [child for child in children if child.poll() is None]
     for child in running:
@@ -225,7 +230,7 @@ def _send_and_wait(children: Sequence[Child], send: Callable[[psutil.Process], N
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:
-    """Return True if a process has its own handler for a signal (``SigCgt`` of proc(5))."""
+    """Return True if a process has installed a handler for a signal (``SigCgt`` of proc(5))."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -237,8 +242,8 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 def no_orphans_left() -> Iterator[None]:
     """Kill, at the end of a ``with`` block, all processes that were started in the block, and their descendants.
 
-    This process makes itself a subreaper. So it becomes the parent of the checkpoint writers and data workers that a
-    killed rank leaves, and finds them.
+    A killed rank leaves processes such as checkpoint writers and data workers. This process makes itself a subreaper
+    (prctl(2)), so that it becomes the parent of such processes and can find them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     launcher = psutil.Process()

@@ -24,12 +24,14 @@ from moevement_core.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 _RECIPE = "MODEL_ARGS"
-"""Key of the flags in a file with the layout of Megatron's functional tests."""
+"""Key under which a file with the layout of Megatron's functional tests has its flags."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 def expand(argv: list[str]) -> list[str]:
-    """Replace every ``--config FILE`` in ``argv`` by the file's flags, and put those before all other arguments.
+    """Return ``argv`` without ``--config FILE``, with the flags of these files before all other arguments.
+
+    So an argument of the command line overrides the same flag in a file.
 
     Raises:
         ConfigError: a file is missing, is not YAML, or holds something that cannot be a flag.

@@ -38,12 +38,18 @@ from moevement_core.util.words import spares_words
 POLL_S = 0.05
 MOST_PORT = 65535
 GRACE_S = 60.0
-"""Longest wait, in seconds, for tasks to end by themselves at the end of the job; the store answers them meanwhile."""
+"""Longest time in seconds for which the coordinator waits at the end of the job until all tasks have ended.
+
+The coordinator keeps the store in this time, because tasks still read from it.
+"""
 
 MOST_REASONS = 3
-"""Number of reasons, as reported by surviving ranks, that the coordinator prints for one failure."""
+"""Number of errors of survivors that the coordinator prints for one failure."""
 TASKS_GRACE_S = 20.0
-"""Longest wait, in seconds, for the commands of the nodes to end, once all tasks that can be reached have ended."""
+"""Longest time in seconds for which the coordinator waits until the commands that started tasks (``srun``) have ended.
+
+The wait begins when no task is connected any more. After it, the coordinator kills the commands.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,15 @@ class Coordination:
     spare_timeout_s: float
     """Seconds that the job waits for a spare when none is left."""
     run_dir: Path | None = None
-    """Folder of ``ranks.json``, ``rejected_values.json`` and ``job.json``; None: nothing is recorded."""
+    """Folder for ``ranks.json``, ``rejected_values.json`` and ``job.json``; None: the coordinator writes no files."""
     tasks: NodeCommand | None = None
     """Command that starts the tasks of each node; None if the job script starts them."""
     command: str = ""
-    """Command line of this process, for ``job.json``."""
+    """Command line of the coordinator, as ``job.json`` records it."""
 
 
 def coordinate(what: Coordination) -> int:
-    """Coordinate a job to its end, and return the exit code of this process.
+    """Run the coordinator of a job until the job has ended, and return the exit code for this process.
 
     Raises:
         ConfigError: an option is invalid, the run directory cannot be made, or the address and port cannot be used.
@@ -135,7 +141,7 @@ class _Coordination:
         self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1
-        """Exit code of this process if the job is stopped."""
+        """Exit code of the coordinator if the job is stopped; a supervisor's request can set it."""
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         self._rejected = 0
         at = f"{address[0]}:{address[1]}"
@@ -147,7 +153,7 @@ class _Coordination:
         )
 
     def run(self, signals: Signals) -> Outcome:
-        """Coordinate until the job has ended; return its exit code and reason."""
+        """Run the coordinator until the job has ended; return the job's exit code and the reason."""
         coordinator = self._coordinator
         while coordinator.state not in (State.DONE, State.STOPPED):
             self._server.poll(POLL_S, self._answer())
@@ -169,7 +175,7 @@ class _Coordination:
         return Outcome(0)
 
     def _look_after_tasks(self) -> None:
-        """Restart tasks that have ended, or stop the job if a restart cannot help."""
+        """Start the tasks of a node again if they have ended. Stop the job if no task is left, or if none can begin."""
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)
@@ -179,9 +185,10 @@ class _Coordination:
             self._coordinator.stop(f"{self._tasks.failed}; their output says why")
 
     def _look_after_endpoint(self) -> None:
-        """Serve the metrics endpoint if the tasks' flags ask for it; stop the job if the port cannot be bound.
+        """Serve the metrics endpoint if the script's flags ask for it; stop the job if the port cannot be bound.
 
-        The tasks put the flags into the store. The endpoint is only opened before the first generation.
+        Only tasks see the script's flags, so they write those for the endpoint into the store. The coordinator opens
+        the endpoint only before the first generation.
         """
         if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
             try:
@@ -189,7 +196,7 @@ class _Coordination:
             except ConfigError as error:
                 self._take_request("stop", str(error), USAGE_ERROR)
                 return
-            _report(f"figures of the run are served at {self._endpoint.url}")
+            _report(f"metrics of the run are served at {self._endpoint.url}")
         if self._endpoint is not None:
             self._endpoint.step(_report)
 
@@ -250,7 +257,7 @@ class _Coordination:
             RunRecord(run_dir).write_rejected_values(self._rejected)
 
     def _end(self) -> None:
-        """Answer the tasks until all of them know of the job's end and have exited, or until the grace time is over."""
+        """Answer renewals of leases until all tasks know of the job's end and have ended, at most :data:`GRACE_S`."""
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
@@ -261,7 +268,7 @@ class _Coordination:
             self._tasks.wait_and_kill(TASKS_GRACE_S)
 
     def end_tasks(self) -> None:
-        """End the commands of the nodes that still run, and the metrics endpoint."""
+        """End the commands that started tasks, if they still run, and close the metrics endpoint."""
         if self._tasks is not None:
             self._tasks.end(GRACE_S)
         if self._endpoint is not None:
@@ -269,10 +276,11 @@ class _Coordination:
 
 
 def _token_for(options: Coordination) -> Token:
-    """Return the job token from the environment, or a new one if this process starts all tasks itself.
+    """Return the job token from the environment, or a new token if this process starts all tasks itself.
 
     Raises:
-        ConfigError: the environment has no token, but another program starts the tasks, and could not know a new token.
+        ConfigError: the environment has no token, and another program starts the tasks. That program would not know a
+            new token.
     """
     if (token := given_token()) is not None:
         return token

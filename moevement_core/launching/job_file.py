@@ -1,4 +1,4 @@
-"""Writer of ``job.json``, the entry in a run directory about the start and the end of a job."""
+"""Writer of ``job.json``, the file in a run directory that says how a job was started and how it ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.util.exit_codes import USAGE_ERROR
 from moevement_core.util.file_modes import make_folder
 
 MOST_LINES = 3
-"""Number of lines of a reason that ``job.json`` keeps."""
+"""Number of lines that ``job.json`` keeps of the reason why a job has ended."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,28 @@ class Outcome:
 
 
 class JobFile:
-    """Writer of one job's entry: a context manager around the job. The ``with`` block sets :attr:`outcome` at its end.
+    """Writer of ``job.json``, as a context manager. The launcher or coordinator runs the job in the ``with`` block.
 
-    If the job is refused before it trains, the writer restores the entry of the previous job.
+    The block sets :attr:`outcome` when the job has ended. If the job ended before it trained, because of an error that
+    the user can correct, the writer restores the ``job.json`` of the previous job in the run directory.
 
     Args:
         record: record of the run; None: nothing is written.
-        entry: entry of the job.
-        begins: True to write the entry when the block is entered; False to wait for :meth:`begin`, because the run
-            directory may still belong to another job.
+        entry: content of ``job.json`` for this job.
+        begins: True to write ``job.json`` at the beginning of the block; False to wait for :meth:`begin`, because the
+            run directory may still belong to another job.
     """
 
     def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
         self.outcome: Outcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
         self._earlier: JobEntry | None = None
-        """Entry of the previous job; None if there was no job before, or its entry cannot be read."""
+        """Content of ``job.json`` from the previous job; None if there was none, or it cannot be read."""
         self._lines_before = 0
         """Size of the run's metrics file before this job, in bytes."""
 
     def begin(self) -> None:
-        """Write the entry of a job that has begun; do nothing in a second call, or if the folder cannot be made."""
+        """Write ``job.json`` for a job that begins; do nothing if that is done or the run directory cannot be made."""
         if self._record is None or self._has_begun:
             return
         with suppress(OSError):  # The code that needs the folder reports that it cannot be made.
@@ -94,7 +95,7 @@ class JobFile:
             )
 
     def _was_refused(self, outcome: Outcome) -> bool:
-        """Return True if the job ended before it trained, so that the entry of the previous job stays."""
+        """Return True if the job ended before it trained, because of an error that the user can correct."""
         return outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
 
     def _size_of_metrics(self) -> int:

@@ -56,11 +56,14 @@ class Launch:
     trainer: Trainer
     """Kind of the script's trainer."""
     show_logs: bool
-    """True if ranks print to this process's output; False: each rank prints to its own files in the run directory."""
+    """True if ranks print to the launcher's output; False: each rank prints to its own files in the run directory."""
     fresh_interpreters: bool
     """True if each rank is a new Python process; False: ranks may be forks of a process with all imports done."""
     spares: int | None = None
-    """Processes beyond ``nproc`` that wait to take the place of a rank; None: the first failure ends the job."""
+    """Number of processes that are started besides ``nproc`` ranks, and wait to take over a rank.
+
+    None: the first failure ends the job.
+    """
     ranks_per_node: int | None = None
     """Number of consecutive processes that count as one simulated node; None: no nodes are simulated."""
     spare_timeout_s: float = 600.0
@@ -68,9 +71,9 @@ class Launch:
     respawn_after_s: float = 0.0
     """Seconds from the end of a process to the start of its replacement; infinite: no replacement is started."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for every process, from configuration files."""
+    """Environment variables that configuration files set for every process of the job."""
     command: str = ""
-    """Command line of the launcher, for ``job.json``."""
+    """Command line of the launcher, as ``job.json`` records it."""
 
 
 def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -172,7 +175,7 @@ def _run(launch: Launch) -> int:
             store.announce()
             with Progress(*followed) as progress:
                 if endpoint is not None:
-                    progress.print_line(f"figures of the run are served at {endpoint.url}")
+                    progress.print_line(f"metrics of the run are served at {endpoint.url}")
                 if launch.spares is None:
                     watch = UntilOneFails(children, record, progress.print_line, pages)
                 else:
@@ -186,7 +189,9 @@ def _run(launch: Launch) -> int:
                 while watch.is_running():
                     signals.check()
                     if server.has_ended:
-                        raise ProcessGroupError("the process of the job's store has ended, so ranks cannot meet")
+                        raise ProcessGroupError(
+                            "the process that holds the job's store has ended; without the store, ranks cannot connect"
+                        )
                     if folder is not None:
                         folder.look({child.label for child in children if child.code is None})
                     if signals.asked_by is not None:
@@ -247,7 +252,7 @@ def _check(launch: Launch) -> None:
 
 
 class _Starter:
-    """Starter of the ranks and spares of one job on this host."""
+    """Starter of processes: holds what all ranks and spares of a job on this host have in common."""
 
     def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path, token: Token) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
@@ -286,13 +291,13 @@ class _Starter:
         return self._nodes[number]
 
     def close(self) -> None:
-        """Release the memory file of the script; no process can be started after this."""
+        """Release the memory that holds the script's text; after this, no process can be started."""
         self._script.close()
 
 
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
-    """Put this process's temporary files into ``folder`` for the length of a ``with`` block."""
+    """Let this process make its temporary files in ``folder`` during a ``with`` block."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         yield
@@ -320,8 +325,8 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
 def threads(ranks: int) -> str:
     """Return OMP_NUM_THREADS for each of ``ranks`` processes that share this process's cores.
 
-    Sums depend on the number of threads, so this number must not depend on how a rank is started. The share of a Slurm
-    task is SLURM_CPUS_PER_TASK, even where Slurm does not bind the task to cores.
+    Sums of floats depend on the number of threads, so this number must not depend on how a rank is started. Under
+    Slurm, the processes share SLURM_CPUS_PER_TASK cores, even if Slurm does not bind the task to cores.
     """
     cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_PER_TASK", sys.maxsize)))
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
@@ -334,7 +339,7 @@ def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
 
     Args:
         trainer: the kind of script.
-        has_spares: True if ranks restart in place after a failure, so that NCCL communicators are aborted.
+        has_spares: True if survivors of a failure stay in their processes, and so abort their NCCL communicators.
     """
     if not trainer.uses_gpus():
         return {}
@@ -364,7 +369,7 @@ _WITH_ABORTS = {
     # By default, torch's watchdog ends the process after an error. Here the guard handles the error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
-"""Variables for jobs that abort communicators.
+"""Environment variables of ranks in jobs with spares on GPUs, where a failure makes survivors abort NCCL communicators.
 
 The usage guide of nvidia-resiliency-ext's in-process restart recommends ``TORCH_NCCL_RETHROW_CUDA_ERRORS=0`` and
 ``NCCL_NVLS_ENABLE=0``.

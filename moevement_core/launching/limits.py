@@ -23,9 +23,12 @@ OF_A_LAUNCHER = 16
 CONNECTIONS_OF_A_MEMBER = 3
 """Connections of each rank and spare to the job's store. The store's process has an open file for each connection."""
 FILES_FOR_A_PEER = 16
-"""Open files of a rank for each other rank. Jobs of 2 to 8 ranks over gloo had 9 to 10 files for each."""
+"""Estimate of the open files of a rank for its connections to one other rank.
+
+Jobs of 2 to 8 ranks over gloo had 9 to 10 open files for each other rank.
+"""
 OTHER_FILES = 256
-"""Open files of a rank for everything else: libraries, data, logs, devices."""
+"""Estimate of the open files of a rank that do not connect to other ranks: libraries, data, logs, devices."""
 
 
 def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup")) -> None:
@@ -48,20 +51,21 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
 
 
 def allow_open_files(ranks: int, members: int = 0) -> None:
-    """Raise the soft limit on open files to what the job needs, in this process and all later children.
+    """Raise the soft limit on open files to what the job needs, for this process and its later children.
 
-    Linux lets every process raise its soft limit up to the hard limit. Most hosts have a soft limit of 1,024 files,
-    which the store reaches in a job of about 340 ranks, and a rank in a gloo job of about 100 ranks.
+    Linux lets every process raise its soft limit up to the hard limit. On most hosts, the soft limit is 1,024 files.
+    The process that holds the store needs more in a job of about 340 ranks, and a rank over gloo in a job of about 100.
 
     If the hard limit is below the estimate for a rank, the function only warns, because a job with few process groups
-    needs fewer files.
+    needs fewer files than the estimate.
 
     Args:
-        ranks: number of ranks of the job, which have connections to each other; 0 if this process starts none.
-        members: number of ranks and spares that connect to a store in this process or in a child of it.
+        ranks: number of ranks of the job, each of which connects to all others; 0 if this process starts no ranks.
+        members: number of ranks and spares that connect to the store, if this process or a child of it holds the
+            store; else 0.
 
     Raises:
-        ConfigError: the hard limit is too low for the store.
+        ConfigError: the hard limit is too low for the process that holds the store.
     """
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in _open_files())
     if hard < (connections := CONNECTIONS_OF_A_MEMBER * members):

@@ -1,8 +1,8 @@
-"""Bounds on the log files of a job's processes: on the size of a file, and on the number of files of ended processes.
+"""Limits on the log files of a job's processes: the size of a file, and the number of ended processes with files.
 
-Processes write to their files directly, so the launcher rotates a file while the process has it open. The launcher
-copies the content and truncates the file, and the process appends at the new beginning. Output that arrives between the
-copy and the truncation may be lost.
+A process writes to its log file directly, so the launcher has to rotate the file while the process has it open. The
+launcher copies the content to another file and truncates the log file, to which the process goes on appending. Output
+that arrives between the copy and the truncation may be lost.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moevement_core.util.file_modes import opener
 MOST_BYTES = 64 << 20
 """Size in bytes at which a log file is rotated; the rotated file ``NAME.1`` has about the same size."""
 KEPT_ENDED = 64
-"""Number of ended processes whose output is kept; older output is deleted."""
+"""Number of ended processes whose log files are kept; files of processes that ended before these are deleted."""
 EVERY_S = 5.0
-"""Seconds between two checks of the files."""
+"""Seconds between two checks of the log files."""
 
 
 class LogFolder:
@@ -38,7 +38,7 @@ class LogFolder:
         self._due_s = time.monotonic() + EVERY_S
 
     def look(self, running: Collection[str]) -> None:
-        """Enforce the bounds, at most once in :data:`EVERY_S` seconds; the launcher calls this in its loop.
+        """Enforce the limits if the last check was :data:`EVERY_S` seconds ago; the launcher calls this in its loop.
 
         Args:
             running: labels of the processes that run.
@@ -48,7 +48,7 @@ class LogFolder:
             self.keep_to_bounds(running)
 
     def keep_to_bounds(self, running: Collection[str]) -> None:
-        """Rotate files that are too large, and delete files of processes that ended long ago.
+        """Rotate log files that are too large, and delete those of all but the last ended processes.
 
         Args:
             running: labels of the processes that run.

@@ -20,7 +20,7 @@ HOST = "{host}"
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
 """Bounds in seconds on the backoff before a restart of a command; the backoff doubles after each early end."""
 AT_ONCE_S = 20.0
-"""Seconds after the start of a command in which its end counts as early: the node is probably still down."""
+"""Seconds after its start in which the end of a command counts as early: then the node is probably still down."""
 TRIES = 3
 """Number of times that the tasks of a node may end before the job has begun. Then the coordinator stops the job."""
 GONE_S = 5.0
@@ -98,9 +98,9 @@ class _Node:
             self.gone_at = time.monotonic()
 
     def end_without_tasks(self) -> bool:
-        """End the command if its tasks are gone and it still runs: SIGTERM first, SIGKILL after :data:`KILL_S`.
+        """End the command if it still runs although its tasks are gone: SIGTERM first, SIGKILL after :data:`KILL_S`.
 
-        srun does not notice that a node has rebooted if its connections were reset.
+        This is necessary because ``srun`` may not notice that a node has rebooted.
 
         Returns:
             True if this call has sent SIGTERM.
@@ -127,7 +127,7 @@ class _Node:
         return True
 
     def put_off(self) -> None:
-        """Schedule the next start after the current backoff, and double the backoff."""
+        """Schedule the next start of the command after the current backoff, and double the backoff."""
         self.start_at = time.monotonic() + self._delay_s
         self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
 

@@ -25,37 +25,40 @@ GRACE_S = 5.0
 DEVICE_FILES = "/dev/nvidia*"
 """Pattern of device files. A process that has such a file open, such as a fork of a rank, may hold device memory."""
 RELEASE_S = 2.0
-"""Longest time in seconds by which the supervisor delays the report of a death, so that orphans release the device."""
+"""Longest time in seconds by which the supervisor delays the report of a death, until orphans have released the device.
+
+Otherwise the replacement could find the device's memory in use.
+"""
 
 
 class Orphans:
-    """Orphans of one supervisor's ranks. The supervisor finds and ends these processes.
+    """Search for orphans on a supervisor's host: the supervisor uses this object to find and kill them.
 
-    The supervisor recognises an orphan by environment variables that the orphan has inherited from a rank. One thread
-    calls all methods.
+    An orphan is a process that has outlived the rank which started it. The supervisor recognises it by environment
+    variables that it has inherited from the rank. One thread calls all methods.
     """
 
     def __init__(self) -> None:
         self._look_at = self._until = -float("inf")
         self._since: dict[psutil.Process, float] = {}
         self._releasing: dict[int, float] = {}
-        """Monotonic time in seconds of the first :meth:`release_device` for each ended member."""
+        """Monotonic time in seconds at which :meth:`release_device` was first called, by ended member."""
 
     def expect(self) -> None:
-        """Search for orphans for a while from now on, because a process has ended."""
+        """Begin to search for orphans, because a process has ended; the search goes on for twice :data:`GRACE_S`."""
         self._until = time.monotonic() + 2 * GRACE_S
 
     @property
     def is_due(self) -> bool:
-        """True if :meth:`step` should be called now: for a while after a process has ended, and while orphans live."""
+        """True if it is time to call :meth:`step`: once a second after a process has ended, and while orphans live."""
         return self._look_at <= time.monotonic() <= self._until
 
     def step(self, started_pids: Collection[int], living: Collection[int]) -> None:
-        """Collect orphans that have ended, and kill those that still live after the grace time.
+        """Reap orphans that have ended, and kill those that have outlived their rank by :data:`GRACE_S`.
 
         Args:
-            started_pids: ids of the processes that the supervisor has started and has not seen end. It excludes ids of
-                ended processes, because the kernel may reuse them.
+            started_pids: ids of the processes that the supervisor has started and has not seen end. Ids of ended
+                processes must not be in it, because the kernel may give them to other processes.
             living: members whose processes live.
         """
         now = time.monotonic()
@@ -99,10 +102,10 @@ def _adopted(started: Collection[int]) -> list[psutil.Process]:
 
 
 def _member_of(process: psutil.Process) -> int | None:
-    """Return the member that started a live process; None for any other process. Collect the process if it is a zombie.
+    """Return the member that started a process; None if no member did. If the process is a zombie, reap it: None.
 
-    The function also returns None for the resource trackers of multiprocessing. Trackers must live on, because they
-    remove shared memory after all other processes of a member have ended.
+    The function also returns None for resource trackers of ``multiprocessing``, so that the supervisor does not kill
+    them. They remove shared memory after all other processes of a member have ended.
     """
     with suppress(psutil.Error, ChildProcessError):
         if process.status() == psutil.STATUS_ZOMBIE:

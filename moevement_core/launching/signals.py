@@ -11,10 +11,10 @@ from moevement_core.launching.children import END_SIGNALS, WIND_DOWN_SIGNALS
 from moevement_core.util.interrupts import is_importing
 
 REPEAT_S = 1.0
-"""Seconds after the first signal that asks for an orderly end, in which further ones count as its duplicates.
+"""Seconds after a signal that asks for an orderly end, in which further such signals are ignored as duplicates.
 
-``timeout`` sends one signal to the command and a second one to the process group. Batch systems send signals to each
-process and through ``srun``.
+For example, ``timeout`` sends one signal to the command and a second one to the process group. Batch systems signal
+each process, and ``srun`` passes on another signal.
 """
 
 
@@ -40,9 +40,12 @@ class Signals:
 
     def __init__(self) -> None:
         self.may_wind_down = False
-        """True if the next suitable signal asks for an orderly end; the caller sets it once the job can end orderly."""
+        """True if the next SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end.
+
+        The caller sets it once the job can end orderly; the signal handler resets it.
+        """
         self.asked_by: int | None = None
-        """Number of the signal that asked for an orderly end; the caller sets None when it acts on the signal."""
+        """Number of the signal that asked for an orderly end; None if no signal did, or the caller has acted on it."""
         self._stopped_by: int | None = None
         self._asked_at = -float("inf")
         self._before: dict[int, Any] = {}
@@ -58,7 +61,7 @@ class Signals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise :class:`Stopped` if a signal has asked for an end at once."""
+        """Raise :class:`Stopped` if a signal has asked the job to end at once."""
         if self._stopped_by is not None:
             self._stop(self._stopped_by)
 

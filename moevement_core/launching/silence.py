@@ -1,4 +1,4 @@
-"""Detector of hangs in a job without spares, where nothing replaces a hanging rank; it reports each hang once."""
+"""Detector of hangs in a job without spares. No process replaces a rank that hangs there, so the user has to know."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from moevement_core.launching.children import Child
 from moevement_core.run.run_record import RunRecord
 
 LOOK_S = 1.0
-"""Seconds between two checks of the processes and the record."""
+"""Seconds between two checks of the processes and of the metrics file."""
 STOPPED_S = 15.0
-"""Seconds after which a stopped process (SIGSTOP) is reported."""
+"""Seconds for which a process has to be stopped (SIGSTOP) before the launcher reports it to the user."""
 SILENT_S = 60.0
-"""Least time without a new line in the metrics, in seconds, before the launcher reports a hang."""
+"""Seconds without a new line in the metrics file before the launcher reports a hang, at least."""
 SILENT_ITERATIONS = 20
-"""Least time without a new line before the launcher reports a hang, as a multiple of the longest iteration so far."""
+"""Time without a new line in the metrics file before the launcher reports a hang, at least, in units of the longest
+iteration so far."""
 
 
 class HangDetector:
-    """Detector of stopped ranks, and of a job in which no iteration ends any more; it reports each case once.
+    """Detector of stopped ranks (SIGSTOP) and of jobs in which no iteration ends any more. It reports each hang once.
 
     Args:
         children: the processes of the ranks, in the order of ranks.
@@ -44,7 +45,7 @@ class HangDetector:
         self._told = set[int]()
         self._size: int | None = self._size_now()
         self._changed_at: float | None = None
-        """Time in seconds of the clock at which the metrics last grew; None: they have not grown since the start."""
+        """Value of the clock in seconds when the metrics file last grew; None: it has not grown since the start."""
         self._longest_s, self._is_told = 0.0, False
         self._used = self._used_now()
 

@@ -25,12 +25,13 @@ def task_environment(
         rank: rank from Slurm's variables; None if ``srun`` did not start this process.
         world_size: number of tasks from Slurm's variables; None if not set.
         local_rank: number of the task on its node, from Slurm's variables; None if not set.
-        meets_at_master: True if ranks meet at MASTER_ADDR and MASTER_PORT; False if they meet in a coordinator's store.
+        meets_at_master: True if ranks find each other through MASTER_ADDR and MASTER_PORT; False if they do so through
+            the store of a coordinator.
         devices: number of accelerators that this process sees. If a process sees a single accelerator
             (``--gpus-per-task=1``, ``--gpu-bind=single:1``), its number is 0 in every task.
 
     Raises:
-        ConfigError: ``srun`` did not start this process, or a variable of the meeting point is not set.
+        ConfigError: ``srun`` did not start this process, or MASTER_ADDR or MASTER_PORT is needed and not set.
     """
     if rank is None or world_size is None or local_rank is None:
         raise ConfigError("no --nproc, and srun did not start this process; give --nproc N, the ranks of this host")

@@ -1,9 +1,9 @@
-"""Server process of the job's store on one host.
+"""Process that holds the job's store, for a job on one host.
 
-The store answers on a thread of its process. At any moment that thread may hold a lock of the C library, for example
-the resolver's lock while it logs a connection. A process forked at that moment inherits the locked lock without the
-thread that would release the lock, and waits forever at its first connection. The launcher forks ranks and spares as
-long as the job runs, so another process serves the store.
+The launcher does not hold the store itself, because it forks ranks and spares as long as the job runs. The store
+answers on a thread. At any moment that thread may hold a lock of the C library, for example the resolver's lock while
+it logs a connection. A process forked at that moment inherits the locked lock without the thread that would release it,
+and waits forever at its first connection.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from moevement_core.launching.children import Child, Program, end_all
 
 TIMEOUT = timedelta(minutes=10)
-"""Timeout of torch's store for operations that wait."""
+"""Timeout of operations of torch's store that wait for a value."""
 
 
 class StoreProcess:
-    """Server process of the job's store.
+    """Process that holds the job's store, and answers requests of ranks, spares and the launcher.
 
     Args:
-        listener: a socket that listens on loopback; the server takes it over.
+        listener: a socket that listens on loopback. The process takes it over, and the caller's copy is closed.
 
     Raises:
         OSError: no process can be started.
@@ -36,23 +36,23 @@ class StoreProcess:
         listener.close()
 
     def connect(self) -> Any:
-        """Return a client of the store, once the server answers."""
+        """Wait until the store answers, and return a client of it."""
         import torch
 
         return torch.distributed.TCPStore("127.0.0.1", self._port, is_master=False, timeout=TIMEOUT)
 
     @property
     def has_ended(self) -> bool:
-        """True if the server has ended. The content of the store is lost then, and the job cannot go on."""
+        """True if the process has ended. Then the content of the store is lost, and the job cannot go on."""
         return self._server.poll() is not None
 
     def close(self) -> None:
-        """End the server. The caller ends all clients first."""
+        """End the process. The caller must have ended all clients before."""
         end_all([self._server])
 
 
 def _serve(descriptor: int, port: int) -> None:
-    """Serve the store in the server process until the process is killed."""
+    """Hold the store and answer requests until this process is killed; a fork of the launcher runs this function."""
     import torch
 
     server = torch.distributed.TCPStore(

@@ -40,26 +40,32 @@ from moevement_core.util.file_modes import FLAG, use_file_mode
 
 POLL_S = 0.05
 GRACE_S = 30.0
-"""Longest wait, in seconds, for processes to end by themselves when the job has ended."""
+"""Longest time in seconds for which a task waits for its processes to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
-"""Number of lease times for which a task still tries to reach the coordinator after its lease has ended."""
+"""Number of lease times after the end of its lease in which a task still tries to reach the coordinator.
+
+After this time, the task ends its processes and itself.
+"""
 TOKEN_PATIENCE_S = 5.0
-"""Seconds that a task waits for the coordinator to announce the job's token in the store."""
+"""Seconds that a task waits for a proof in the store that the coordinator has the same job token as the task."""
 LATE = 1 << 32
 """Smallest member number in the first task that joins later; each such task has a range of this many numbers."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Identity of this task: its number among the tasks that were started with the job, or that joined later."""
+    """Identity of a task: its number among the tasks that began with the job, or among those that joined later."""
 
     number: int
     tasks: int
-    """Number of tasks that were started together."""
+    """Number of tasks that were started with the job, on all nodes."""
     processes: int = 1
     """Number of processes that each task runs."""
     late: int | None = None
-    """Number among the tasks that joined later; their processes are spares. None for a task started with the job."""
+    """Number of this task among the tasks that joined later; None for a task that was started with the job.
+
+    All processes of a task that joined later are spares.
+    """
 
     @property
     def name(self) -> str:
@@ -68,12 +74,12 @@ class Task:
 
     @property
     def first(self) -> list[int]:
-        """Members that the task starts at its beginning."""
+        """Member numbers of the processes that the task starts first."""
         begin = self.number * self.processes if self.late is None else LATE * (1 + self.late)
         return list(range(begin, begin + self.processes))
 
     def later(self) -> Iterator[int]:
-        """Return the members for processes that the task starts later; no other task uses these members."""
+        """Return the member numbers for processes that the task starts later; no other task uses these numbers."""
         if self.late is not None:
             return count(self.first[-1] + 1)
         return count(self.tasks * self.processes + self.number, self.tasks)
@@ -93,9 +99,10 @@ def task_of(environment: Mapping[str, str], processes: int) -> Task:
 
 
 def claim(store: SignedStore, task: Task) -> Task:
-    """Claim the number of ``task`` in the store. If another process has claimed it, claim a number of a later task.
+    """Claim the number of ``task`` in the store, and return the task.
 
-    So a repaired or added node can join the job with the command that the first nodes used.
+    If another process has claimed this number, the task counts as one that joins later, and gets the next free number
+    among those. So a repaired or added node can join the job with the command that the first nodes used.
     """
     own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     if store.claim(TASK.format(task.number), own_claim) == own_claim:
@@ -127,7 +134,7 @@ def supervise(
         fresh_interpreters: True to start each process as a new Python, even where a fork would do.
 
     Raises:
-        ConfigError: there is no coordinator, or its number of ranks does not fit the tasks.
+        ConfigError: there is no coordinator, or its number of ranks is not the number of processes minus the spares.
     """
     argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)

@@ -23,9 +23,9 @@ from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_tim
 from moevement_core.util.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ERROR
 
 FIRST_BACK_OFF_S = 1.0
-"""Seconds before the next start after a failed start; the backoff doubles for each further failure in a row."""
+"""Seconds from a failed start of a process to the next start; the time doubles for each further failure in a row."""
 LONGEST_BACK_OFF_S = 60.0
-"""Longest backoff between two starts, in seconds."""
+"""Longest time from a failed start of a process to the next start, in seconds."""
 LOOK_S = 0.2
 """Seconds between two checks for stopped processes."""
 
@@ -38,7 +38,7 @@ class Link(Protocol):
 
     @property
     def held_until(self) -> float:
-        """Time at which the lease of this supervisor's processes ends, in seconds of the boot-time clock."""
+        """Time at which the leases of this supervisor's processes end, in seconds of the boot-time clock."""
 
     @property
     def given_up(self) -> set[int]:
@@ -71,7 +71,10 @@ class LocalLink:
 
     @property
     def held_until(self) -> float:
-        """Time of the boot-time clock in seconds, always a full lease time from now: no connection can be lost."""
+        """Time at which the leases end, in seconds of the boot-time clock.
+
+        It is always a full lease time from now, because the coordinator in this process can always be reached.
+        """
         return boot_time_s() + self.lease_s
 
     @property
@@ -80,7 +83,7 @@ class LocalLink:
         return self._coordinator.given_up
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """Report the end of a process to the coordinator; return the rank of the process, None without one."""
+        """Report the end of a process to the coordinator; return the rank of the process, None for a spare."""
         return self._coordinator.died(member, pid, how)
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
@@ -93,8 +96,8 @@ class Supervisor:
 
     Args:
         first: members to start at once.
-        start: starts the process of a member, given additional variables for its environment.
-        next_member: returns the number of the next member.
+        start: starts the process of a member; called with its number and with environment variables for the process.
+        next_member: returns the number for the next process that is started as a replacement.
         link: connection to the coordinator.
         on_end: called with a member and its ended process; returns True if a replacement is to start.
         on_replaced: called with the ended member, its process, and the replacement process.
@@ -117,14 +120,14 @@ class Supervisor:
         self.children: dict[int, Child] = {}
         """Every process that was ever started, by member."""
         self.is_fenced = False
-        """True while the lease has run out and the processes are stopped."""
+        """True while the leases have run out, and the supervisor has stopped its processes (SIGSTOP)."""
         self._start, self._next_member, self._link = start, next_member, link
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
         self._respawn_after_s = respawn_after_s
         self._failed_starts = 0
         """Number of processes in a row that ended with a positive exit code or could not be started."""
         self._respawns: list[tuple[float, int, Child]] = []
-        """Pending starts: monotonic time in seconds, and the member and process to be replaced."""
+        """Replacements to be started: monotonic time of the start in seconds, ended member, and its ended process."""
         self._is_winding_down = False
         self._orphans = Orphans()
         self._pages: dict[int, StatusPage] = {}
@@ -139,7 +142,7 @@ class Supervisor:
 
         Args:
             member: the member.
-            settles: True if the process idles at first.
+            settles: True if the process idles at first, to leave the processors to a recovery.
             replaces: the ended member that the process replaces; None if it replaces none. A replacement reports all of
                 its errors. Otherwise only rank 0 reports an error that all ranks find.
         """
@@ -240,7 +243,7 @@ class Supervisor:
                 self.children[member].send(signal.SIGCONT)
 
     def wind_down(self) -> None:
-        """Ask all present and later processes to end the job at the next boundary that all ranks agree on."""
+        """Ask all processes, and those started later, to end the job at the next boundary between iterations."""
         self._is_winding_down = True
         for member in self._running:
             self._pages[member].ask_to_wind_down()
@@ -254,15 +257,16 @@ class Supervisor:
 
 
 def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
-    """Return True if a process ended because of a mistake in the flags or the script, which would end every process.
+    """Return True if a process has ended because of a mistake in the flags or the script.
 
-    Once the job has trained, the answer is always False, because flags and script were good. What a user changes later
-    (an edited configuration, a removed folder, a full disk) concerns only processes that start later.
+    A mistake would end every other process as well, so the job ends. Once the job has trained, the answer is always
+    False: flags and script have worked. Later changes (an edited configuration, a removed folder, a full disk) only
+    affect processes that start later.
 
     Args:
-        child: the process, which has ended.
-        has_begun: True if the job was formed.
-        has_trained: True if the job has trained, or was formed without this process.
+        child: the ended process.
+        has_begun: True if the coordinator has formed the job.
+        has_trained: True if the job has committed an iteration, or was formed without a rank for this process.
     """
     code = child.code or 0
     if code == BROKEN_DEVICE:  # Other processes have other devices.

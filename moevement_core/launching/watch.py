@@ -1,4 +1,4 @@
-"""Watches of the launcher over its processes: one class ends the job at a failure, the other replaces failed ranks."""
+"""Two ways for the launcher to watch its processes: one ends the job at a failure, the other replaces failed ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from moevement_core.util.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.util.words import spares_words
 
 SAY_S = 5.0
-"""Longest wait, in seconds, for a rank's report of a mistake in the flags, after a rank has ended because of it."""
+"""Longest time in seconds for which the launcher waits until a rank has printed which mistake the flags have.
+
+The wait begins when any rank has ended because of the mistake.
+"""
 
 
 class Watch(ABC):
@@ -49,13 +52,13 @@ class Watch(ABC):
 
 
 class UntilOneFails(Watch):
-    """Watch of a job without spares: the first failure ends the job, and the watch only reports a hang.
+    """Watch of a job without spares: the first failure ends the job. A hang is reported, but does not end the job.
 
     Args:
         children: processes of the ranks.
         record: record of the run; None: the run has no record.
         say: called with a line of text for the user.
-        pages: status pages of the ranks. A rank whose script can end at a boundary reports committed iterations there.
+        pages: status pages of the ranks. Only a rank whose script can end between iterations reports commits there.
     """
 
     def __init__(
@@ -78,20 +81,23 @@ class UntilOneFails(Watch):
         return None in codes and not any(codes)
 
     def wind_down(self) -> bool:
-        """Ask the ranks to end at the next boundary; return False if no rank has reported a committed iteration."""
+        """Ask the ranks to end at the next boundary between iterations; return False if none can.
+
+        A rank can if it has reported a committed iteration.
+        """
         for page in self._pages:
             page.ask_to_wind_down()
         return any(page.committed is not None for page in self._pages)
 
     def verdict(self) -> Outcome:
-        """Print which rank has failed, if any, and return the outcome."""
+        """Print which rank has failed, if any, and return the outcome of the job."""
         return _say_who_failed(self._children)
 
 
 def _end_after_failure(children: list[Child]) -> None:
-    """End all processes. If one has found a mistake in the flags, first wait for the report of the mistake.
+    """End all processes. If a rank has found a mistake in the flags, wait before until a rank has printed the mistake.
 
-    Every rank finds such a mistake, but only one rank reports it, and other ranks may end before the report.
+    Every rank finds such a mistake, but only rank 0 prints it, and other ranks may end earlier.
     """
     deadline = time.monotonic() + SAY_S
     while USAGE_ERROR in [child.code for child in children] and time.monotonic() < deadline:
@@ -104,7 +110,10 @@ def _end_after_failure(children: list[Child]) -> None:
 
 
 def _has_reported(child: Child) -> bool:
-    """Return True if an ended process has reported a mistake. If output is not kept, assume that rank 0 has."""
+    """Return True if an ended process has printed an error message.
+
+    Without log files this cannot be checked. Then the function returns True for rank 0, which prints such messages.
+    """
     return bool(_reports_of(child)) if child.logs is not None else child.label == "rank_0"
 
 
@@ -138,15 +147,15 @@ class ReplaceFailedRanks(Watch):
     """Watch of a job with spares: a spare replaces a failed rank, and a new process replaces each process that ends.
 
     Args:
-        start: starts the process of a member, given additional variables for its environment.
+        start: starts the process of a member; called with its number and with environment variables for the process.
         store: store of the job.
         ranks: number of ranks of the job.
         spares: number of processes beyond the ranks.
         spare_timeout_s: seconds that the job waits for a spare when none is left.
         lease_s: seconds after which a stopped process counts as dead.
         record: record of the run, for ``ranks.json`` and ``rejected_values.json``; None: nothing is recorded.
-        progress: display for the user.
-        children: list to which every started process is appended; the caller ends them all.
+        progress: display of the job's progress, which also prints lines for the user.
+        children: list to which the watch appends every process that it starts; the caller ends them all.
         respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
     """
 
@@ -227,7 +236,7 @@ class ReplaceFailedRanks(Watch):
         return True
 
     def _report_failed_start(self, member: int, child: Child) -> None:
-        """Print the errors of a process that could not start; a process that has trained reported its own failure."""
+        """Print the errors of a spare that could not start. A process with a rank reports its errors itself."""
         if self._coordinator.roster.rank_of(member) is None:
             reasons = _reports_of(child)[-3:]
             self._progress.print_line(
@@ -235,9 +244,9 @@ class ReplaceFailedRanks(Watch):
             )
 
     def _may_settle(self) -> bool:
-        """Return True if there are enough spares for the missing ranks, so that a new process is not needed at once.
+        """Return True if the job has a spare for each failed rank, so that it does not need new processes at once.
 
-        The new process then idles at first, because its start would slow down the recovery.
+        New processes then idle at first, because their start would slow down the recovery.
         """
         if self._coordinator.waits_for_respawn:
             return False
@@ -269,7 +278,7 @@ class ReplaceFailedRanks(Watch):
             self._record.write_rejected_values(self._rejected)
 
     def verdict(self) -> Outcome:
-        """Print why the job has ended early, if it has, and return the outcome."""
+        """Print why the job has ended early, if it has, and return the outcome of the job."""
         if self._stopped:
             print(f"moevement: the job is stopped: {self._stopped}", file=sys.stderr)
             for child in self._children:

@@ -1,4 +1,4 @@
-"""Process that runs a training script as a rank or a spare, and the kinds of trainers that scripts may have."""
+"""Code of a process that runs a training script as a rank or a spare, and the kinds of scripts that there are."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True)
 class Trainer:
-    """Kind of training script, with the functions that start its processes."""
+    """Kind of training script (Megatron's, or a script in plain torch), with the functions that start its processes."""
 
     module: str
     """Module that a fresh interpreter runs with ``-m``, before the script and its arguments."""
     run_rank: Callable[[list[str]], None]
     """Function that runs a script in this process; its argument is the list of the script and its arguments."""
     preload: Callable[[], None]
-    """Function that imports everything that a rank will need, so that ranks forked from here start at once."""
+    """Function that imports everything that a rank needs. The launcher calls it once and then forks ranks, so that they
+    start at once."""
     uses_gpus: Callable[[], bool]
     """Function that returns True if ranks on this host use GPUs."""
     switch: str | None = None
     """Flag that makes a script fault tolerant; None if scripts of this kind always are."""
     refuse: Callable[[Sequence[str], int], None] = lambda argv, ranks: None
-    """Function that raises ConfigError if a script cannot begin with its arguments and a number of ranks.
+    """Function that raises ConfigError if a script cannot run with its arguments and this number of ranks.
 
-    The launcher calls it before it starts any rank, so the function checks only what needs no rank.
+    The launcher calls it before it starts any rank, so it finds only mistakes that can be found without ranks.
     """
 
     def count_devices(self) -> int:
@@ -61,11 +62,11 @@ class Trainer:
         return int(torch.cuda.device_count())
 
     def program(self, argv: list[str], *, fresh_interpreters: bool) -> Program:
-        """Return the program of a rank: a fork of this process without GPUs, or else a fresh interpreter.
+        """Return the program of a rank: on GPUs a fresh interpreter, on CPUs a fork of this process.
 
         Args:
             argv: the script and its arguments.
-            fresh_interpreters: True to return a fresh interpreter in any case.
+            fresh_interpreters: True for a fresh interpreter on CPUs too.
         """
         if fresh_interpreters or self.uses_gpus():
             return Program(command=[sys.executable, "-m", self.module, *argv])
@@ -87,7 +88,7 @@ def run_script(
 
     Args:
         argv: the script and its arguments, including ``--config`` files.
-        spec: specification of the main module; a process that is spawned from here imports that module first.
+        spec: specification of the main module; a process that this process spawns imports that module first.
         prepare: function that is called right before the script.
         quiet: libraries whose warnings only rank 0 shows.
 
@@ -161,7 +162,7 @@ def _warn_once(libraries: Sequence[str]) -> None:
 def _close_sockets() -> None:
     """Close the sockets that this fork has inherited from the launcher.
 
-    As long as a copy of a socket is open here, the other end of the connection cannot see that the launcher has ended.
+    As long as a copy of a socket is open here, the process at the other end cannot see that the launcher has ended.
     """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -170,9 +171,10 @@ def _close_sockets() -> None:
 
 
 def _set_threads() -> None:
-    """Set torch's number of threads from OMP_NUM_THREADS, because sums depend on it.
+    """Set torch's number of threads from OMP_NUM_THREADS, because sums of floats depend on the number of threads.
 
-    Torch reads the variable at import, which happened in the parent of a forked rank.
+    Torch reads the variable only when it is imported. A forked rank has inherited torch from its parent, so this
+    function has to set the number.
     """
     if threads := os.environ.get("OMP_NUM_THREADS"):
         import torch
@@ -217,7 +219,7 @@ def _has_gpus() -> bool:
 
 
 TORCH = Trainer("moevement_core.launching.worker", _run_plain_rank, _preload_torch, _has_gpus)
-"""Kind of scripts that bind their own trainer in torch (``moevement_core.session.loop``)."""
+"""Kind of scripts without Megatron, which describe their own trainer in plain torch to the engine."""
 
 
 if __name__ == "__main__":
