@@ -1,1 +1,1 @@
-"""The run directory: records, events, figures, and the comparison of two runs."""
+"""The run directory: its files and events, the metrics computed from them, and the comparison of two runs."""

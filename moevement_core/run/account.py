@@ -1,4 +1,4 @@
-"""Account of a recovery for people who run jobs: a block in the log, an event, and a timeline."""
+"""Account of a recovery for people who run jobs: lines in the log, an event in ``events.jsonl``, and a timeline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from moevement_core.run.outcome import Recovery
 from moevement_core.util.words import counted, spares_words
 
 PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
-"""Names of the parts of a recovery, in order; the first one occurs only if an earlier recovery was interrupted."""
+"""Names of the parts into which an account divides the time of a recovery, in order.
+
+The first part occurs only if the failure interrupted the recovery from an earlier failure.
+"""
 
 
 @dataclass(frozen=True)
 class Account:
-    """Account of one recovery, from the failure to the first new iteration; the same on every rank. Times are in
-    seconds since the epoch. If ranks reached a phase at different times, the account has the latest time.
+    """Account of one recovery, from the failure to the moment when training resumes; all ranks have the same account.
+    Times are in seconds since the epoch. If ranks reached a moment at different times, the latest time counts.
     """
 
     kind: ClassVar[str] = "failure"
@@ -25,23 +28,23 @@ class Account:
     failures: Sequence[str]
     """Texts, one for each failed rank: rank, process id and cause of the failure."""
     noticed_by: str
-    """Text that names the detector of the failure (supervisor, reset, lease) and the seconds until the detection."""
+    """Text that says what noticed the failure (supervisor, reset, lease), and how many seconds after it."""
     failed_at: float
-    """Time at which the first failed process ended, or at which it last gave a sign of life."""
+    """Time at which the first failed process ended; if nobody saw its end, the time of its last sign of life."""
     interrupted_at: float
-    """Time at which all ranks had been interrupted and their communication had been aborted."""
+    """Time at which the last survivor was interrupted and began to abort its communication."""
     left_at: float
     """Time at which the last rank had left the interrupted generation."""
     formed_at: float
-    """Time at which every rank had a process again."""
+    """Time at which the coordinator proposed a roster with a process for every rank."""
     usable_at: float
     """Time at which the new process groups were ready."""
     prepared_at: float
-    """Time at which ranks had fetched the lost state, and replacements had built the model."""
+    """Time at which ranks had fetched the snapshots of the lost state, and replacements had built the model."""
     replay_at: float
     """Time at which ranks had entered the training loop and the replay began."""
     resumed_at: float
-    """Time at which all state was restored."""
+    """Time at which all state was restored, so that training resumed."""
     scope: str
     recovery: Mapping[str, Any] | None
     """Fields of the recovery event; None if no state was lost."""
@@ -49,29 +52,29 @@ class Account:
     """Effective training time ratio so far: the time of all committed iterations, each counted once, over the time
     since the job was first formed. None before the first commit."""
     kept: str
-    """Text with details on the comparison of the survivors' state with digests."""
+    """Text with details of the check that survivors have kept their state; it compares this state with digests."""
     spares: int
-    """Number of spares that were ready when every rank had a process again."""
+    """Number of spares that were ready at ``formed_at``."""
     copies: str
-    """State of replication as text: ``complete``, or the number of snapshots that are still to be copied to peers."""
+    """Text on copies at peers after the recovery: ``complete``, or how many snapshots ranks still have to send."""
     starting: int = 0
-    """Number of spares that were starting when every rank had a process again."""
+    """Number of spares that supervisors were still starting at ``formed_at``."""
     survivors: str = ""
-    """Text with the number of ranks that kept their state, and the number of these ranks that were compared."""
+    """Text that says how many ranks kept their state, and for how many of these the state was compared with digests."""
     earlier: Sequence[str] = ()
-    """Texts, one for each rank that had failed before, and whose recovery this failure interrupted."""
+    """Texts like ``failures`` on earlier failures, if this failure interrupted the recovery from them."""
     first_failed_at: float | None = None
-    """Time of the first failure in :attr:`earlier`; None if there is none."""
+    """Time of the first of the failures in ``earlier``; None if there are none."""
     leaving: Mapping[str, float] = field(default_factory=dict)
     """Seconds that the slowest rank took to leave the interrupted generation, by phase: ``shut_down`` connections,
     ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused memory."""
     free_bytes: int | None = None
-    """Bytes of free memory on the rank with the least: device memory on GPUs, host memory on CPUs. Ranks measure them
-    after they have left the generation and before they create communicators again. None if no rank has used a
-    device."""
+    """Free memory in bytes of the rank that had the least: device memory on GPUs, host memory on CPUs. Ranks measure it
+    after they have left the interrupted generation and before they create communicators again. None if no rank has
+    used a device."""
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part of the recovery, in order."""
+        """Return the duration of each part of the recovery in seconds, by the names in :data:`PARTS`, in order."""
         times = (
             self.first_failed_at, self.failed_at, self.interrupted_at, self.left_at, self.usable_at, self.prepared_at,
             self.replay_at, self.resumed_at,
@@ -95,7 +98,7 @@ class Account:
         return self.failed_at if self.first_failed_at is None else self.first_failed_at
 
     def lines(self, *, is_verbose: bool = False) -> list[str]:
-        """Return the lines of the block in the log; ``is_verbose`` adds details."""
+        """Return the lines that rank 0 logs about the recovery; ``is_verbose`` adds details."""
         recovery = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
             ("failed", "; ".join(self.failures) or "no rank; all ranks restarted"),
@@ -123,12 +126,12 @@ class Account:
         return "  ".join(f"{name.replace('_', ' ')} {took:.2f}" for name, took in self.leaving.items()) + free
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields of the event, with the seconds of each part."""
+        """Return all fields for ``events.jsonl``, together with the seconds of each part and in total."""
         return {**asdict(self), "parts": self.parts(), "total_s": self.total_s}
 
 
 def _restored(recovery: Recovery | None) -> str:
-    """Return a text on the snapshots from which the state was restored, and on the sources of the snapshots."""
+    """Return a text that says from which snapshots ranks restored the lost state, and where the snapshots were."""
     if recovery is None:
         return "no state was lost"
     sources = ", ".join(f"{count} from {name}" for name, count in recovery.sources.items() if count)
@@ -136,7 +139,7 @@ def _restored(recovery: Recovery | None) -> str:
 
 
 def _replayed(recovery: Recovery | None) -> str:
-    """Return a text on the iterations that each stage executed again, and on the updates that ranks repeated."""
+    """Return a text that says how many iterations each stage executed again, and how many updates ranks repeated."""
     if recovery is None:
         return ""
     redone = (

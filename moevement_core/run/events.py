@@ -1,6 +1,6 @@
-"""Records of ``events.jsonl``: each has the kind of an event, its time, and the fields of its class.
+"""Events of a run. A line of ``events.jsonl`` has the kind of an event, its time, and the fields of the event's class.
 
-``scripts/events_table.py`` writes ``docs/events.md`` from this file and from the two accounts of a recovery.
+``scripts/events_table.py`` writes ``docs/events.md`` from the classes here, from ``Recovery`` and from ``Account``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from typing import Any, ClassVar, Protocol
 
 
 class Event(Protocol):
-    """Record of an event; :class:`~moevement_core.run.outcome.Recovery` and ``Account`` are events too."""
+    """Interface of an event. Classes outside this module have it too: :class:`~moevement_core.run.outcome.Recovery` and
+    ``Account``.
+    """
 
     kind: ClassVar[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields in a form that JSON holds."""
+        """Return the fields of the event as plain data, which can be encoded as JSON."""
 
 
 class _Plain:
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields in a form that JSON holds."""
+        """Return the fields of the event as plain data, which can be encoded as JSON."""
         return asdict(self)  # type: ignore[call-overload]
 
 
@@ -43,12 +45,12 @@ class Restarted(_Plain):
     iteration: int
     """Iteration whose state the job restarts from."""
     text: str
-    """Source of the state, in words."""
+    """Text that says where the state comes from, for example a dense checkpoint."""
 
 
 @dataclass(frozen=True)
 class Resized(_Plain):
-    """Continuation of an elastic job with another number of ranks or with replacements, from state in memory."""
+    """Continuation of an elastic job, from state in memory, with another number of ranks or with replacements."""
 
     kind: ClassVar[str] = "resized"
     iteration: int
@@ -62,15 +64,15 @@ class Resized(_Plain):
     moved_bytes: int
     """Bytes of state that ranks sent to each other."""
     digests_equal: int
-    """Number of operators whose whole state had equal digests before and after the event and on all replicas; 0 without
-    digests."""
+    """Number of operators whose whole state had the same digest before the event, after it, and on all replicas; 0 if
+    digests are off."""
     seconds: dict[str, float]
-    """Seconds by part. ``until_usable``: from the first failure to usable process groups. ``state``: creation of model
-    and optimizer, and transfer of the state. ``until_resumed``: from the transferred state until training continues.
+    """Durations in seconds, by part. ``until_usable``: from the first failure to usable process groups. ``state``: to
+    create model and optimizer, and to transfer the state. ``until_resumed``: from then until training continues.
     ``total``: sum of these parts."""
 
     def sentence(self) -> str:
-        """Return the event as a sentence for the log."""
+        """Return a sentence for the log that says what the event was."""
         size = f"{self.world_size} ranks"
         if self.world_size != self.world_before:
             size += f" instead of {self.world_before}"
@@ -100,8 +102,8 @@ class Evaluated(_Plain):
     iteration: int
     """Iteration after which the model was evaluated."""
     loss: float | str | None
-    """Loss of the language model; None if there is none. It is the text ``nan``, ``inf`` or ``-inf`` where JSON has no
-    number."""
+    """Loss of the language model; None if the evaluation gave no loss. A loss that is not finite is the text ``nan``,
+    ``inf`` or ``-inf``, because JSON has no such numbers."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,14 @@ class CheckpointFailed(_Plain):
 
     kind: ClassVar[str] = "checkpoint_failed"
     iteration: int | None
-    """Iteration of the state; None if an asynchronous save reported its error later."""
+    """Iteration of the state that was to be saved; None if an asynchronous save reported its error only later."""
     reason: str
     """Reason of the failure, in words."""
 
 
 @dataclass(frozen=True)
 class WindowPersisted(_Plain):
-    """Window that is persisted on every rank, so that the job can be recovered from it."""
+    """Window that has become persisted: all peers of all ranks have its snapshots, so a recovery can use it."""
 
     kind: ClassVar[str] = "window"
     first: int
@@ -143,7 +145,7 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """Planned cost of checkpoints on the rank that writes the record, when the job starts or the window changes."""
+    """Plan for saving, with its cost on the rank that writes this event, when the job starts or the window changes."""
 
     kind: ClassVar[str] = "plan"
     iteration: int
@@ -157,16 +159,17 @@ class Planned(_Plain):
     replicated_bytes: float
     """Bytes per iteration that the rank sends to all peers together, as a mean over a window."""
     memory_bytes: int | None
-    """Bytes of host memory for own snapshots, for copies or parity of other ranks, and for the boundary log; None
-    without a memory cap."""
+    """Bytes of host memory for snapshots of this rank, for copies or parity of other ranks' snapshots, and for the
+    boundary log; None without a memory cap."""
     memory_limit_bytes: float | None
     """Bytes of host memory that the rank may use; None without a cap."""
     expected_rollback: float
-    """Iterations of work that a failure at a random moment costs on average, if replication does not lag."""
+    """Iterations of work that a failure at a random moment costs on average, if the lag is 0: those that a stage
+    executes again, and half of the interrupted one."""
     most_replayed: int
-    """Most committed iterations that a recovery re-executes, if replication does not lag."""
+    """Largest number of committed iterations that a recovery executes again, if the lag is 0."""
     snapshots: int | None = None
-    """Number of snapshots in a window; None in records of earlier versions."""
+    """Number of snapshots in a window (W); None in events that an earlier version of this project wrote."""
 
 
 @dataclass(frozen=True)
@@ -181,20 +184,20 @@ class AboveCap(_Plain):
     overhead: float
     """Measured share of training time that saving costs."""
     error: float
-    """Standard error of :attr:`overhead`."""
+    """Standard error of ``overhead``."""
     cap: float
     """Largest share of training time that saving may cost."""
 
 
 @dataclass(frozen=True)
 class NothingPersisted(_Plain):
-    """Warning that no newer window has been persisted for a long time, so that a failure costs more than planned."""
+    """Warning that no other window has become persisted for a long time, so that a failure costs more than planned."""
 
     kind: ClassVar[str] = "nothing_persisted"
     text: str
     """Text of the warning."""
     iterations: int
-    """Number of consecutive iterations without a newly persisted window."""
+    """Number of iterations since a window last became persisted."""
     persisted_from: int | None
     """First iteration of the newest persisted window; None if no window is persisted."""
 
@@ -207,12 +210,12 @@ class WindowsNotOnDisk(_Plain):
     text: str
     """Text of the warning."""
     failed: int | None = None
-    """Number of windows that could not be written so far; None if the whole folder is unusable."""
+    """Number of windows that could not be written so far; None if the folder cannot be used at all."""
 
 
 @dataclass(frozen=True)
 class WindowsOnDiskAgain(_Plain):
-    """End of a period in which the folder of windows was unusable."""
+    """End of a period in which ranks could not write windows to ``--moevement-persist-dir``."""
 
     kind: ClassVar[str] = "windows_on_disk_again"
     text: str
@@ -221,7 +224,7 @@ class WindowsOnDiskAgain(_Plain):
 
 @dataclass(frozen=True)
 class RecoveredFromDisk(_Plain):
-    """Recovery from a window on disk, because memory and peers lacked snapshots."""
+    """Recovery from a window on disk, because the memory of the remaining ranks did not hold all snapshots needed."""
 
     kind: ClassVar[str] = "recovery_from_disk"
     text: str
@@ -238,9 +241,9 @@ class GroupsSplit(_Plain):
 
     kind: ClassVar[str] = "groups_split"
     ranks: tuple[tuple[int, int], ...]
-    """First and last rank of each such group (tensor, context and expert parallel)."""
+    """First and last rank of each group (tensor, context and expert parallel) that now spans several nodes."""
     nodes: tuple[tuple[str, ...], ...]
-    """Nodes of each such group."""
+    """Nodes of each group in ``ranks``, in the same order."""
 
 
 PLAIN = (

@@ -1,8 +1,9 @@
-"""Figures of a run: their names, units and meanings, and their current values.
+"""Figures of a run: numbers such as the loss or the seconds in recoveries, which Prometheus calls metrics.
 
-The table here serves the metrics endpoint (``exporter.py``), TensorBoard, ``moevement top`` and ``docs/metrics.md``,
-which ``scripts/metrics_table.py`` writes. Names and units follow Prometheus: a name ends with its base unit (seconds,
-bytes), and the name of a counter with ``_total``.
+This module has their names, units and meanings (:data:`FIGURES`), and computes their current values
+(:class:`RunFigures`). The metrics endpoint (``exporter.py``), TensorBoard, ``moevement top`` and ``docs/metrics.md``
+show them. Names and units follow Prometheus: a name ends with its base unit (seconds, bytes), and the name of a counter
+ends with ``_total``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Figure:
-    """Figure of a run: its name, unit, meaning and source."""
+    """Description of a figure (in Prometheus: a metric) of a run: its name, unit, meaning and source."""
 
     name: str
     """Name without the prefix ``moevement_``, and without the suffix ``_total`` of a counter."""
@@ -36,10 +37,11 @@ class Figure:
     """Meaning of the figure, as Prometheus and ``docs/metrics.md`` show it."""
     kind: Kind = Kind.GAUGE
     field: str = ""
-    """Field of ``metrics.jsonl`` with the value; empty if the value has another source. A counter is the sum of the
-    field's values."""
+    """Field of ``metrics.jsonl`` that holds the value; empty if the value has another source. The value of a counter is
+    the sum of the field over all lines."""
     is_sum: bool = False
-    """True if the field of a counter already holds the sum since the process started; its values are not added up."""
+    """True if the field of a counter already holds a sum since the start of the process. Then the value of the counter
+    is that of the newest line."""
     label: str | None = None
     """Name of the label that distinguishes several values of the figure; None if the figure has a single value."""
     is_in_tensorboard: bool = True
@@ -51,9 +53,9 @@ class Figure:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the figure in TensorBoard; None if TensorBoard does not show the figure.
+        """Name (tag) of the figure in TensorBoard; None if TensorBoard does not show the figure.
 
-        For a counter with a field, TensorBoard shows the amount that each iteration adds.
+        For a counter with a field, TensorBoard shows the amount that each iteration adds to the counter.
         """
         return f"moevement/{self.field or self.name}" if self.is_in_tensorboard else None
 
@@ -189,7 +191,7 @@ WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_dis
 
 @dataclass(frozen=True)
 class Sample:
-    """Value of a figure, with the value of its label if it has one."""
+    """Current value of a figure of a run, and the value of the figure's label if it has one."""
 
     figure: Figure
     value: float
@@ -198,7 +200,10 @@ class Sample:
 
 @dataclass
 class RunFigures:
-    """Figures of one run; the caller passes each line and each event of the run record once, in order."""
+    """Values of the figures of one run. The caller passes each line of ``metrics.jsonl`` and ``events.jsonl`` once.
+
+    It passes the lines of a file in the file's order.
+    """
 
     line: dict[str, Any] = field(default_factory=dict)
     """Newest line of ``metrics.jsonl``."""
@@ -207,19 +212,19 @@ class RunFigures:
     iterations: int = 0
     """Number of lines of ``metrics.jsonl`` so far, one for each committed iteration."""
     world_size: int | None = None
-    """Number of ranks of the complete job; None before it has started."""
+    """Number of ranks of the job, according to the newest event with this number; None before the job has started."""
     _began_at: float | None = None
     """Time at which the first recorded iteration began, in seconds since the epoch."""
     _timed: int = 0
-    """Number of iterations with a known duration; iterations that a recovery recorded for a failed rank have none."""
+    """Number of iterations with a known duration. A line that a recovery wrote in place of a failed rank has none."""
     _timed_s: float = 0.0
-    """Total duration in seconds of the timed iterations."""
+    """Total duration in seconds of the iterations with a known duration."""
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums of counters, by the name of the figure, or by ``NAME/LABEL`` for a figure with labels."""
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunFigures:
-        """Return the figures of a whole record.
+        """Return the figures of a whole run, computed from its record.
 
         Args:
             lines: all lines of ``metrics.jsonl``.
@@ -262,7 +267,7 @@ class RunFigures:
 
     @property
     def effective(self) -> float | None:
-        """Effective training time ratio (ETTR), at most 1; None until two iterations have been timed."""
+        """Effective training time ratio (ETTR), at most 1; None until the durations of two iterations are known."""
         at = _number(self.line.get("time"))
         if at is None or self._began_at is None or at <= self._began_at or self._timed < 2:
             return None
@@ -270,7 +275,7 @@ class RunFigures:
 
     @property
     def mean_iteration_s(self) -> float | None:
-        """Mean duration of the timed iterations in seconds; None before the first."""
+        """Mean duration of an iteration in seconds; None until the duration of an iteration is known."""
         return self._timed_s / self._timed if self._timed else None
 
     @property
@@ -279,7 +284,10 @@ class RunFigures:
         return self._began_at
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of all known figures in the order of the table; values of one figure are consecutive."""
+        """Yield the values of all known figures, in the order of :data:`FIGURES`.
+
+        If a figure has several values, they follow each other.
+        """
         for figure in FIGURES:
             if figure.kind is Kind.COUNTER:
                 yield from self._counted(figure)
@@ -314,7 +322,7 @@ class RunFigures:
 
 
 def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
-    """Yield the figures that count processes and nodes.
+    """Yield the values of the figures that count processes and nodes of a job.
 
     Args:
         processes: entries of ``ranks.json``.
@@ -327,9 +335,9 @@ def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sam
 
 
 def _number(value: Any) -> float | None:
-    """Return a value of the record as a float; None if it is not a number.
+    """Return a value from the run record as a float; None if it is not a number.
 
-    The record holds numbers that JSON cannot express (NaN, infinity) as strings.
+    The record holds NaN and infinity as strings, because JSON has no such numbers.
     """
     if isinstance(value, str):
         try:

@@ -13,14 +13,14 @@ from enum import StrEnum
 
 
 class Promise(StrEnum):
-    """Degree of equality of two states or of two runs."""
+    """Degree to which two states, or the iterations of two runs, are promised to be equal."""
 
     EQUAL = "equal bits"
     UP_TO_ORDER = "up to the order of sums"
 
 
 class Place(StrEnum):
-    """Place of a replacement, relative to the rank that it replaces."""
+    """Place where a replacement runs, relative to the failed process that it replaces."""
 
     SAME_DEVICE = "same device"
     SAME_NODE = "same node"
@@ -38,8 +38,10 @@ SAFE_SUM = 2
 """Largest number of ranks whose sum has the same bits in any order of ranks."""
 
 MOST_GATHERED_BYTES = 64 << 20
-"""Largest number of bytes that a rank receives to compute a sum in rank order. NCCL computes larger sums, in an order
-of its own."""
+"""Largest number of bytes that a rank gathers from other ranks to add them in rank order.
+
+If a sum needs more, NCCL computes it, in an order that NCCL chooses.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Arithmetic:
 
 
 def of_job(arithmetic: Arithmetic, restored: Restored) -> list[str]:
-    """Return sentences for the log of a job: what is equal after a failure, for each place of the replacement."""
+    """Return sentences for a job's log, which say what is equal after a failure, for each place of a replacement."""
     if all(arithmetic.later(restored, place) is Promise.EQUAL for place in Place):
         return ["after a failure the job computes the bits of a job without failures, wherever replacements run"]
     return [
@@ -102,7 +104,10 @@ _CASES = (
 
 
 def table() -> list[str]:
-    """Return the lines of the table in Markdown, with a row for each arithmetic and each method to restore state."""
+    """Return the lines of the table for ``docs/guarantees.md``, in Markdown.
+
+    It has a row for each kind of arithmetic with each method that restores state, and a column for each place.
+    """
     return [
         f"| | state restored by | {' | '.join(f'replacement on {_ARTICLES[place]}' for place in Place)} |",
         "|---|---|---|---|---|",

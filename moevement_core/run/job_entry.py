@@ -22,14 +22,14 @@ class JobEntry:
     """
 
     command: str
-    """Command line, quoted for a shell; empty if a program launched the job."""
+    """Command line of the launching process, quoted for a shell; empty if a program has called the launcher."""
     began_at: float
     """Time of the launch, in seconds since the epoch."""
     host: str
     pid: int
     """Process id of the launching process, which lives as long as the job."""
     machine: str
-    """Identifier of the boot and the process namespace in which ``pid`` is valid."""
+    """Identifier of the host's current boot and of the process namespace; ``pid`` is valid only there."""
     started: str
     """Start time of the launching process, in kernel ticks since boot."""
     hardware: str
@@ -39,13 +39,13 @@ class JobEntry:
     """Number of spares. None if the job has no spares, so that its first failure ends it, or if the launching process
     does not start the spares."""
     versions: Mapping[str, str]
-    """Version of each package on which results depend."""
+    """Version of each package on which computed results depend, by the name of the package."""
     ended_at: float | None = None
-    """Time of the end, in seconds since the epoch. None while the job runs, or if the launching process was killed."""
+    """Time at which the job ended, in seconds since the epoch; None while it runs, or if its launcher was killed."""
     code: int | None = None
     """Exit code of the job; None while it runs."""
     reason: str = ""
-    """Reason of an end before the last iteration, in words."""
+    """Text that says why the job ended before its last iteration; empty if it did not."""
 
     @staticmethod
     def of_this_process(command: str, ranks: int, spares: int | None) -> JobEntry:
@@ -58,9 +58,9 @@ class JobEntry:
 
     @property
     def is_abandoned(self) -> bool:
-        """True if the launching process is known to have ended without recording an end.
+        """True if the launching process has certainly ended, but has not recorded the end of the job.
 
-        Only the machine on which that process ran can know this.
+        On another machine than that of the launching process, the value is always False.
         """
         return self.ended_at is None and is_gone(self.machine, self.pid, self.started)
 

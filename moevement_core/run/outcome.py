@@ -1,4 +1,4 @@
-"""Outcome of a recovery, for the log, the run record and the report."""
+"""Outcome of a recovery: what ranks restored, repeated and verified; shown in the log, run record and reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.util.words import counted
 
 @dataclass(frozen=True)
 class Recovery:
-    """Outcome of a recovery; the same on every rank."""
+    """Outcome of a recovery: what ranks restored, repeated and verified. All ranks have the same outcome."""
 
     kind: ClassVar[str] = "recovery"
     first: int
@@ -19,49 +19,53 @@ class Recovery:
     until: int
     """Iteration whose state the recovery reached."""
     replayed: int
-    """Number of iterations that were executed again."""
+    """Number of iterations that a stage executed again; the largest number over all stages."""
     verified_until: int | None
-    """Iteration up to which the state is verified. None if an operator was never compared, or if no operator was
-    compared after an update."""
+    """Iteration up to which the restored state is verified: equal to digests from before the failure. None if an
+    operator was never compared, or if no operator was compared after an update."""
     restored_until: int | None
-    """Iteration up to which every operator was compared with digests, after updates or only as loaded; None if an
-    operator was never compared."""
+    """Iteration up to which every operator was compared with digests from before the failure, after updates or only as
+    loaded; None if an operator was never compared."""
     recomputed: int
-    """Number of operators that were compared after at least one update, as a sum over ranks."""
+    """Number of operators that were compared with digests after at least one repeated update, as a sum over ranks."""
     restored: int
-    """Number of operators that were compared only as loaded, before any update, as a sum over ranks."""
+    """Number of operators that were compared with digests only as loaded, before any repeated update, as a sum over
+    ranks."""
     largest_difference: float
     """Largest difference on any rank between a recomputed tensor or loss and the lost one, relative to the largest
-    magnitude in either. It is 0 if bits may not differ. State that is compared by digest alone does not count."""
+    magnitude in either of them. It is 0 if bits may not differ. State that is compared by digest alone does not
+    count."""
     losses_until: int | None
-    """Iteration up to which recomputed losses were compared with the recorded ones; None if no losses were compared."""
+    """Iteration up to which losses of repeated iterations were compared with the recorded losses; None if no losses
+    were compared."""
     sends: int
-    """Number of iterations in which a rank compared what it sent to other stages with the first execution, on the rank
-    with the most."""
+    """Number of repeated iterations in which the tensors that a rank sent to other stages were compared with those of
+    the first execution; the largest number over all ranks."""
     sources: Mapping[str, int]
-    """Number of snapshots by source: own memory, peers, parity, a replica's live state, and files."""
+    """Number of loaded snapshots by source: own memory, peers, parity, a replica's live state, and files."""
     replayed_by_stage: Mapping[str, int]
     """Number of iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
-    """Number of updates that a rank repeated from logged gradients, on the rank with the most."""
+    """Number of updates that a rank repeated from logged gradients; the largest number over all ranks."""
     lost_tokens: Mapping[str, int]
-    """Number of routed tokens whose updates are lost, for each expert that is older than the rest of the state."""
+    """Number of routed tokens whose updates are lost, for each expert that was restored to an older iteration than the
+    rest of the state."""
     proportion_lost: float
-    """PLT of MoC-System (equation 7): lost share of the routed tokens of the whole run, as a mean over layers.
-    If the trainer does not know the length of the run, the lost share of all tokens so far."""
+    """Proportion of lost tokens (PLT of MoC-System, equation 7): lost share of the routed tokens of the whole run, as a
+    mean over layers. If the trainer does not know the length of the run, the lost share of all tokens so far."""
     proportion_lost_so_far: float
     """Share of all routed tokens so far that recoveries have lost, as a mean over layers."""
     ranks: Sequence[int]
     """Ranks whose state was restored; the other ranks kept their state."""
     fed_bytes: int
-    """Bytes that healthy stages sent to replaying stages from their logs."""
+    """Bytes that stages outside the scope sent from their boundary logs to stages that replayed."""
     fetch_s: float
     replay_s: float
     replay_cpu_s: float
-    """Processor seconds of all ranks during the replay, including ranks that wait."""
+    """Processor time in seconds that all ranks together used during the replay, including ranks that only waited."""
 
     def sentence(self) -> str:
-        """Return a sentence for the log: the work that was done, and how far it is verified."""
+        """Return a sentence for the log that says what was restored and repeated, and how far it is verified."""
         sources = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
         snapshots = f"snapshots of iteration {self.first} and later ({sources})"
         losses = f"{self.losses}; " if self.losses else ""
@@ -72,7 +76,7 @@ class Recovery:
 
     @property
     def losses(self) -> str:
-        """Text on the updates that are lost; empty if none are."""
+        """Text that says how many updates are lost; empty if none are."""
         lost = sum(self.lost_tokens.values())
         if not lost:
             return ""
@@ -84,7 +88,7 @@ class Recovery:
 
     @property
     def scope(self) -> str:
-        """Text on the ranks or stages that were restored."""
+        """Text that says which ranks or stages were restored."""
         if self.redone and not self.replayed:
             return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} alone"
         stages = [stage for stage, count in self.replayed_by_stage.items() if count]
@@ -95,13 +99,13 @@ class Recovery:
 
     @property
     def work(self) -> str:
-        """Text on the updates and iterations that were repeated."""
+        """Text that says how many updates and iterations were repeated."""
         updates = f"{counted(self.redone, 'update')} repeated from logged gradients, " if self.redone else ""
         return f"{updates}{counted(self.replayed, 'iteration')} replayed"
 
     @property
     def verified(self) -> str:
-        """Text on the parts of the state that were compared, and on the result of the comparison."""
+        """Text that says how many operators were compared with digests, and with which result."""
         parts, how = self.recomputed + self.restored, f"{self.recomputed} by recomputing, {self.restored} by checksum"
         if self.verified_until is None:
             return f"not verified; {parts} parts of the state were compared ({how})"
@@ -115,5 +119,5 @@ class Recovery:
         return f"all {parts} parts of the state have the same bits as before the failure ({how}){sent}{until}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for the event and the summary."""
+        """Return the fields for ``events.jsonl`` and ``summary.json``."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Progress display of a run whose ranks write to files: a live line on a terminal, otherwise a line every 10 s."""
+"""Progress display of a launcher whose ranks write to files: a live line on a terminal, otherwise a line every 10 s."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OURS = "moevement: "
 
 
 class Progress:
-    """Display that follows the metrics in ``run_dir`` and this project's lines in ``log``, the output of rank 0.
+    """Display that shows new metrics of a run, and lines that this project has written to the output of rank 0.
 
-    The display shows nothing for a file that is None. Use it as a context manager.
+    Use it as a context manager.
 
     Args:
-        run_dir: run directory; None: no metrics.
+        run_dir: run directory with the metrics; None: show no metrics.
         total: number of the last iteration; None: unknown.
-        log: file with the output of rank 0; None: no output.
+        log: file with the output of rank 0; None: show no output.
     """
 
     def __init__(self, run_dir: Path | None, total: int | None, log: Path | None = None) -> None:
@@ -65,11 +65,11 @@ class Progress:
             self._print_plain()
 
     def print_line(self, text: str) -> None:
-        """Print a line of the launcher at once."""
+        """Print a line of the launcher now, above the live line if there is one."""
         self._console.print(f"{OURS}{text}", markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, log: Path) -> None:
-        """Show the remaining lines of the present log, and then follow the log of another process.
+        """Show the rest of the output of the old rank 0, and from then on the output of its replacement.
 
         Args:
             log: file with the output of the process that is rank 0 now.
@@ -95,7 +95,7 @@ class Progress:
             self._print_plain()
 
     def _show_our_lines(self) -> None:
-        """Print new messages of rank 0 to the user, such as defaults that were filled in or a failed checkpoint."""
+        """Print messages that this project has newly written to the output of rank 0, such as a failed checkpoint."""
         if self._log is None or not self._log.exists():
             return
         if (size := self._log.stat().st_size) < self._log_offset:  # The file was rotated.

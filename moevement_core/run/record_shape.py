@@ -1,4 +1,4 @@
-"""Checks of the lines, events and summary in a run directory. Files may be damaged or from another version.
+"""Checks of the files in a run directory, which may be damaged, or from another version of this project.
 
 Each function returns a description of the first error, or None. The checks skip fields that no code computes with.
 """
@@ -20,9 +20,9 @@ from moevement_core.run.job_entry import JobEntry
 from moevement_core.run.outcome import Recovery
 
 _OF_EVENTS: dict[str, type] = {kind.kind: kind for kind in (Account, Planned, Recovery, Resized)}
-"""Classes of the events whose fields other code computes with, by kind."""
+"""Classes of the events whose fields are checked, by kind; no code computes with the fields of other events."""
 _MOST = 1 << 53
-"""Upper bound on iterations, because a float cannot tell neighbouring whole numbers from here on apart."""
+"""Upper bound on iterations: from this number on, a float cannot tell neighbouring whole numbers apart."""
 _NUMBERS = (
     "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
     "copies_under_way", "persisted_from", "window", "window_snapshots", "windows_abandoned",
@@ -31,7 +31,7 @@ _NUMBERS = (
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Fields that may hold ``nan``, ``inf`` or ``-inf`` as text, because JSON has no such numbers."""
 _OF_SPARSE = ("copied_bytes", "replicated_bytes", "snapshot_memory_bytes", "log_memory_bytes")
-"""Fields that a line has if the rank saves checkpoints. A line has all of them or none."""
+"""Fields that a line of ``metrics.jsonl`` has if ranks save snapshots. A line has all of these fields or none."""
 _COST = (
     "stall_s", "stall_share", "training_thread_s", "training_thread_share", "copied_bytes", "replicated_bytes",
     "windows", "window", "windows_abandoned", "memory_bytes",
@@ -158,7 +158,7 @@ def _fields_of(kind: type, fields: Any) -> str | None:
 
 @cache
 def _annotated(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each field of a dataclass, and True if the field may be missing."""
+    """Return, for each field of a dataclass, its type, and True if the field has a default and so may be missing."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (hints[field.name], field.default is not dataclasses.MISSING)

@@ -50,8 +50,8 @@ class RunRecord:
 
     Args:
         folder: path of the directory.
-        lock: this job's lock of the directory. Once another job has taken the lock over, this object writes no lines
-            and no summary, because a file with lines of two jobs would be useless.
+        lock: this job's lock of the directory; None for readers. Once another job has taken over the lock, this object
+            writes no more lines and no summary, so that the files do not mix two jobs.
     """
 
     def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
@@ -65,9 +65,9 @@ class RunRecord:
         self.rejected_values_path = folder / "rejected_values.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
-        """Figures of the run, from the lines and events that :meth:`begin` found or that this process has written."""
+        """Values of the run's metrics, from lines and events that :meth:`begin` found or this process has written."""
         self._failing = set[Path]()
-        """Files whose last write failed."""
+        """Paths of files to which the last write failed."""
 
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Prepare the folder for a run whose next iteration is ``first_iteration``.
@@ -97,13 +97,13 @@ class RunRecord:
         _replace(self.config_path, yaml.safe_dump(config, sort_keys=True))
 
     def metric(self, **fields: Any) -> None:
-        """Append the line of one committed iteration."""
+        """Append a line for one committed iteration to ``metrics.jsonl``."""
         if not self._is_lost:
             self.figures.take_line(fields)
             self._try(self.metrics_path, lambda: _append(self.metrics_path, fields))
 
     def event(self, event: Event) -> None:
-        """Append an event, with the present time."""
+        """Append an event with the current time to ``events.jsonl``."""
         if not self._is_lost:
             fields = {"event": event.kind, "time": time.time(), **event.as_dict()}
             self.figures.take_event(fields)
@@ -120,10 +120,10 @@ class RunRecord:
         )
 
     def job(self) -> JobEntry | None:
-        """Return the entry of the newest job, with its launch and its end; None if no job has written one.
+        """Return the content of ``job.json``: launch and end of the newest job; None if no job has written the file.
 
         Raises:
-            RunRecordError: the file is damaged, or of another version.
+            RunRecordError: the file is damaged, or from another version of this project.
         """
         try:
             entry = json.loads(read_regular(self.job_path))
@@ -163,11 +163,13 @@ class RunRecord:
         """
         if self._is_lost:
             assert self.lock is not None
-            raise RunRecordError(f"{self.folder}: taken over by {self.lock.lost}; this run has no summary")
+            raise RunRecordError(
+                f"{self.folder}: {self.lock.lost} has taken over this run directory, so this run writes no summary.json"
+            )
         self._try(self.summary_path, lambda: _replace(self.summary_path, json.dumps(summary, indent=2) + "\n"))
 
     def _try(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a file; log an error instead of raising it.
+        """Call ``write``, which writes to ``path``; log an error instead of raising it.
 
         While writes fail, only the first error is logged. The next call of this method tries to write again.
         """
@@ -245,7 +247,8 @@ class RunRecord:
             if not isinstance(error, FileNotFoundError):
                 raise RunRecordError(f"{self.summary_path}: {error.strerror}; needs a file that can be read") from None
             raise RunRecordError(
-                f"{self.folder}: no summary.json, so the run has not ended, or ended early; wait for the end or resume"
+                f"{self.folder}: no summary.json, so the run has not ended, or ended early; wait for its end, or "
+                "resume it"
             ) from None
         except (ValueError, RecursionError) as error:
             raise RunRecordError(f"{self.summary_path}: not JSON ({error}); run the job again") from None

@@ -21,23 +21,25 @@ class Verdict:
     first_difference: str | None = None
     """First difference, in words; None if the runs are equal."""
     parts: dict[str, bool] = field(default_factory=dict)
-    """Equality of each part of the final state, by name of the part."""
+    """Result for each part of the final state, by the name of the part: True if both runs have the same digest."""
     lost_updates: list[str] = field(default_factory=list)
-    """Recoveries of either run that lost updates, in words; runs with such recoveries are expected to differ."""
+    """Texts on recoveries of either run that lost updates of experts; after such a recovery, runs usually differ."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, for ``--json``."""
+        """Return the result as plain data, which ``moevement verify --json`` prints."""
         return asdict(self)
 
 
 def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> Verdict:
-    """Compare the series and the state digests of two finished runs, bit for bit.
+    """Compare losses, gradient norms and other values of each iteration, and the final state, of two finished runs.
+
+    Values are compared bit for bit, and the final state by digests.
 
     Args:
         a: first run.
         b: second run.
         common_iterations: True to compare only the iterations that both runs recorded; a resumed run, for example, has
-            no iterations before its start. False to report it as a difference if only one run recorded an iteration.
+            no iterations before its start. If it is False, an iteration that only one run recorded is a difference.
 
     Raises:
         RunRecordError: a run is missing, unfinished or damaged, or has several lines for one iteration.
