@@ -1,1 +1,1 @@
-"""Monitoring of a run: reader of the run directory, and endpoint that serves the run's figures beside the job."""
+"""Monitoring of a run: a reader of the run directory, and an endpoint from which Prometheus gets the run's metrics."""

@@ -39,29 +39,29 @@ def _address(name: str, text: str) -> Any:
 
 
 def unserved(port: str | None) -> str | None:
-    """Return the reason why no process would serve figures at ``port``; None if a process does, or without a port.
+    """Return the reason why no process serves metrics at ``port``; None if a process does, or if ``port`` is None.
 
-    A rank calls this. A launcher or a coordinator serves the figures, and sets STORE_ENV in the environment of ranks.
+    A rank calls this. Only a launcher or a coordinator serves metrics. A rank has one if STORE_ENV is set.
     """
     if port is None or STORE_ENV in os.environ:
         return None
     return (
-        f"{PORT_FLAG} {port}: no launcher or coordinator runs that could serve figures; start the ranks with moevement "
+        f"{PORT_FLAG} {port}: no launcher or coordinator runs that could serve metrics; start the ranks with moevement "
         "launch --nproc, give --spares 0 under srun, or leave the flag out"
     )
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Address and port at which figures of the run are served."""
+    """Address and port at which a launcher or coordinator serves the metrics of the run."""
 
     port: int | None = flag(
         PORT_FLAG, metavar="PORT", check=port_number,
-        help="port at which the launcher or coordinator serves figures of the run from --run-dir, in Prometheus's text "
+        help="port at which the launcher or coordinator serves metrics of the run from --run-dir, in Prometheus's text "
         "format (default: off)",
     )  # fmt: skip
     address: str = flag(
         ADDRESS_FLAG, metavar="ADDRESS", default=LOOPBACK, check=_address,
-        help="address at which figures of the run are served; whoever reaches it can read them "
+        help="address at which metrics of the run are served; whoever reaches it can read them "
         f"(default: {LOOPBACK})",
     )  # fmt: skip

@@ -4,7 +4,7 @@ A separate process answers, for two reasons:
 
 - The launcher forks ranks. If a thread of the launcher answered, it might hold a lock at a fork. In the forked rank,
   nothing would ever release that lock.
-- A request for figures must not delay the renewal of a lease.
+- A request for metrics must not delay the renewal of a lease.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from moevement_core.monitoring.config import ADDRESS_FLAG, LOOPBACK, PORT_FLAG, 
 from moevement_core.util.environment import PARENT_ENV
 
 AGAIN_S = 5.0
-"""Shortest time in seconds between two starts of the answering process, if it ends or cannot be started."""
+"""Shortest time in seconds between two starts of the process that answers requests, if it ends or fails to start."""
 SERVED = "metrics/served"
-"""Key in the job's store. Tasks know the script's flags, so they write a :class:`Served` there for the coordinator."""
+"""Key in the job's store under which tasks write a :class:`Served` for the coordinator.
+
+Only tasks know the script's flags, which say where to serve metrics.
+"""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Run directory whose figures are served, with the address and port."""
+    """Run directory whose metrics an endpoint serves, and the address and port at which it does."""
 
     run_dir: str
     port: int
     address: str = LOOPBACK
 
     def encode(self) -> str:
-        """Return the value for the job's store."""
+        """Return this object as text for the job's store."""
         return json.dumps(asdict(self))
 
     @staticmethod
@@ -55,21 +58,21 @@ def served_by(run_dir: Path | None, value_of: Callable[[str], str | None]) -> Se
         value_of: function that returns the value of a flag of the script; None without the flag.
 
     Raises:
-        ConfigError: the port is invalid, or the script has no run directory to read figures from.
+        ConfigError: the port is invalid, or the script has no run directory to read metrics from.
     """
     port, address = port_number(PORT_FLAG, value_of(PORT_FLAG)), value_of(ADDRESS_FLAG) or LOOPBACK
     if port is None:
         return None
     if run_dir is None:
-        raise ConfigError(f"{PORT_FLAG} {port} without --run-dir; figures are read from the run directory: give both")
+        raise ConfigError(f"{PORT_FLAG} {port} without --run-dir; metrics are read from the run directory: give both")
     return Served(str(run_dir), port, address)
 
 
 class Endpoint:
-    """Endpoint of one job, closed at the end of a ``with`` block. One thread calls all methods, and none of them waits.
+    """Metrics endpoint of one job, as a context manager. One thread calls all methods, and no method waits.
 
     Args:
-        served: run directory, address and port.
+        served: run directory, address and port of the endpoint.
 
     Raises:
         ConfigError: the endpoint cannot listen at this address and port.
@@ -83,13 +86,13 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """URL of the figures, for Prometheus's configuration."""
+        """URL at which Prometheus gets the metrics."""
         host = f"[{self._served.address}]" if ":" in self._served.address else self._served.address
         return f"http://{host}:{self._served.port}/metrics"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the answering process; None before the first :meth:`step`."""
+        """Id of the process that answers requests; None before the first :meth:`step`."""
         return self._process.pid if self._process is not None else None
 
     def __enter__(self) -> Endpoint:
@@ -99,7 +102,7 @@ class Endpoint:
         self.close()
 
     def step(self, report: Callable[[str], None]) -> None:
-        """Start the answering process if none runs; the launcher or coordinator calls this in its loop.
+        """Start the process that answers requests if none runs; the launcher or coordinator calls this in its loop.
 
         Args:
             report: function that reports a line of text to the user.
@@ -109,7 +112,10 @@ class Endpoint:
         if time.monotonic() < self._started_at + AGAIN_S:
             return
         if self._process is not None:
-            report(f"the server of {self.url} ended with exit code {self._process.returncode}; a new one is started")
+            report(
+                f"the process that serves {self.url} ended with exit code {self._process.returncode}; a new process "
+                "is started"
+            )
         self._started_at = time.monotonic()
         descriptor = self._listener.fileno()
         self._process = None
@@ -119,11 +125,11 @@ class Endpoint:
                 pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # no Ctrl-C
                 env={**os.environ, PARENT_ENV: str(os.getpid())},
             )  # fmt: skip
-        except OSError as error:  # The host lacks processes or memory for now. The job continues without figures.
-            report(f"the server of {self.url} cannot be started: {error.strerror}; the next attempt follows soon")
+        except OSError as error:  # The host lacks processes or memory for now. The job continues without the endpoint.
+            report(f"no process can be started to serve {self.url}: {error.strerror}; the next attempt follows soon")
 
     def close(self) -> None:
-        """Kill the answering process, and release the port."""
+        """Kill the process that answers requests, and release the port."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,6 +1,6 @@
-"""Process that serves a run's figures to Prometheus; ``endpoint.py`` starts it beside a job.
+"""Process that serves a run's metrics to Prometheus; ``endpoint.py`` starts it beside a job.
 
-The process reads only the run directory. So it serves figures whichever ranks live, and cannot delay the launcher.
+The process reads only the run directory. So it serves metrics even if ranks are dead, and cannot delay the launcher.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from moevement_core.run.figures import Figure, Kind, Sample
 from moevement_core.util.parent import end_with_parent
 
 REQUEST_TIMEOUT_S = 10.0
-"""Seconds that a client may take to send its request; a thread of the server waits for it meanwhile."""
+"""Seconds that a client may take to send its request, because a thread of the server waits for each request."""
 
 
 class RunCollector(Collector):
-    """Collector of a run's figures; reads new lines of the record at each request. Safe for several threads."""
+    """Source of a run's metrics for ``prometheus_client``; it reads new lines of the run record at each request.
+
+    Several threads may call it.
+    """
 
     def __init__(self, run: WatchedRun) -> None:
         self._run = run
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
-        """Return every known figure, after reading the new lines of the record."""
+        """Read the new lines of the run record, and return the current values of all known metrics."""
         with self._lock:
             self._run.update()
             return list(families(self._run.samples()))
 
 
 def families(samples: Iterable[Sample]) -> Iterator[Metric]:
-    """Yield figures in the form of ``prometheus_client``.
+    """Yield metrics in the form of ``prometheus_client``.
 
     Args:
-        samples: values of figures; all values of one figure are consecutive.
+        samples: values of metrics; all values of one metric must follow each other.
     """
     for figure, values in groupby(samples, key=lambda sample: sample.figure):
         family = _family(figure)
@@ -70,7 +73,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def serve(folder: Path, listener: socket.socket) -> None:
-    """Answer requests until this process ends.
+    """Answer Prometheus's requests until this process is killed.
 
     Args:
         folder: run directory.

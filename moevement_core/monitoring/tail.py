@@ -15,18 +15,19 @@ from moevement_core.util.regular_files import open_regular
 
 @dataclass(frozen=True)
 class News:
-    """Lines of a file that had not been read yet."""
+    """Result of one read: the lines of the file that no earlier read has returned."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     is_rewritten: bool = False
-    """True if a new file has replaced the old one: earlier lines are invalid, and ``lines`` has all of the new."""
+    """True if a new file has replaced the old one. Then lines from earlier reads are invalid, and ``lines`` has all
+    lines of the new file."""
 
 
 class Tail:
-    """Reader that returns each complete line once.
+    """Reader of a growing file that returns each complete line once, and leaves an unfinished line for the next read.
 
-    The writer replaces the whole file when a run resumes, to drop the iterations that it will execute again. Otherwise
-    the writer appends. An unfinished line is left for the next read.
+    A run that resumes replaces the whole file, to drop the iterations that it will execute again. Otherwise a run only
+    appends lines.
 
     Args:
         path: path of the file, which need not exist yet.

@@ -1,4 +1,4 @@
-"""Reader of a run directory, for other processes that show a run during the job or after it."""
+"""Reader of a run directory, for processes outside the job that show the run while it goes on or afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moevement_core.util.regular_files import read_regular
 
 
 class WatchedRun:
-    """Reader that keeps the state of a run up to date from its directory. One thread calls all methods.
+    """Reader that follows a run by the files of its run directory. One thread calls all methods.
 
     Args:
         folder: run directory, which need not exist yet.
@@ -46,10 +46,10 @@ class WatchedRun:
         self._events = Tail(self.record.events_path, event_complaint)
 
     def update(self) -> None:
-        """Read new lines and files in the run directory.
+        """Read what is new in the run directory since the last call.
 
         Raises:
-            RunRecordError: the record is damaged.
+            RunRecordError: a file in the run directory is damaged.
         """
         lines, events = self._lines.read(), self._events.read()
         if lines.is_rewritten or events.is_rewritten:
@@ -65,7 +65,7 @@ class WatchedRun:
 
     @property
     def has_ended(self) -> bool:
-        """True if no process of the run trains any more, for any reason."""
+        """True if the newest job of the run has ended, for any reason, so that no process trains any more."""
         if self.job is not None:
             return self.job.ended_at is not None or self.job.is_abandoned
         return self.record.summary_path.exists()
@@ -80,7 +80,7 @@ class WatchedRun:
         return self._train_iterations
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of every known figure."""
+        """Yield the current values of all known metrics of the run."""
         yield from self.figures.samples()
         yield from samples_of_processes(self.processes)
         yield Sample(REJECTED, self.rejected)
