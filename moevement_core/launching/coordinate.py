@@ -257,7 +257,10 @@ class _Coordination:
             RunRecord(run_dir).write_rejected_values(self._rejected)
 
     def _end(self) -> None:
-        """Answer renewals of leases until all tasks know of the job's end and have ended, at most :data:`GRACE_S`."""
+        """Answer tasks that renew leases until all of them have ended, at most for :data:`GRACE_S`.
+
+        The answers tell the tasks that the job has ended.
+        """
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())

@@ -54,7 +54,7 @@ class Launch:
     argv: list[str]
     """Path of the script, followed by its arguments."""
     trainer: Trainer
-    """Kind of the script's trainer."""
+    """Kind of the script: one for Megatron, or one with its own trainer in plain torch."""
     show_logs: bool
     """True if ranks print to the launcher's output; False: each rank prints to its own files in the run directory."""
     fresh_interpreters: bool
@@ -65,7 +65,7 @@ class Launch:
     None: the first failure ends the job.
     """
     ranks_per_node: int | None = None
-    """Number of consecutive processes that count as one simulated node; None: no nodes are simulated."""
+    """Number of consecutive processes that count as one simulated node; None: the whole host is one node."""
     spare_timeout_s: float = 600.0
     """Seconds that a job waits for a new spare when none is left."""
     respawn_after_s: float = 0.0

@@ -102,7 +102,7 @@ def _adopted(started: Collection[int]) -> list[psutil.Process]:
 
 
 def _member_of(process: psutil.Process) -> int | None:
-    """Return the member that started a process; None if no member did. If the process is a zombie, reap it: None.
+    """Return the member that started a process; None if no member did. If the process is a zombie, reap it.
 
     The function also returns None for resource trackers of ``multiprocessing``, so that the supervisor does not kill
     them. They remove shared memory after all other processes of a member have ended.

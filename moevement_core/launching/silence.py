@@ -16,10 +16,10 @@ LOOK_S = 1.0
 STOPPED_S = 15.0
 """Seconds for which a process has to be stopped (SIGSTOP) before the launcher reports it to the user."""
 SILENT_S = 60.0
-"""Seconds without a new line in the metrics file before the launcher reports a hang, at least."""
+"""Shortest time in seconds without a new line in the metrics file after which the launcher reports a hang."""
 SILENT_ITERATIONS = 20
-"""Time without a new line in the metrics file before the launcher reports a hang, at least, in units of the longest
-iteration so far."""
+"""Shortest time without a new line in the metrics file after which the launcher reports a hang, as a multiple of the
+longest iteration so far."""
 
 
 class HangDetector:

@@ -18,12 +18,12 @@ from moevement_core.run.account import PARTS
 
 
 class Kind(StrEnum):
-    """Kind of a figure, as Prometheus distinguishes them."""
+    """Kind of a figure (in Prometheus: a metric); Prometheus distinguishes these kinds."""
 
     GAUGE = "gauge"
-    """Figure whose value may rise and fall."""
+    """Figure (metric) whose value may rise and fall."""
     COUNTER = "counter"
-    """Figure whose value only grows, until the counting process restarts."""
+    """Figure (metric) whose value only grows, until the process that counts is started again."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Figure:
 
     @property
     def exported_name(self) -> str:
-        """Name of the figure in Prometheus."""
+        """Name under which Prometheus shows this figure."""
         return f"moevement_{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
 
     @property
