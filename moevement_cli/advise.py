@@ -36,12 +36,12 @@ NAME_WIDTH = 18
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Set the description and arguments of the command."""
+    """Set the description and arguments of ``moevement advise``."""
     parser.allow_abbrev = False
     parser.description = (
         "Estimate the GPU hours that a job loses in a month. The command compares today's restarts from dense "
         "checkpoints in storage with each strategy of this project. Idle spares count as lost hours. The command also "
-        "prints the lowest failure rate at which fault tolerance pays, and whether you need it. WHAT is a model as for "
+        "prints whether you need fault tolerance, and the lowest failure rate at which it pays. WHAT is a model as for "
         "moevement plan, or a scenario. docs/worth_it.md has an example. docs/sizing.md explains how to measure the "
         "inputs."
     )
@@ -51,7 +51,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help=f"a YAML file of Megatron's flags, a preset ({', '.join(presets())}), or a scenario "
         f"({', '.join(scenarios())})",
     )  # fmt: skip
-    add("--list", action=ListPresets, nargs=0, help="print a description of each preset, and end")
+    add("--list", action=ListPresets, nargs=0, help="list the presets of models with their descriptions, and exit")
     add("--ranks", type=int, metavar="N", help="number of GPUs of the job")
     add("--mtbf", type=seconds, metavar=METAVAR,
         help="mean time between failures of the job, as 200h (default: from Llama 3's rate per GPU)")  # fmt: skip
@@ -59,10 +59,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--save-every",
         type=int,
         metavar="K",
-        help="iterations between two checkpoints today (default: the number that costs least)",
+        help="iterations between two dense checkpoints today (default: the number with the fewest lost GPU hours)",
     )
     add("--restart", type=seconds, metavar=METAVAR,
-        help="time from a failure until a restarted job loads its checkpoint today (default: 10m)")  # fmt: skip
+        help="time today from a failure until the restarted job loads its checkpoint (default: 10m)")  # fmt: skip
     add_job(parser)
     parser.set_defaults(run=advise, flags=[])
 

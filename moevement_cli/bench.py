@@ -1,4 +1,4 @@
-"""Command ``moevement bench``, which measures on this machine."""
+"""Command ``moevement bench``, which measures the costs of saving and recovery in small jobs on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moevement_cli import bench_ettr, bench_overhead, bench_recovery, bench_repl
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmarks and their arguments."""
+    """Add the benchmarks of ``moevement bench`` and their arguments."""
     actions = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_overhead.add_to(actions.add_parser("overhead", help="cost of snapshots, part by part"))
     bench_replay.add_to(

@@ -45,7 +45,7 @@ SHOWN = ("a kill every", "strategy", "ETTR", "predicted", "kills", "repeated", "
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench ettr``."""
     parser.description = (
-        "Train the same model with each strategy in turn, and kill ranks by the same schedules in all jobs. ETTR is "
+        "Train the same model with each strategy in turn, and kill ranks at the same times in all jobs. ETTR is "
         "the training time without checkpoints and failures, divided by the measured training time. It is computed as "
         "the share of time not lost to failures, divided by 1 + the share of training time that saving costs."
     )
@@ -59,9 +59,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add("--mtbf", type=float, nargs="*", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
     add("--trace", type=Path, metavar="FILE", help="also kill as in this trace; a line is milliseconds,add|remove,NODE")
-    add("--speedup", type=float, default=1.0, metavar="X", help="factor by which the trace runs faster (default: 1)")
+    add("--speedup", type=float, default=1.0, metavar="X", help="play the trace X times as fast (default: 1)")
     add("--iterations", type=int, default=60, metavar="N", help="iterations of each job (default: 60)")
-    add("--repeats", type=int, default=1, metavar="R", help="number of schedules for each mean time (default: 1)")
+    add("--repeats", type=int, default=1, metavar="R", help="random schedules of kills for each --mtbf (default: 1)")
     add("--seed", type=int, default=1, metavar="N", help="seed of the first schedule (default: 1)")
     add("--nproc", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
     add("--spares", type=int, default=2, metavar="N", help="number of spares (default: 2)")
@@ -86,7 +86,7 @@ class Schedule:
 
 
 def ettr(arguments: argparse.Namespace) -> int:
-    """Run all jobs, print the table, and return the exit code."""
+    """Run a job for each strategy and schedule, print the table, and return the exit code."""
     for name, bounds in (("iterations", AT_LEAST_ONE), ("repeats", AT_LEAST_ONE), ("nproc", AT_LEAST_ONE),
                       ("speedup", POSITIVE), ("spares", NOT_NEGATIVE), ("seed", NOT_NEGATIVE)):  # fmt: skip
         bounds.check(f"--{name}", getattr(arguments, name))
@@ -115,7 +115,7 @@ def ettr(arguments: argparse.Namespace) -> int:
 
 
 def _print(samples: Sequence[Sample], console: Console) -> None:
-    """Print the columns that fit on a screen."""
+    """Print a table of ``samples`` with the columns :data:`SHOWN`."""
     shown = [HEADER.index(name) for name in SHOWN]
     table = Table(*SHOWN)
     for row in rows_of(samples):
@@ -126,8 +126,8 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
 def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
     """Return the schedules of the benchmark.
 
-    The first schedule has no kills. Random schedules follow, in the order of their mean times between kills. The
-    recorded schedule is the last. The function shifts it so that its first kill comes after one mean time.
+    The first schedule has no kills. Random schedules follow, in the order of the values of ``--mtbf``. The last
+    schedule has the times of ``--trace``, shifted so that the first kill comes after one mean time between kills.
     """
     schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:
@@ -140,7 +140,7 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         failures = recorded(arguments.trace, arguments.nproc, arguments.speedup)
         if len(failures) < 2:
             raise ConfigError(
-                f"--trace {arguments.trace}: nodes are removed at {len(failures)} times; the trace needs at least 2"
+                f"--trace {arguments.trace}: removes nodes at {len(failures)} different times; needs at least 2"
             )
         mtbf_s = mean_time_between(failures[1:], failures[-1].at_s - failures[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"

@@ -20,9 +20,9 @@ from moevement_core.util.numbers import AT_LEAST_ONE
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench overhead``."""
     parser.description = (
-        "Train an MoE of 57 M parameters in one run. Three modes take turns: no snapshots, snapshots captured, and "
-        "snapshots captured and sent to peers. A ratio compares two blocks of one round; the output has the median and "
-        "quartiles of all rounds."
+        "Train an MoE of 57 M parameters in one run. Blocks of iterations in three modes take turns: no snapshots, "
+        "snapshots captured, and snapshots captured and sent to peers. A round is a block of each mode. A ratio "
+        "compares two blocks of one round; the output has the median and quartiles of all rounds."
     )
     parser.add_argument("--nproc", type=int, default=3, metavar="N", help="number of ranks (default: 3)")
     parser.add_argument(
@@ -88,7 +88,7 @@ def overhead(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> list[dict[str, Any]]:
-    """Return the samples of rank 0. The other ranks are in step with rank 0."""
+    """Train once, and return the samples of rank 0, one for each iteration. Ranks wait for each other in it."""
     from megatron.moevement.bench import overhead as script
 
     flags = ["--use-distributed-optimizer", "--global-batch-size", str(micro_batches * arguments.nproc)]
@@ -102,9 +102,10 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
 
 
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians by mode, and each mode's iteration time divided by the time without saving in the same round.
+    """Return the numbers of the table for one run: medians, and ratios of iteration times.
 
-    The function leaves out the first round and the first iteration of each block, which warm up.
+    A ratio is the iteration time with saving over that without saving in the same round. The function leaves out the
+    first round and the first iteration of each block, which warm up.
     """
     blocks: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     previous, number = "", -1

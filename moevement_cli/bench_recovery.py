@@ -38,9 +38,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench recovery``."""
     parser.description = (
         "Train an MoE on a pipeline. In one run, the ranks of one stage and the ranks of all stages alternately lose "
-        "their memory. The first table compares a replayed iteration with a normal one. Then kill a rank several times "
-        "in each of four jobs. The first job recovers by redo. In the second job, the stage of the killed rank replays "
-        "alone. In the third job, all stages replay. In the fourth job, all stages replay from the copies of peers."
+        "their memory. The first table compares a replayed iteration with a normal one. Then four jobs run, and in "
+        "each a rank is killed several times. The first job recovers by redo. In the second job, the stage of the "
+        "killed rank replays alone. In the third job, all stages replay. In the fourth job, all stages replay from the "
+        "copies of peers. The second table compares the recoveries."
     )
     parser.add_argument(
         "--stages", type=int, default=4, metavar="N", help="pipeline stages of one rank each (default: 4)"

@@ -27,18 +27,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement bench replay``."""
     parser.description = (
         "Replay iterations of an MoE of 57 M parameters with a growing share of frozen operators, under even and under "
-        "skewed routing. In each round, all shares take turns. A ratio compares two shares of one round; the output "
-        "has the median and quartiles of all rounds."
+        "skewed routing. Each round has an iteration for each share. A ratio compares two iterations of one round; "
+        "the output has the median and quartiles of all rounds."
     )
     parser.add_argument(
         "--nproc", type=int, default=2, metavar="N", help="number of expert-parallel ranks (default: 2)"
     )
     parser.add_argument(
-        "--steps", type=int, default=4, metavar="S", help="steps from no frozen operators to all (default: 4)"
+        "--steps", type=int, default=4, metavar="S", help="steps from 0 to 1 of the frozen share (default: 4)"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=12, metavar="R", help="number of rounds, each with all shares (default: 12)"
-    )
+    parser.add_argument("--rounds", type=int, default=12, metavar="R", help="number of rounds (default: 12)")
     parser.add_argument(
         "--micro-batches", type=int, default=2, metavar="M", help="micro-batches in an iteration (default: 2)"
     )
@@ -76,7 +74,10 @@ def _run(arguments: argparse.Namespace, routing: str, shares: list[float]) -> To
 
 
 def _summarise(measured: Told, shares: list[float]) -> Told:
-    """Return quartiles of the iteration time with each share, relative to the same round with nothing frozen."""
+    """Return the quartiles of the iteration time for each share of frozen operators.
+
+    Times are relative to the iteration of the same round in which no operator is frozen.
+    """
     rounds: dict[int, dict[float, float]] = defaultdict(dict)
     for sample in measured["samples"]:
         rounds[sample["round"]][sample["share"]] = sample["seconds"]

@@ -1,4 +1,4 @@
-"""Training run that a benchmark measures: a small MoE on real ranks, in a temporary folder."""
+"""Training runs that benchmarks measure: a small MoE on real ranks, with its run directory in a temporary folder."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Three data-parallel ranks with the distributed optimizer hold 228 MB of full sta
 
 
 def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Run :data:`MODEL` under ``script``, and return the content of the ``samples.json`` that it writes.
+    """Train :data:`MODEL`, and return the measurements that ``script`` writes to ``samples.json``.
 
     Args:
-        script: module of :mod:`megatron.moevement.bench`.
+        script: module of :mod:`megatron.moevement.bench`, which runs the training script and measures it.
         nproc: number of ranks.
         flags: flags of the training, in addition to the model's.
         environment: environment variables for ``script``.
@@ -56,13 +56,13 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
 def record_of(
     nproc: int, spares: int, flags: Sequence[str], *, script: Sequence[Path] = (SCRIPT,)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Run :data:`MODEL` with spares, and return its events and metrics.
+    """Train :data:`MODEL` in a job with spares, and return the events and metrics of the run.
 
     Args:
         nproc: number of ranks.
         spares: number of spares.
         flags: flags of the training, in addition to the model's.
-        script: training script; or a script that runs the next one, and so on to the training script.
+        script: chain of scripts. Each one runs the next one, and the last is the training script.
 
     Raises:
         ConfigError: the run failed.
@@ -75,7 +75,7 @@ def record_of(
 
 
 def model_words(flags: Sequence[str]) -> list[str]:
-    """Return Megatron's flags of :data:`MODEL`, followed by ``flags``, which override them.
+    """Return the flags of :data:`MODEL`, followed by ``flags``, which override them.
 
     The model trains in BF16 unless ``flags`` contain ``--fp16``.
     """
@@ -96,9 +96,13 @@ def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> N
 
 
 def failed(code: int, run_dir: Path) -> ConfigError:
-    """Print the last lines of each rank's log, and return the error of a measured run.
+    """Print the last lines of each rank's log, and return the error that the caller raises for a failed run.
 
     The folder of the run is temporary, so the user cannot read the logs later.
+
+    Args:
+        code: exit code of the run, other than 0.
+        run_dir: run directory.
 
     Raises:
         SystemExit: Ctrl-C stopped the run, and the launcher has already reported that.

@@ -17,7 +17,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the actions and their arguments."""
+    """Add the actions of ``moevement data`` and their arguments."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     files = actions.add_parser(
         "build",
@@ -55,7 +55,7 @@ def build(arguments: argparse.Namespace) -> int:
 
     prefix: Path = arguments.output
     if not prefix.name or prefix.is_dir():
-        raise ConfigError(f"--output {str(prefix)!r}: no name for files; give a path without suffix, as data/corpus")
+        raise ConfigError(f"--output {str(prefix)!r}: names no files; give a path without suffix, as data/corpus")
     if prefix.suffix in (".bin", ".idx"):
         raise ConfigError(f"--output {prefix}: needs a path without suffix; give {prefix.with_suffix('')}")
     if Path(f"{prefix}.idx").exists() and not arguments.overwrite:

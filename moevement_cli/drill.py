@@ -84,9 +84,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement drill``."""
     parser.description = (
         "Flip a bit in data of a running job on this host, and kill ranks so that the job needs the data. Report which "
-        "check found the damage, how soon, and what the job did instead of using the data. Each kind of data has one "
-        "job. The exit code is 0 only if all damage was found, and every job reached the final state of an undamaged "
-        "job or ended with a reason."
+        "check found the damage, how soon, and what the job did instead of using the data. One job runs for each kind "
+        "of data. The exit code is 0 only if all damage was found, and every job reached the final state of an "
+        "undamaged job or ended with a reason."
     )
     parser.add_argument(
         "--flip", nargs="+", choices=[*(kind.value for kind in FlipKind), ALL], default=[ALL], metavar="KIND",
@@ -134,7 +134,7 @@ def _drill(arguments: argparse.Namespace, out: Path) -> int:
     print(f"a run without damage (0 of {len(kinds)} kinds) ...", flush=True)
     code = _launch(arguments, words, [], undamaged.folder)
     if code:
-        raise ConfigError(f"the job fails without any damage ({_reason(undamaged.folder, code)}); fix that first")
+        raise ConfigError(f"the job fails without any damage ({_reason(undamaged.folder, code)}); repair that first")
     wanted = str(undamaged.summary()["state_digest"]["all"])
     results = []
     for number, kind in enumerate(kinds, start=1):
@@ -167,7 +167,7 @@ def _job(arguments: argparse.Namespace) -> list[str]:
 
 
 def _faults(arguments: argparse.Namespace, kind: FlipKind, out: Path) -> list[str]:
-    """Return the flags of the flip, of the failure that makes the job need the data, and of the protection."""
+    """Return the flags of one job: for the flip, for the failure after it, and for copies or parity."""
     first = arguments.at - LEAD if kind in SENT else 0
     where = f",rank={arguments.kill}" if kind in SENT else ""
     words = ["--moevement-inject-flip", f"kind={kind},iteration={first},seed={arguments.seed}{where}"]
@@ -268,7 +268,7 @@ def _found(kind: FlipKind, run_dir: Path, code: int, wanted: str) -> DrillResult
 
 
 def _lines(logs: Path) -> Iterator[dict[str, Any]]:
-    """Yield the log lines of this project from the logs of all ranks."""
+    """Yield the log records of this project from the output of all ranks, as plain data."""
     for path in sorted(logs.glob("*.out*")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith(log.PREFIXES[1]):

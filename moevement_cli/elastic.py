@@ -29,15 +29,15 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {
     "slots": (int, 6, "number of slots for experts on a node, in each layer"),
     "floor": (int, 2, "least number of replicas of each expert"),
     "nodes": (int, 10, "number of nodes of the cluster; more nodes in the trace wait until a node leaves"),
-    "iteration-s": (float, 0.45, "seconds of an iteration on all nodes with equal loads"),
-    "expert-share": (float, 0.5, "share of an iteration that is spent in experts"),
+    "iteration-s": (float, 0.45, "seconds of an iteration on all nodes, if experts have equal loads"),
+    "expert-share": (float, 0.5, "share of an iteration's time that experts take"),
     "expert-bytes": (float, 63e6, "bytes of state of one expert in one layer"),
     "bytes-per-s": (float, 12.5e9, "bytes per second of a node's network"),
     "regroup-s": (float, 25.0, "seconds until new process groups are ready"),
     "restart-s": (float, 120.0, "seconds until a restarted job trains"),
-    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; Lazarus has 50 for restart"),
+    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; Lazarus's paper has 50 for restart"),
     "checkpoint-s": (float, 20.0, "seconds by which a checkpoint delays training"),
-    "wait-s": (float, 120.0, "seconds that the job waits for further new nodes before it adds them"),
+    "wait-s": (float, 120.0, "seconds for which the job collects new nodes before it adds them"),
     "rebalance-every": (int, 200, "iterations between two allocations of experts"),
 }
 
@@ -88,14 +88,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         trace = changes(arguments.trace)
     except OSError as error:
-        raise ConfigError(f"{arguments.trace}: {error.strerror}; give a trace of nodes") from None
+        raise ConfigError(f"{arguments.trace}: {error.strerror}; give a trace of nodes that join and leave") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{arguments.trace}: not a text file; needs lines of milliseconds,add|remove,NODE") from None
     if not trace:
         raise ConfigError(f"{arguments.trace}: the file is empty; needs lines of milliseconds,add|remove,NODE")
     if (count := trace[-1].at_s / arguments.segment) > MOST_SEGMENTS:
         raise ConfigError(
-            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}; use longer ones"
+            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}; make segments "
+            "longer"
         )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
     results: dict[System, list[Trained]] = {}
@@ -127,8 +128,8 @@ def _job(arguments: argparse.Namespace) -> ElasticJob:
     SHARE.check("--expert-share", values["expert_share"])
     if values["nodes"] * values["slots"] < values["experts"]:
         raise ConfigError(
-            f"--nodes {values['nodes']} with --slots {values['slots']} hold fewer than --experts {values['experts']}; "
-            "each expert needs a slot"
+            f"--nodes {values['nodes']} with --slots {values['slots']} give fewer slots than --experts "
+            f"{values['experts']}; needs a slot for each expert"
         )
     return ElasticJob(**values)
 
@@ -183,7 +184,10 @@ def _print(results: dict[System, list[Trained]], nodes: Sequence[float], argumen
 
 
 def compared(results: Mapping[System, Sequence[Trained]]) -> str | None:
-    """Return a sentence that compares the system with the most iterations with others. Return None for one system."""
+    """Return a sentence that compares the system that made the most iterations with each other system.
+
+    Return None if there is only one system.
+    """
     iterations = {
         system: statistics.mean(training.iterations for training in trained) for system, trained in results.items()
     }

@@ -1,4 +1,4 @@
-"""HTML and SVG elements of a page, built as a tree. Names from a run are text in the page, never markup."""
+"""HTML and SVG elements of a page, built as a tree. Text from a run is escaped, so it is never markup."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Child]], caption: str = "
 
 
 def rows_table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Element:
-    """Return a table with a header row, whose first column has the names of the rows."""
+    """Return a table with a header row; the first cell of each row is the row's name."""
     body = [element("tr", element("th", name, scope="row"), *(element("td", cell) for cell in cells))
             for name, *cells in rows]  # fmt: skip
     top = element("thead", element("tr", *(element("th", name, scope="col") for name in head)))

@@ -75,8 +75,8 @@ class OverLinks:
     samples: Sequence[Sample]
     """Samples of the jobs.
 
-    If the first sample is that of the failure-free job, its iteration time says how the machine's speed differs from
-    that in the profile.
+    If the first sample is of the failure-free job, its iteration time shows how much the machine's speed has changed
+    since the profile was made.
     """
 
     @property

@@ -71,14 +71,17 @@ class Sample:
     predicted: float | None = None
     """ETTR that the simulator predicts."""
     snapshots: int = 0
-    """Snapshots per window; 1 for a checkpoint in one piece."""
+    """Snapshots per window (W); 1 if a single snapshot holds the whole checkpoint, 0 if nothing is saved."""
     overhead: float | None = None
     """Share of training time that saving costs, as the job reports it at its end. None: the job did not measure it."""
     overhead_low: float | None = None
     overhead_high: float | None = None
     """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
     lost_s: list[float] = field(default_factory=list)
-    """Seconds that each failure took from training. A further failure before the next new commit adds no entry."""
+    """Seconds that each failure took from training; see :func:`_lost_s`.
+
+    A failure that interrupts the recovery from another failure has no entry of its own.
+    """
     interval_when_killed: int = 0
     """Iterations per window, or between checkpoints, when ranks were killed: the median of all kills. 0: no kill."""
     snapshots_when_killed: int = 0
@@ -94,7 +97,7 @@ class Sample:
 
     @property
     def is_recorded(self) -> bool:
-        """True if the kills come from a trace. Only the name of such a schedule has a parenthesis."""
+        """True if the kills come from a trace: only then the name of the schedule has a parenthesis, with the trace."""
         return "(" in self.schedule
 
 
@@ -104,7 +107,7 @@ class SavingCost:
 
     share: float
     half: float
-    """Half of the 95% confidence interval of :attr:`share`. NaN: there were too few comparisons."""
+    """Half the width of the 95% confidence interval of :attr:`share`. NaN: there were too few comparisons."""
 
 
 def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
@@ -266,7 +269,7 @@ class Ettr:
 
     mean: float
     half: float
-    """Half of the 95% confidence interval of :attr:`mean`. NaN: too little was measured."""
+    """Half the width of the 95% confidence interval of :attr:`mean`. NaN: there were too few measurements."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")

@@ -77,7 +77,7 @@ class _Drawn:
         self.name = facts.name
 
     def line(self, points: Sequence[Point], label: str = "", dashes: str | None = None) -> Curve:
-        """Return a line of the run. ``dashes`` replaces the run's own dashes."""
+        """Return a curve in the color of the run, with ``dashes`` in place of the run's dashes if they are given."""
         return Curve(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
 
     def series(self, *names: str) -> Curve:
@@ -159,7 +159,7 @@ def _listed(facts: Sequence[tuple[str, str]]) -> Element:
 
 
 def _summary(runs: Sequence[RunFacts]) -> Element:
-    """Return a table with a column for each run, so that a page of two runs fits a phone."""
+    """Return a table of facts. Each run is a column, so that a page of two runs fits the screen of a phone."""
     facts = [dict(_facts(run, runs[0])) for run in runs]
     return rows_table(["run", *(run.name for run in runs)], [[name, *(of[name] for of in facts)] for name in facts[0]])
 

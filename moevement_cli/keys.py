@@ -1,4 +1,4 @@
-"""Keys pressed while a command shows something. The user does not have to press Enter."""
+"""Keys that the user presses while a command shows a live display. They take effect without Enter."""
 
 from __future__ import annotations
 

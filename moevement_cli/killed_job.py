@@ -1,4 +1,4 @@
-"""Job on this machine whose ranks another process kills at scheduled wall-clock times."""
+"""Jobs of benchmarks on this machine. The benchmark's process watches the job, and kills its ranks at given times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KilledJob:
     began_at: float = 0.0
     """Time of the first commit, in seconds since the epoch. 0.0 before the first commit."""
     kills: list[Failure] = field(default_factory=list)
-    """Kills so far: ranks, and seconds after the first commit."""
+    """Kills so far. ``nodes`` of each are ranks, and times are seconds after the first commit."""
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of a time, in seconds after the first commit, and the newest committed iteration at that time."""
 
@@ -51,7 +51,7 @@ def run_killed(
         run_dir: run directory of the job. The console output of the job goes to a file beside the directory.
         failures: kills in the order of time, in seconds after the first commit. ``nodes`` of a failure are ranks. Kills
             that are due after the end of the job do not happen.
-        seen: callback for the newest iteration. This process reads the metrics every ``LOOK_S`` seconds.
+        seen: function called with the newest committed iteration, every ``LOOK_S`` seconds.
 
     Raises:
         ConfigError: the job failed before the end of training.

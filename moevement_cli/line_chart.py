@@ -19,7 +19,7 @@ X_TICKS, Y_TICKS = 7, 5
 HEADROOM = 1.04
 FONT_PX = 12.0
 CONSTANT = 1e-3
-"""Spread up to which a line counts as constant: (largest - least value) / greatest magnitude."""
+"""Largest spread of a line that counts as constant. The spread is (largest - least value) / greatest magnitude."""
 LETTER_PX = 6.5
 """Approximate width of a letter, in pixels."""
 

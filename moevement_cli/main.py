@@ -43,7 +43,7 @@ GROUPS = {
         "profile": "measure the parts of an iteration of a real run, for moevement simulate",
     },
     "test": {
-        "bench": "measure on this machine",
+        "bench": "measure the costs of saving and recovery on this machine",
         "drill": "flip bits in the data of a job, and check that the job detects each flip",
     },
 }

@@ -1,7 +1,7 @@
-"""Bar of a whole and its parts, with a legend below.
+"""Bar that shows the parts of a sum side by side, with a legend below.
 
-Bars are HTML boxes, not drawings. Their text wraps, and has the size of other text at any width. Screen readers read
-the legend.
+Bars are HTML boxes, not SVG. So text in them wraps, and keeps its size when the page becomes narrow. Screen readers
+read the legend and skip the bar.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from moevement_cli.elements import Element, element
 WHITE_ON = ("#0072b2", "#000000")
 """Colors that are too dark for black numbers on them."""
 LEAST_SHARE = 0.07
-"""Share of the full width above which a part shows its number in the bar."""
+"""Smallest part that has its number in the bar, as a share of the page's width."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a whole. The bar shows it if its value is positive."""
+    """Part of a bar. The bar shows only parts with a positive value; the legend shows all."""
 
     name: str
     value: float
     shown: str
-    """Value as text, without unit."""
+    """Value as text without its unit, as the bar shows it."""
     unit: str
-    """Unit after the value in the legend. The bar shows the value without it."""
+    """Unit that the legend shows after the value."""
     color: str
 
 
@@ -35,7 +35,8 @@ def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element
 
     Args:
         parts: parts in their order.
-        full_width: sum of values at which the bar is as wide as the page. Bars to be compared need the same sum.
+        full_width: sum of values at which the bar is as wide as the page. Bars that a reader compares need the same
+            ``full_width``.
     """
     bars = [_bar(part, part.value / full_width) for part in parts if part.value > 0]
     return (

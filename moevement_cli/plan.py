@@ -35,13 +35,13 @@ DEFAULT_REPLICAS = 2
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Set the description and arguments of the command."""
+    """Set the description and arguments of ``moevement plan``."""
     parser.allow_abbrev = False
     parser.description = (
         "Compute how many iterations a window needs and what it costs, from the model, the layout and the "
         "bandwidths. No training starts. Megatron builds the model without allocating memory, so every flag means the "
-        "same as in a run. Flags of Megatron may be given beside those below, and override the file. docs/sizing.md "
-        "explains the numbers."
+        "same as in a run. You can add flags of Megatron; they override those in the file. docs/sizing.md explains "
+        "the numbers."
     )
     parser.add_argument(
         "model",
@@ -52,7 +52,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     parser.add_argument(
         "--iteration-time", type=seconds, required=True, metavar=METAVAR,
-        help="time of an iteration, such as 2.5s; measure it",
+        help="time of an iteration without saving, such as 2.5s, as measured",
     )  # fmt: skip
     add_machines(parser)
     parser.add_argument(
@@ -342,7 +342,10 @@ def _rates(average: float, peak: float) -> str:
 
 
 def _traffic(checkpoints: CheckpointPlan) -> tuple[float, float]:
-    """Return the average and the peak bytes per second that the heaviest rank copies to its host, without logs."""
+    """Return the bytes of snapshots that a rank copies to its host per second: average over a window, and peak.
+
+    The rank is the one that copies most. Boundary logs are not included.
+    """
     slots = [stage.window.slot_bytes[0] for stage in checkpoints.stages]
     return (
         max(float(row.mean()) for row in slots) / checkpoints.inputs.iteration_s,

@@ -1,4 +1,4 @@
-"""Comparison of the planned costs of a run's checkpoints with the measured ones."""
+"""Comparison of the costs that a run planned for its checkpoints with the costs that it measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparison of one plan with the iterations for which it was in force."""
+    """Comparison of one plan of a run with what the run measured until the next plan."""
 
     first: int
     """Iteration after which the plan was made."""

@@ -1,4 +1,4 @@
-"""Figure that is written to a file, with one-line errors for the user."""
+"""Figures that commands draw with matplotlib and write to a file. Errors have one line, for the user."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train SCRIPT for a few iterations and write a profile: times of the forward and backward pass of each stage, "
         "of synchronisation and of the update, memory of a layer, bandwidths of copies and storage, and times of "
-        "collectives by message size. Then train SCRIPT with checkpoints, and add how much copies to peers lengthen "
-        "an iteration. A scenario with 'profile: FILE' is simulated with this profile."
+        "collectives by message size. Then train SCRIPT with checkpoints, and add to the profile how much copies to "
+        "peers lengthen an iteration. A scenario with 'profile: FILE' is simulated with this profile."
     )
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
     parser.add_argument(
-        "--iterations", type=int, default=16, metavar="K", help="iterations; timers are on in half (default: 16)"
+        "--iterations", type=int, default=16, metavar="K", help="iterations, half of them with timers (default: 16)"
     )
     parser.add_argument(
         "--saving-iterations", type=int, default=SAVING, metavar="K",
@@ -169,7 +169,7 @@ def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float
 def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
     """Return the profile that several runs measured, one run for each micro-batch size.
 
-    Numbers that do not depend on the size come from the first run.
+    Numbers that do not depend on the micro-batch size come from the first run.
     """
     first = runs[0]
     ranks: Sequence[Mapping[str, Any]] = first["ranks"]

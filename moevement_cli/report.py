@@ -29,9 +29,9 @@ from moevement_core.snapshot.cost import cost_line
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement report``."""
     parser.description = (
-        "Summarize runs, finished or not. The report says whether the runs are equal, what failures and saving cost, "
-        "and gives loss, speed and final state. The command prints a table. Options add a plot, a page or a timeline. "
-        "A folder of runs stands for the runs in it."
+        "Summarize runs that have ended or still train. The report says whether the runs are equal and what failures "
+        "and saving cost, and gives loss, speed and final state. The command prints a table. Options add a plot, a "
+        "page or a timeline. A folder of run directories stands for the runs in it."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories, or a folder of them")
     parser.add_argument(
@@ -140,7 +140,7 @@ def _recoveries(run: RunFacts) -> str:
 
 
 def _remark(costs: SavingCosts, last: int) -> str:
-    """Return a remark on the cost of saving. Return an empty string if the table's value needs no remark."""
+    """Return a remark if the cost of saving was not measured, or not at iteration ``last``; else an empty string."""
     if costs.newest is None:
         return f"saving costs not measured: {costs.reason_text}"
     return "" if costs.newest_at == last else f"saving costs as of iteration {costs.newest_at}"

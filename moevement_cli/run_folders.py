@@ -30,7 +30,7 @@ def expanded(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def which_run(folder: Path) -> str:
-    """Return advice for a message about a folder that is no run: which run directory to give."""
+    """Return the end of an error message for a folder that is no run directory: which run directory to give."""
     if not (runs := [str(path) for path in runs_in(folder)]):
         return "give the --run-dir of a run"
     more = f" or one of {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""

@@ -29,13 +29,13 @@ from moevement_core.simulator.strategies import STRATEGIES
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Set the description and arguments of the command."""
+    """Set the description and arguments of ``moevement simulate``."""
     parser.allow_abbrev = False
     parser.description = (
         "Simulate hours of training with random or recorded failures, under several checkpointing strategies. Print "
         "the effective training time ratio, by formula and by simulation, and the parts of the lost time. WHAT is a "
-        "scenario file, which describes the whole job, or a model as for moevement plan; several are compared. Flags "
-        "override the file. docs/scenarios.md explains every field and every assumption."
+        "scenario file, which describes the whole job, or a model as for moevement plan. The output compares several "
+        "WHAT. Flags override the file. docs/scenarios.md explains every field and every assumption."
     )
     add = parser.add_argument
     add("what", nargs="+", metavar="WHAT",
@@ -43,8 +43,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         + "), or a model (a .yaml of Megatron's flags, or a preset: " + ", ".join(presets())
         + "), which needs --ranks, --iteration-time and a cluster")  # fmt: skip
     add("--list", action=ListPresets, nargs=0, help="list the presets of models with their descriptions, and exit")
-    add("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the job; several numbers are compared")
-    add("--strategy", nargs="+", choices=list(STRATEGIES), metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")
+    add("--ranks", type=int, nargs="+", metavar="N",
+        help="GPUs of the job; several numbers give several jobs, which the output compares")  # fmt: skip
+    add("--strategy", nargs="+", choices=list(STRATEGIES), metavar="NAME",
+        help=f"strategies to simulate: {', '.join(STRATEGIES)}")  # fmt: skip
     add("--mtbf", type=seconds, nargs="+", metavar=METAVAR,
         help="mean time between failures of the job, such as 8h (default for a scenario: 2 h to 10 min, as in the "
         "paper; for a model: the failure rate per GPU of Llama 3's training)")  # fmt: skip
@@ -63,9 +65,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--skew", type=float, metavar="S",
         help="skew of the experts' popularity: 0 is even, 1 sends all tokens to one expert (default: 0)")  # fmt: skip
     add("--workers", type=int, default=1, metavar="N",
-        help="number of processes; more than 1 saves time only with thousands of trainings (default: 1)")  # fmt: skip
+        help="processes that simulate; more than 1 saves time only with thousands of trainings (default: 1)"
+    )  # fmt: skip
     add("--best", action="store_true", help="recommend a strategy, window and interval, with reasons")
-    add("--plot", type=Path, metavar="FILE", help="draw ETTR, lost time and goodput (.png, .svg, .pdf)")
+    add("--plot", type=Path, metavar="FILE", help="draw ETTR, lost time and progress (.png, .svg, .pdf)")
     parser.set_defaults(run=simulate, flags=[])
 
 
@@ -76,8 +79,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     add_machines(parser, has_defaults=False)
     add("--storage-bandwidth", type=float, metavar="GB/S", help="bandwidth of durable storage, all nodes together")
     add("--seeds", type=int, metavar="N", help="trainings per strategy and failure rate (default: 20)")
-    add("--first-seed", type=int, metavar="N", help="seed of the first training; others count up (default: 0)")
-    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: a spare is always there)")
+    add("--first-seed", type=int, metavar="N", help="seed of the first training; the next has N + 1 (default: 0)")
+    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: a spare is always free)")
     add("--repair", type=seconds, metavar=METAVAR,
         help="time until a failed node is repaired and becomes a spare (default: never)")  # fmt: skip
     add("--detect", type=seconds, metavar=METAVAR, help="time until a failure is noticed (default: 1s, assumed)")
@@ -87,7 +90,8 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--interference",
         type=float,
         metavar="F",
-        help="seconds by which each second of copies to the host lengthens training (default: 0, assumed)",
+        help="seconds by which copies to the host lengthen training, for each second that they take (default: 0, "
+        "assumed)",
     )
     add(
         "--contention",
@@ -122,7 +126,7 @@ def simulate(arguments: argparse.Namespace) -> int:
             )
             variants = Variants(costs)
             for drawn in draws if arguments.best else ():
-                report(f"{job.job.name}: the best of each strategy for a failure every {drawn.mtbf_s:.0f} s")
+                report(f"{job.job.name}: best interval of each strategy, for a failure every {drawn.mtbf_s:.0f} s")
                 rows = [cell for cell in own if cell.mtbf_s == drawn.mtbf_s]
                 advice.append(
                     (

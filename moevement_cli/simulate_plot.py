@@ -80,7 +80,7 @@ def _draw_lost(here: Mapping[str, Cell], axis: Any) -> None:
 def _draw_behind(here: Mapping[str, Cell], styles: Mapping[str, Mapping[str, Any]], axis: Any) -> None:
     """Draw how many minutes a training is behind a training without checkpoints and failures.
 
-    Curves of progress would lie too close together.
+    Curves of the progress itself would lie too close together to tell them apart.
     """
     for name, cell in here.items():
         first = cell.outcomes[0]

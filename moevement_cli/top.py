@@ -27,9 +27,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Add the description and arguments of ``moevement top``."""
     parser.description = (
         "Show ranks, progress, checkpoints, host memory and recoveries of a run, read from its run directory. The "
-        "display ends with the run, or with q or Ctrl-C. The run may be on another host, or may have ended."
+        "display ends when the run ends, or when you press q or Ctrl-C. The run may be on another host, or may have "
+        "ended."
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory (--run-dir of the run)")
     parser.add_argument("--once", action="store_true", help="print one frame and exit (default without a terminal)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     parser.add_argument("--json", action="store_true", help="print one frame as one JSON object, as the last line")

@@ -23,7 +23,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--common",
         action="store_true",
-        help="compare only iterations that both runs recorded (a resumed run has no early iterations)",
+        help="compare only iterations that both runs recorded, because a resumed run has no early iterations",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
