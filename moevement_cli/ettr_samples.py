@@ -80,7 +80,7 @@ class Sample:
     lost_s: list[float] = field(default_factory=list)
     """Seconds that each failure took from training; see :func:`_lost_s`.
 
-    A failure that interrupts the recovery from another failure has no entry of its own.
+    If a further failure comes before the job has committed a new iteration, the two failures have one entry.
     """
     interval_when_killed: int = 0
     """Iterations per window, or between checkpoints, when ranks were killed: the median of all kills. 0: no kill."""

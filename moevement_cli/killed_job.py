@@ -51,7 +51,8 @@ def run_killed(
         run_dir: run directory of the job. The console output of the job goes to a file beside the directory.
         failures: kills in the order of time, in seconds after the first commit. ``nodes`` of a failure are ranks. Kills
             that are due after the end of the job do not happen.
-        seen: function called with the newest committed iteration, every ``LOOK_S`` seconds.
+        seen: function called with the newest committed iteration when it has changed. The metrics are read every
+            ``LOOK_S`` seconds.
 
     Raises:
         ConfigError: the job failed before the end of training.
