@@ -61,7 +61,7 @@ def input_gradient(
 ) -> InputGradient:
     """Compute :func:`reference.input_gradient` with the selected backend. Tests and benchmarks set ``tiles``."""
     data = dy.data if isinstance(dy, E5M2) else dy
-    _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
+    _check(data, p, counts, w1, w2, kind, rows="gradients of outputs", is_e5m2=isinstance(dy, E5M2))
     if not has_kernels(h):
         return reference.input_gradient(dy, h, p, counts, w1, w2, kind, active)
     from moevement_kernels import triton_kernels as kernels
@@ -219,22 +219,24 @@ def _check(
     w1: Weights,
     w2: Weights,
     kind: Activation,
-    is_dy: bool = False,
+    *,
+    rows: str = "tokens",
+    is_e5m2: bool = False,
 ) -> None:
-    if x.dtype not in DTYPES and not is_dy:
-        raise ValueError(f"tokens are {x.dtype}; the dtype must be one of {DTYPES}")
+    if x.dtype not in DTYPES and not is_e5m2:
+        raise ValueError(f"{rows} are {x.dtype}; the dtype must be one of {DTYPES}")
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
-            f"tokens {tuple(x.shape)} and probabilities {tuple(p.shape)} for token counts with the sum {sum(counts)}; "
+            f"{rows} {tuple(x.shape)} and probabilities {tuple(p.shape)} for token counts with the sum {sum(counts)}; "
             f"for the sum T, they must be [T, {w2.rows}] and [T]"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]
-        is_foreign = weights.format is Format.PLAIN and first.dtype != x.dtype and not is_dy
+        is_foreign = weights.format is Format.PLAIN and first.dtype != x.dtype and not is_e5m2
         if is_foreign or first.device != x.device:
             raise ValueError(
-                f"{name} is {first.dtype} on {first.device}, and tokens are {x.dtype} on {x.device}; give both on one "
-                "device, and plain weights in the dtype of tokens"
+                f"{name} is {first.dtype} on {first.device}, and {rows} are {x.dtype} on {x.device}; give both on "
+                f"one device, and plain weights in the dtype of {rows}"
             )
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):

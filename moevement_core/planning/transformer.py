@@ -146,8 +146,8 @@ class Layout:
         experts = self.pipeline * self.expert * self.expert_tensor_size
         if self.ranks % experts:
             raise ConfigError(
-                f"{self.ranks} ranks with expert parallelism {self.expert} on {self.pipeline} stages; the number of "
-                f"ranks has to be a multiple of {experts}"
+                f"{self.ranks} ranks with pipeline {self.pipeline}, expert {self.expert} and expert tensor "
+                f"{self.expert_tensor_size}; the number of ranks has to be a multiple of {experts}"
             )
         batch = self.micro_batch_size * self.data
         if self.global_batch_size < 1 or self.micro_batch_size < 1 or self.global_batch_size % batch:

@@ -247,6 +247,6 @@ class GroupsSplit(_Plain):
 
 
 PLAIN = (
-    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned, AboveCap,
-    NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
+    Started, Restarted, Resized, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned,
+    AboveCap, NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
 )  # fmt: skip

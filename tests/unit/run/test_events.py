@@ -23,6 +23,13 @@ def test_every_kind_is_another() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
+def test_every_event_has_a_section() -> None:
+    classes = {
+        kind for kind in vars(events).values() if isinstance(kind, type) and isinstance(vars(kind).get("kind"), str)
+    }
+    assert classes == set(events.PLAIN)
+
+
 def test_a_record_has_kind_time_and_fields(tmp_path: Path) -> None:
     record = RunRecord(tmp_path)
     record.begin({}, first_iteration=1)
