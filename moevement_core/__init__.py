@@ -4,21 +4,23 @@ Every rank of a job creates a :class:`Session` on a :class:`Binding`, which desc
 the operators of the rank (:class:`Operator`, :class:`OperatorState`) and the other state that an iteration changes. It
 also defines how the trainer updates weights and re-executes an iteration. From then on:
 
-1. **In every iteration** the session captures a slice of the state, ``SS_t``, while the next iteration runs
-   (``engine/``). A :class:`Strategy` plans the slices (``strategies/``, ``policy/``). Senders send them to peers, which
-   are ranks on other nodes (``replication/``). A log keeps tensors that cross pipeline stages
-   (``recovery/boundary_log.py``). A writer writes windows of slices to disk (``storage/``). A commit point makes an
-   optimizer step atomic under failures (:class:`Commit`).
+1. **In every iteration** the session captures a snapshot ``SS_t``, which is a part of the rank's state, while the next
+   iteration runs (``engine/``). A :class:`Strategy` plans what each snapshot holds (``strategies/``, ``policy/``).
+   Background threads send snapshots to peers, which are ranks on other nodes (``replication/``), and write windows to
+   disk (``storage/``). The boundary log keeps the tensors that the rank sends to other pipeline stages
+   (``recovery/boundary_log.py``). A commit point makes an optimizer step atomic under failures (:class:`Commit`).
 2. **A rank fails.** The launcher (``launching/``) and its coordinator (``rendezvous/``) detect the failure and give the
-   rank to a spare. All survivors are interrupted, even if they wait, and enter training again (``restart/``).
+   rank to a spare. The restart guard interrupts all survivors, even ranks that wait for another rank, and they enter
+   training again (``restart/``).
 3. **Ranks recover** (``session/rejoin.py``). They agree on the iteration to resume (``recovery/agree.py``), plan the
    recovery from the snapshots that each rank has (``recovery/plan.py``), and fetch snapshots. The stages that lost
    their state replay: they execute iterations again (``recovery/replay.py``). Neighbouring stages send them logged
    tensors. Digests verify the result (``recovery/check.py``).
 
-:func:`train` and :func:`iterations` do all that for a custom training loop. Read ``examples/plain_torch/train.py``
-first, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``, ``recovery/replay.py`` and
-``strategies/``. ``simulator/`` computes the cost of the same strategies at any scale, without a job.
+:func:`train` and :func:`iterations` make all these calls for a custom training loop. Read first
+``examples/plain_torch/train.py``, then ``trainer/binding.py``, ``session/session.py``, ``session/rejoin.py``,
+``recovery/replay.py`` and ``strategies/``. ``simulator/`` computes the cost of the same strategies at any scale,
+without a job.
 
 Names are imported at their first use, so planning and simulation work without torch.distributed. Nothing in this
 package imports ``megatron``; a unit test checks that.

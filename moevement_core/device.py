@@ -1,8 +1,8 @@
 """Interface to the device of a process: streams, events, pinned host memory and memory use.
 
 The engine and the Megatron binding use this interface instead of ``torch.cuda``, so one code path serves machines with
-and without an NVIDIA GPU. On the CPU a stream is the calling thread. Work is done when the call that issues the work
-returns, so no call has to wait, and an event is a reading of the clock.
+and without an NVIDIA GPU. On the CPU, a stream stands for the calling thread, and an event is a reading of the clock.
+There, work is already done when the call that issues it returns, so the calls that wait for work return at once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ import psutil
 import torch
 
 MOST_AT_ONCE = 2 << 30
-"""Most bytes of host memory that one call should allocate, if the caller can use several pieces. All ranks of a node
-together page-lock only some GB/s, and a thread that stays in one call for a minute counts as hung."""
+"""Most bytes of host memory that a caller should allocate in one call, if the caller can use several pieces instead.
+
+All ranks of a node together page-lock only some GB/s. A larger call may take a minute, and a thread that stays in one
+call for a minute counts as hung.
+"""
 
 
 class Event(ABC):
-    """Mark in the work of a stream."""
+    """Event of a device, like a CUDA event: a mark between earlier and later work of a stream."""
 
     @abstractmethod
     def record(self, stream: Any = None) -> None:
-        """Place the mark at the present end of ``stream`` (default: the current stream)."""
+        """Record this event after the work issued so far on ``stream`` (default: the current stream)."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the calling thread until all work that was issued before this event is done."""
+        """Block the calling thread until the work before this event in the stream is done."""
 
     @abstractmethod
     def order_before(self, stream: Any = None) -> None:
@@ -45,27 +48,30 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Return True if all work that was issued before this event is done; never blocks."""
+        """Return True if the work before this event in the stream is done; never blocks."""
 
     @abstractmethod
     def elapsed_ms(self, end: Event) -> float:
-        """Return the milliseconds from this mark to ``end``; both need ``timing=True`` and a call of :meth:`record`."""
+        """Return the milliseconds from this event to ``end``.
+
+        Both events must be made with ``timing=True`` (:meth:`Device.event`) and be recorded.
+        """
 
 
 class Device(ABC):
-    """Device of this process, as the copy engine, the boundary log and the benchmarks use it."""
+    """Interface to the device of this process: an NVIDIA GPU, or the CPU on a machine without one."""
 
     kind: str
     torch_device: torch.device
 
     @property
     def pci_address(self) -> str | None:
-        """Address on the PCI bus, as ``0000:1b:00.0``; None for a device without one."""
+        """Address of this device on the PCI bus, as ``0000:1b:00.0``; None on the CPU."""
         return None
 
     @abstractmethod
     def stream(self) -> Any:
-        """Return a new side stream."""
+        """Return a new stream, whose work runs beside the work of other streams."""
 
     @abstractmethod
     def current_stream(self) -> Any:
@@ -81,13 +87,16 @@ class Device(ABC):
 
         Args:
             timing: True if :meth:`Event.elapsed_ms` will use the event.
-            sleeps: True if a thread that waits for the event sleeps, as a background thread should. Otherwise it spins:
-                it occupies a processor, and notices the mark about 50 microseconds sooner.
+            sleeps: True if a thread that waits for the event sleeps, as a background thread should. False if the thread
+                spins: it then occupies a processor, and returns from the wait about 50 microseconds sooner.
         """
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between device and host memory of equal length on the current stream, possibly asynchronously."""
+        """Copy ``source`` into ``target``, a tensor of the same size, on the current stream.
+
+        On a GPU the call may return before the copy is done.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -95,14 +104,14 @@ class Device(ABC):
 
     @abstractmethod
     def use_in_this_thread(self) -> None:
-        """Make this the current device of the calling thread; every new thread begins with the host's first device."""
+        """Make this the calling thread's current device, which in every new thread is the first device of the host."""
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of host memory as uint8, page-locked if that makes copies from and to the device faster.
 
-        The memory begins at a page boundary. A later fork does not copy the memory; :func:`shared_memory` and
-        :func:`parent_memory` say how and why. A forked process must not use it.
+        The memory begins at a page boundary. If this process forks later, the kernel does not copy the memory, and the
+        new process must not use it; :func:`shared_memory` and :func:`parent_memory` give the reasons.
 
         Raises:
             RuntimeError: the host has too little memory, or cannot page-lock it.
@@ -114,7 +123,7 @@ class Device(ABC):
 
     @abstractmethod
     def release_cached(self) -> int:
-        """Free device memory that torch caches without using it; return the bytes of device memory that are then free.
+        """Free the device memory that torch caches, and return the bytes of device memory that are then free.
 
         On the CPU nothing is freed, and the result is the memory that the host has available.
         """
@@ -127,10 +136,11 @@ class Device(ABC):
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a separate, shared mapping.
 
-    The mapping is shared because of forks. The kernel may copy private pages that are locked for a device at the fork.
-    Each data worker then spends time and memory on a copy of all snapshots. Or the kernel may copy a private page when
-    this process next writes to it. The device then writes to other pages than this process reads. With a shared
-    mapping, parent and child keep using the same pages.
+    The mapping is shared because a rank forks workers that load data. The kernel may copy the pages of a private
+    mapping, and each of the two possible moments is bad. At the fork it may copy pages that are locked for a device;
+    the worker then costs the time and memory of a copy of all snapshots. Or it copies a page when this process next
+    writes to the page. From then on, the device writes to a page that this process no longer reads. With a shared
+    mapping, both processes keep using the same pages.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -141,11 +151,11 @@ def shared_memory(nbytes: int) -> torch.Tensor:
 
 
 def parent_memory(nbytes: int) -> torch.Tensor:
-    """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not have.
+    """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not get.
 
-    A private mapping of huge pages is page-locked several times as fast as a shared mapping, whose pages have 4 KiB
-    (``benchmarks.gpu``, E2). A forked process does not get the mapping. So the kernel never copies the pages. The
-    docstring of :func:`shared_memory` names the problems of such copies.
+    The driver page-locks a private mapping, which has huge pages, several times as fast as a shared mapping, which has
+    pages of 4 KiB (``benchmarks.gpu``, E2). A forked process does not get the private mapping, so the kernel never
+    copies its pages. The docstring of :func:`shared_memory` says which problems such copies cause.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -335,7 +345,7 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 
     The runtime keeps an error until a call reads it. If nothing else reads it, torch does so after its next kernel, and
     raises it as an error of that kernel. Torch's binding of the CUDA runtime has no function that reads the error, so
-    this function calls the library.
+    this function calls the runtime's library itself.
 
     Args:
         loaded: file in which the system lists the libraries of this process.
@@ -350,7 +360,7 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 
 
 def release_cached_memory() -> int | None:
-    """Free device memory that torch caches. NCCL's communicators can then use it; they do not allocate through torch.
+    """Free device memory that torch caches, so that NCCL, which does not allocate through torch, can use the memory.
 
     Returns:
         Bytes of device memory that are then free; None if this process has not used a device yet.

@@ -1,7 +1,7 @@
 """Errors of this project, one class for each kind that a caller may handle differently.
 
 Every message has the value found, the value needed and the remedy. Only the command line converts an error to a line on
-stderr and an exit code; all other code lets it pass.
+stderr and an exit code. All other code passes the error on to its caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CodeDiffers(ConfigError):
 
 
 class FolderInUse(ConfigError):
-    """Error of a job that wants to write to a folder that another job uses; this job writes nothing there."""
+    """Error of a job that was told to write to a folder that another job uses; it writes nothing there."""
 
 
 class OperatorError(ConfigError):
@@ -34,15 +34,15 @@ class OperatorError(ConfigError):
 
 
 class PopularityError(ConfigError):
-    """Error in activation counts: NaN, negative, missing, or of an unknown operator."""
+    """Error in the token counts or capacities of experts: NaN, negative, missing, or of an unknown operator."""
 
 
 class WindowError(ConfigError):
-    """Error in the inputs of a window: no bandwidth, no iteration time or no operator."""
+    """Error in the values from which a window is computed, such as no bandwidth, no iteration time or no operator."""
 
 
 class ScheduleError(MoEvementError):
-    """Error in a query about schedules: an iteration before the first schedule, or snapshots of different tables."""
+    """Error in a query: about an iteration before the first schedule, or about snapshots of different operators."""
 
 
 class ExchangeError(MoEvementError):
@@ -54,7 +54,7 @@ class SnapshotError(MoEvementError):
 
 
 class ReplicationError(MoEvementError):
-    """Error of a sender whose peer refuses the host memory that the sender's copies need."""
+    """Error of a sender whose peer refuses to set aside the host memory for copies of the sender's snapshots."""
 
 
 class RecoveryError(MoEvementError):

@@ -40,7 +40,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):
-    """Handler that writes to the ``sys.stdout`` of the moment, because forked ranks replace it."""
+    """Handler that looks up ``sys.stdout`` for every message, because forked ranks replace that stream."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)

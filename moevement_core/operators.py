@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 class OperatorKind(StrEnum):
-    """Kind of an operator. Strategies treat experts differently, because they know how many tokens each expert gets."""
+    """Kind of an operator. Strategies may order experts by their numbers of tokens, but not the other kinds."""
 
     EXPERT = "expert"
     GATE = "gate"
@@ -45,7 +45,7 @@ class SizedTensor(Protocol):
 
 
 def tensor_bytes(tensors: Iterable[SizedTensor]) -> int:
-    """Return the total bytes of local ``tensors``; the scales of FP8 weights are separate tensors."""
+    """Return the total bytes of this rank's ``tensors``; callers pass scales of FP8 weights as separate tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -62,11 +62,11 @@ class StateBytes:
     """Bytes of compute weights, which forward and backward read."""
     master: int
     """Bytes of master weights, which the optimizer updates. In FP32 training the compute weights are also the master
-    weights, and both fields have their bytes."""
+    weights, and count in both fields."""
     optimizer: int
     """Bytes of optimizer moments, with their scales and step counters."""
     gradient: int = 0
-    """Bytes of the reduced gradient for an update; 0 for an operator that is not trained."""
+    """Bytes of the reduced gradient, from which the optimizer updates the operator; 0 if it is not trained."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "optimizer", "gradient"):
@@ -75,8 +75,8 @@ class StateBytes:
                 raise OperatorError(f"{name} state has {value!r} bytes; needs a whole number of 0 or more")
         if self.full < self.compute:
             raise OperatorError(
-                f"full state of {self.full} bytes is smaller than the compute weights ({self.compute} bytes); compute "
-                "weights follow from full state, so count them as master weights if there is no optimizer state"
+                f"full state of {self.full} bytes is smaller than the compute weights ({self.compute} bytes), which "
+                "are computed from it; without optimizer state, count the compute weights also as master weights"
             )
 
     @property
@@ -92,7 +92,7 @@ class StateBytes:
         optimizer: Iterable[SizedTensor],
         gradient: Iterable[SizedTensor] = (),
     ) -> StateBytes:
-        """Return the bytes of live tensors; for an untrained operator, the full state is its compute weights."""
+        """Return the bytes of an operator's tensors; an untrained operator's full state is its compute weights."""
         compute_bytes, master_bytes, optimizer_bytes = (tensor_bytes(part) for part in (compute, master, optimizer))
         return cls(
             compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes, tensor_bytes(gradient)
@@ -143,12 +143,12 @@ HEAD = "head"
 class OperatorTable:
     """Table of the operators of one schedule, ordered by name, and so in the same order on every rank.
 
-    A table has a row of bytes for each rank. A table with one row describes a single rank. A table with several rows
-    describes a pipeline stage. All ranks of a stage save an operator in the same iteration of a window, because they
-    replay it together. If a rank does not have an operator, the row of that rank has a zero for this operator.
+    The table describes a pipeline stage, with a row of bytes for each rank of the stage, or a single rank, with one
+    row. All ranks of a stage share a schedule and save an operator in the same iteration of a window, because they
+    replay it together. A row has zero bytes for operators that its rank does not hold.
 
-    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). If a strategy sorts operators by other
-    criteria, the index in the table breaks ties.
+    Numbers in names compare as numbers (``layers.2`` before ``layers.10``). If a strategy sorts operators by another
+    criterion, operators that are equal by that criterion keep the order of the table.
 
     Args:
         operators: operators of a single rank, in any order; ignored if ``ranks`` is set.
@@ -201,9 +201,9 @@ class OperatorTable:
         """
         shape = full.shape
         if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
-            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and an array of {shape} bytes do not match")
+            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and bytes of shape {shape} do not match")
         if not shape == compute.shape == gradient.shape:
-            raise OperatorError(f"shapes of bytes are {shape}, {compute.shape} and {gradient.shape}; needs one shape")
+            raise OperatorError(f"bytes have shapes {shape}, {compute.shape} and {gradient.shape}; needs equal shapes")
         table = cls.__new__(cls)
         table.names, table.kinds = names, kinds
         table.full, table.compute, table.gradient = full, compute, gradient
@@ -214,8 +214,8 @@ class OperatorTable:
     def with_gradients_for_compute(self) -> OperatorTable:
         """Return a copy of the table for a strategy that saves gradients instead of compute weights.
 
-        Bytes of gradients replace those of compute weights. They count as at most the bytes of the full state, because
-        the computation of windows relies on full states that are never smaller than the rest.
+        In the copy, ``compute`` has the bytes of gradients, but for no operator more than the bytes of its full state,
+        because the computation of windows requires that.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)
@@ -238,7 +238,7 @@ class OperatorTable:
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
-        """Distance of each operator from the input (-1: embedding, then layers, head last), int64 ``[operators]``."""
+        """Order from input to output: -1 for the embedding, then layers, the head last; int64 ``[operators]``."""
         head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
         return np.where(head, self.layers.max(initial=0) + 1, self.layers)
 

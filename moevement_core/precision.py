@@ -1,4 +1,4 @@
-"""Precision regimes: formats of weights, master weights and moments, and the resulting bytes of state.
+"""Precision regimes: number formats of compute weights, master weights and moments, and the bytes of state in them.
 
 Only planning uses this module. A training run measures its tensors (:func:`moevement_core.operators.tensor_bytes`).
 """
@@ -34,18 +34,18 @@ _FACTOR_BYTES = 4
 
 
 class TensorShape(NamedTuple):
-    """Numbers of a parameter that determine its bytes in each format."""
+    """Size of a parameter tensor, from which its bytes in each number format are computed."""
 
     elements: int
     rows: int = 0
-    """Rows of a linear layer's weight in a transformer layer, which FP8 recipes quantise; 0 for other parameters."""
+    """Rows of a linear layer's weight in a transformer layer; 0 for parameters that FP8 recipes do not quantise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Formats of a training regime (the columns of MoEvement's table 7), and the scaling of FP8 numbers.
+    """Number formats of a training run (the columns of MoEvement's table 7), and the kind of scales of FP8 numbers.
 
-    If compute weights are in FP8, only those of linear layers are. Norms, routers, embedding and head stay in BF16.
+    If ``compute`` is FP8, only linear layers have FP8 weights. Norms, routers, embedding and head stay in BF16.
     """
 
     compute: str
@@ -77,7 +77,7 @@ class Regime:
         return self.compute == "fp8"
 
     def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
-        """Return about the bytes of an operator on each of the ``shards`` ranks that share the operator evenly.
+        """Return an estimate of an operator's bytes on each of the ``shards`` ranks that share the operator evenly.
 
         Args:
             tensors: all tensors of the operator.
@@ -94,8 +94,8 @@ class Regime:
 
         Args:
             parts: pairs of a tensor of the operator and the number of its elements that the rank owns. If the rank owns
-                no element of a tensor, the rank still saves the tensor's scales, both with compute weights and with
-                full state.
+                no element of a tensor, the rank still saves the tensor's scales, in snapshots of the compute weights
+                and in snapshots of the full state.
         """
         elements = quantised = tensors = scales = full_scales = 0
         for tensor, owned in parts:
@@ -113,7 +113,7 @@ class Regime:
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
     def scale_bytes(self, tensor: TensorShape) -> int:
-        """Return the bytes of the scales of a tensor's compute weights; every rank has all of them."""
+        """Return the bytes of the scales of a tensor's compute weights; a rank with any part of it has all scales."""
         if not self.quantises(tensor):
             return 0
         if self.scaling is Scaling.TENSOR:
@@ -128,7 +128,7 @@ class Regime:
             quantised: number of owned elements whose compute weights are FP8.
             tensors: number of tensors that have elements on the rank.
             scales: bytes of scales of compute weights.
-            full_scales: bytes of scales that also count as full state.
+            full_scales: bytes of scales of tensors without an element on the rank, which also count as full state.
         """
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
