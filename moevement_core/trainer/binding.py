@@ -2,22 +2,22 @@
 
 Megatron's trainer implements it in ``megatron/moevement/binding.py``; ``examples/plain_torch/train.py`` is the smallest
 implementation. Unless a method says otherwise, the main thread of every rank of the job calls it at the same point. An
-exception in a method is a failure of this rank: all ranks are interrupted and form the job again.
+exception in a method is a failure of this rank: the restart guard interrupts all ranks, and they form the job again.
 
-Methods in the order of a job's life, and their callers:
+Methods in the order of a job's life, and the ranks that call them:
 
 ============================  ==========================================================================================
 ``place``, ``operators``,     every rank, with usable process groups: at the start, and in every generation afterwards
 ``states``
 ``boundary``                  every rank, between two iterations
-``commit_point``              every rank, once; its ``step`` in each iteration
+``commit_point``              every rank, once; the commit point's ``step`` in each iteration
 ``build_data``,               survivors, after a failure
 ``run_totals``
 ``regroup`` or ``build``      survivors (``regroup``) or replacements (``build``), after a failure
 ``clear_gradients``,          every rank, after ``regroup`` or ``build``
 ``put_progress``, ``resume``
 ``replaying``                 ranks that replay; it provides the ``Trainer`` of the replay
-``gather_replicas``           ranks of a stage in which a rank repeated updates alone
+``gather_replicas``           all ranks of a stage in which a failed rank repeated its updates (redo)
 ``put_boundary``,             every rank, when all ranks have the state that training resumes from
 ``gradients_left``,
 ``replicas``, ``on_recovered``
@@ -45,9 +45,9 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
 
 Replicas = tuple[str, tuple[int, ...], str]
-"""Operator name, ranks that hold equal compute weights of this operator, and their digest on one rank.
+"""Operator name, ranks that hold equal compute weights of this operator, and the digest of these weights on one rank.
 
-An empty name stands for all compute weights of these ranks.
+If the name is empty, all compute weights of these ranks are equal, and the digest covers all of them.
 """
 
 
@@ -58,13 +58,13 @@ class Place:
     stage: int = 0
     """Pipeline stage; 0 without a pipeline. The ranks of a stage roll back together."""
     replica: int = 0
-    """Smallest rank of the model replica. Ranks of one replica clip gradients by the same norm."""
+    """Smallest rank of this rank's model replica. All ranks of a model replica clip gradients by the same norm."""
     same_state: int = 0
-    """Smallest rank among this rank and its data-parallel peers, which hold the same state or shards of it."""
+    """Smallest data-parallel rank with this rank's state, or with another shard of it; it may be this rank."""
     pipeline: tuple[int, ...] = ()
     """Ranks of this rank's pipeline, in the order of stages; empty without a pipeline."""
     is_ring: bool = False
-    """True if the last stage also sends to the first, as in interleaved schedules."""
+    """True if the last pipeline stage also sends to the first stage, as in interleaved pipeline schedules."""
     embedding_ranks: tuple[int, ...] = ()
     """Ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy."""
     step_spans_job: bool = False
@@ -74,7 +74,7 @@ class Place:
 
 
 class Counts(Protocol):
-    """Counters of the routing decisions on this rank. Counting does not wait for the device."""
+    """Counters of what this rank's routers send to each expert. Counting does not wait for the device."""
 
     paused: bool
     """True while tokens are not counted, so that a replay does not count them twice."""
@@ -87,29 +87,32 @@ class Counts(Protocol):
         """
 
     def take(self) -> torch.Tensor:
-        """Return the numbers of tokens that this rank counted since the last call, and reset the counters."""
+        """Return the numbers that this rank counted since the last call of this method, and reset the counters."""
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
         """Return the results of several calls of :meth:`take` as float64 ``[calls, operators]`` on the host."""
 
 
 class ExpertRoom(Counts, Protocol):
-    """Control of extra expert capacity, with counters of the tokens that used it."""
+    """Control of extra capacity for experts that lost tokens in a failure, with counters of tokens that used it.
+
+    Used for ``--moevement-capacity-boost``.
+    """
 
     def open(self, operators: Collection[str]) -> None:
-        """Give extra capacity to these experts alone, from the next iteration on.
+        """Give extra capacity to the experts ``operators``, and to no others, from the next iteration on.
 
         All ranks of a stage pass the same experts.
         """
 
 
 class Binding(ABC):
-    """Description of one rank of a training job for its fault tolerance."""
+    """Description of one rank's trainer. Subclasses implement it, and the session and recovery call it."""
 
     iteration: int = 0
     """Last committed iteration; 0 before the first. The trainer updates it, and :meth:`put_progress` sets it."""
     record: RunRecord | None = None
-    """Record of the run that this rank writes events to; None on ranks that write none."""
+    """Record to which this rank writes the events of the run; None on ranks that write no events."""
     boundary_log: BoundaryLog | None = None
     """Log to which the trainer adds all tensors that it sends to other stages. The session sets it; None without a
     pipeline.
@@ -117,7 +120,7 @@ class Binding(ABC):
 
     @cached_property
     def losses(self) -> dict[int, Mapping[str, Any]]:
-        """Losses by name for each recent iteration of this rank, trained or replayed."""
+        """Losses by name, for each recent iteration. The trainer adds them in training and in a replay."""
         return {}
 
     # The rank and its state
@@ -139,7 +142,7 @@ class Binding(ABC):
 
     @abstractmethod
     def boundary(self) -> dict[str, Any]:
-        """Return all state that an iteration changes beside :meth:`states`, as plain data and live tensors.
+        """Return all state that an iteration changes in addition to :meth:`states`, as plain data and live tensors.
 
         Examples are random states, router buffers, loss scalers and the learning rate schedule. The entry ``progress``
         is required. It maps names, ``iteration`` among them, to whole numbers.
@@ -150,31 +153,34 @@ class Binding(ABC):
         return {name: _copied(part) for name, part in self.boundary().items()}
 
     def replicated_state(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rank-independent part of a boundary, which a rank may take from another rank after a failure."""
+        """Return the entries of ``boundary`` that are equal on all ranks; a replacement takes them from a survivor."""
         return {"progress": boundary["progress"]}
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`boundary`, random states last, because restoring the rest may change them."""
+        """Restore the values of :meth:`boundary`, random states last, because restoring the others may change them."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:
-        """Restore the entry ``progress`` of :meth:`boundary` alone, before the trainer opens its data."""
+        """Restore only the entry ``progress`` of :meth:`boundary`, before the trainer opens its data set."""
 
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
         """Return counters of the tokens that each expert gets; None if this trainer counts no tokens.
 
         Args:
             table: operators of the stage.
-            ordering: ordering that decides what is counted.
+            ordering: rule by which the job orders experts; it decides what is counted.
         """
         return None
 
     def expert_capacities(self, table: OperatorTable) -> Mapping[str, float]:
-        """Return the most tokens that each expert takes. Without it, ``--moevement-order capacity`` is refused.
+        """Return the capacity of each expert: the most tokens that it takes.
 
-        The order depends on the ratios of capacities only, so any batch may be the unit, if it is the same for all
-        experts of the stage. The capacities stay equal for the whole job, also after a failure.
+        Without this method, ``--moevement-order capacity`` is refused.
+
+        Capacities may count the tokens of a micro-batch, an iteration or any other batch that is the same for all
+        experts of the stage, because the order of operators depends only on the ratios of capacities. Every call during
+        the job returns the same capacities, also after a failure.
 
         Args:
             table: operators of the stage.
@@ -185,7 +191,7 @@ class Binding(ABC):
         raise NotImplementedError
 
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
-        """Return the control of extra expert capacity. Without this method, ``--moevement-capacity-boost`` is refused.
+        """Return an object that gives experts extra capacity. Without it, ``--moevement-capacity-boost`` is refused.
 
         Args:
             table: operators of the stage.
@@ -202,7 +208,7 @@ class Binding(ABC):
 
     @abstractmethod
     def commit_point(self, vote: Vote) -> Commit:
-        """Return the commit point that surrounds the optimizer step; called once.
+        """Return the commit point, which makes the optimizer step. The session calls this method once.
 
         Args:
             vote: function that returns when every rank of the job has called it; see
@@ -210,9 +216,9 @@ class Binding(ABC):
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Plan to save all state and end the job after the next iteration, or cancel that plan.
+        """Plan to save all state and end the job after the next iteration, or cancel such a plan.
 
-        Called before each iteration.
+        The session calls this method before each iteration.
 
         Args:
             committed: last committed iteration.
@@ -226,7 +232,10 @@ class Binding(ABC):
         return None
 
     def run_totals(self) -> Any:
-        """Return running totals of a survivor, which a replacement continues; they do not affect the training state."""
+        """Return sums over the run, such as floating-point operations, which replacements take over from a survivor.
+
+        The sums do not affect the training state.
+        """
         return None
 
     @abstractmethod
@@ -235,13 +244,13 @@ class Binding(ABC):
 
     @abstractmethod
     def build(self, build_data: Any) -> bool:
-        """Build model and optimizer on a replacement, without communication, because other ranks do not build theirs.
+        """Build model and optimizer on a replacement, without communication, because survivors do not call this method.
 
         Args:
             build_data: result of :meth:`build_data` on a survivor.
 
         Returns:
-            True if the built state is the one that the job started from.
+            True if model and optimizer now have the state in which the job started.
         """
 
     @abstractmethod
@@ -249,7 +258,7 @@ class Binding(ABC):
         """Drop all gradients of the interrupted iteration, including those in reduction buffers."""
 
     def resume(self, until: int, run_totals: Any) -> None:
-        """Set records and counters to ``until``, the iteration that training resumes from.
+        """Set the trainer's counters to ``until``, the iteration that training resumes from.
 
         Args:
             until: resume iteration.
@@ -269,9 +278,9 @@ class Binding(ABC):
         return ()
 
     def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
-        """Return the tensors of this rank that equal the :meth:`states` of its live replica ``rank``.
+        """Return the tensors of this rank that equal what :meth:`states` returns on the live replica ``rank``.
 
-        Called only if there are live replicas.
+        After ``rank`` has failed, its replacement gets these tensors. Called only if there are live replicas.
         """
         raise NotImplementedError
 
@@ -280,25 +289,27 @@ class Binding(ABC):
         return None
 
     def iterations_left_out(self) -> Collection[int]:
-        """Return iterations that the job never executes, so that ranks have no logs and no updates of them."""
+        """Return the iterations that the user told the job to skip; they have no updates and no logs."""
         return ()
 
     @abstractmethod
     def replaying(self, shared_from: int | None, feeding: Feeding | None) -> AbstractContextManager[Trainer]:
-        """Return a context for re-executed iterations, which change the state but no other records of training.
+        """Return a context for a replay. Iterations that run in it change the state, but not the job's counters.
 
-        The ranks that replay call it, and drive the replay by the returned :class:`Trainer`.
+        Only ranks that replay call this method. They execute iterations with the :class:`Trainer` that the context
+        provides.
 
         Args:
             shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
                 compute gradients, and the active copy uses their sum. None without copies.
-            feeding: neighbours that feed this rank, if other stages keep their state and wait; otherwise None.
+            feeding: neighbours that send logged tensors to this rank, if other stages keep their state and wait; None
+                if all stages replay.
         """
 
     def gather_replicas(self) -> None:
-        """Gather the parts of the state from data-parallel replicas, and make compute weights from the whole state.
+        """Gather the shards of the full state from data-parallel ranks, and make the compute weights from them.
 
-        All ranks of a stage call it after a rank of the stage has repeated its updates alone. Without this method,
+        All ranks of a stage call it after a failed rank of the stage has repeated its updates. Without this method,
         ``--moevement-recovery redo`` and ``auto`` are refused.
         """
         raise NotImplementedError
@@ -319,7 +330,7 @@ class Binding(ABC):
         return {}
 
     def newest_checkpoint(self) -> int | None:
-        """Return the iteration that a restart would begin from without windows on disk; called on rank 0 alone."""
+        """Return the iteration of the newest dense checkpoint, None without one. Only rank 0 calls this method."""
         return None
 
     # Drills

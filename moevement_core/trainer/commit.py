@@ -1,14 +1,15 @@
-"""Commit point: order in which a step reduces, updates and gathers, so that a failure leaves the step whole or undone.
+"""Commit point: the order of an optimizer step, in which a failure leaves the step either complete or not begun.
 
-1. All reductions come first. A restart may interrupt them.
-2. The rank makes the update and sets its mark. No restart interrupts this, and the rank waits for no other rank.
+1. Ranks finish all reductions. A restart may interrupt them.
+2. The rank updates its weights and sets its mark (:class:`Mark`). No restart interrupts this, and the rank waits for no
+   other rank.
 3. Ranks gather parameters. A restart may interrupt this, and ranks can repeat it.
 
-When a rank makes an update, every rank has already finished all reductions of the step. Ranks without the update can
-therefore make it from their own reduced gradients (:meth:`Commit.follow`), without data of other ranks.
+When a rank makes an update, every rank has already finished all reductions of the step. A rank that was interrupted
+before its update can therefore make the update later from its own reduced gradients (:meth:`Commit.follow`).
 
-After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. A rank therefore
-asks the job's store between 1 and 2 whether the generation was interrupted, and makes no update if it was
+After another rank has aborted a reduction, the reduction may seem to end successfully on this rank. Between 1 and 2, a
+rank therefore asks the job's store if the generation was interrupted. If it was, the rank makes no update
 (:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
 """
 
@@ -26,7 +27,7 @@ from moevement_core.restart.generation import atomic, refuse_if_interrupted
 Vote = Callable[[], None]
 """Function that returns when every rank of the job has called it.
 
-It returns at once if a reduction of the step proves that every rank has reached this point.
+It returns at once if a reduction of the step has proved that every rank has reached the commit point.
 """
 
 
@@ -36,22 +37,23 @@ class Mark:
 
     iteration: int
     boundary: Mapping[str, Any]
-    """Boundary record between this iteration and the next: a copy of ``Binding.boundary``."""
+    """Boundary record right after the iteration: a copy of ``Binding.boundary``."""
     outcome: Mapping[str, Any]
     """Outcome of the iteration's step; empty if there was no step."""
     resumed: Mapping[str, Any] | None = None
-    """Boundary record at the beginning of the next iteration, after any evaluation or save scheduled between the two;
-    None if that iteration has not begun.
+    """Boundary record at the beginning of the next iteration; None if that iteration has not begun.
+
+    It differs from :attr:`boundary` if an evaluation or save between the two iterations has changed state.
     """
 
 
 class Commit(ABC):
-    """Commit point of one rank, which surrounds the optimizer step."""
+    """Commit point of one rank: it makes the optimizer step in the order of the module's docstring."""
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
         self.torn = False
-        """True if an update has begun and not ended, so that this rank holds the state of no iteration."""
+        """True if an update has begun and not ended. The rank's state is then of no iteration and cannot be used."""
         self.updating: Callable[[], None] = lambda: None
         """Hook that is called inside the update section, when all gradients are final and no state has changed.
 
@@ -64,7 +66,7 @@ class Commit(ABC):
 
     @abstractmethod
     def step(self, iteration: int) -> Any:
-        """Make the step of ``iteration`` in the described order, and return the result of the trainer's own step.
+        """Make the optimizer step of ``iteration``, and return what the trainer's own step function returned.
 
         Raises:
             GenerationInterrupted: a rank was interrupted before the update began. No state has changed.
@@ -74,8 +76,8 @@ class Commit(ABC):
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         """Make the update of ``iteration``, which other ranks have made, from this rank's reduced gradients.
 
-        Ranks that are one update behind call it after a failure, with usable process groups. It waits for no other
-        rank.
+        After a failure, ranks that lack this last update call the method, with usable process groups. It waits for no
+        other rank.
 
         Args:
             iteration: iteration after this rank's mark.
@@ -84,14 +86,14 @@ class Commit(ABC):
         """
 
     def gather(self, *, now: bool = False) -> None:
-        """Send each rank's part of the new weights to its data-parallel peers. Repeating it does no harm.
+        """Gather the new weights from the data-parallel ranks, of which each has updated a part; may be called again.
 
         Args:
             now: True to gather even if the next forward pass would do it.
         """
 
     def interrupted(self) -> None:
-        """Forget a step that was under way, because an interruption may have raised its exception at any moment."""
+        """Forget an unfinished step, after the restart guard has raised its exception in this rank at any moment."""
 
 
 class Stepping(Protocol):

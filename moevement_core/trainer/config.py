@@ -1,4 +1,4 @@
-"""Configuration of a session: the flags of its parts, each declared where it is used."""
+"""Configuration of a session: flags of copies, disk, strategy and others, each declared beside the code it controls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWITCH = "--moevement-sparse-ckpt"
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """Configuration of every part of a session."""
+    """Values of all flags of a session, one field for each group of flags."""
 
     strategy: StrategyConfig
     copies: CopiesConfig
@@ -56,8 +56,8 @@ class SessionConfig:
         if strategy.selects and budget.host_memory_bytes is not None:
             raise ConfigError(
                 f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
-                f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave the memory "
-                "flag out, and give --moevement-snapshot-experts"
+                f"{strategy.name}: the strategy does not know beforehand which experts a rank saves; leave "
+                "--moevement-host-memory-gb out, and give --moevement-snapshot-experts"
             )
         if strategy.persisted is not None and disk.persist_dir is None:
             raise ConfigError(
@@ -78,13 +78,13 @@ class SessionConfig:
 
 
 def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
-    """Return the configuration of copies with the placement of the strategy.
+    """Return ``copies`` with the placement that the strategy's paper uses, unless a flag gives a placement.
 
-    GEMINI places copies in groups, MoEtion among data-parallel replicas. A strategy that restores from disk alone gets
-    no copies.
+    GEMINI places copies in groups, MoEtion among data-parallel replicas. If a strategy restores from disk alone, ranks
+    send no copies.
 
     Raises:
-        ConfigError: a strategy that restores from disk alone has no folder, or the flags ask for copies.
+        ConfigError: the strategy restores from disk alone, but the flags name no folder, or ask for copies.
     """
     if copies.placement is None:
         papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
@@ -99,7 +99,7 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
     if copies.replicas:
         raise ConfigError(
             f"--moevement-replicas {copies.replicas} with --moevement-strategy {strategy.name}; the strategy sends no "
-            "copies to peers: leave the replicas out"
+            "copies to peers: leave --moevement-replicas out"
         )
     return replace(copies, replicas=0)
 
@@ -126,7 +126,7 @@ def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig
 
 
 def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
-    """Add the flags of every part to a parser or an argument group.
+    """Add all flags of a session to a parser or an argument group.
 
     Args:
         group: parser or argument group of ``argparse``.

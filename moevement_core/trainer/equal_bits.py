@@ -1,4 +1,4 @@
-"""Prediction: do replayed values equal the lost values, or differ in last bits because sums have another order.
+"""Prediction whether a replay restores equal bits, or values whose last bits differ because sums had another order.
 
 Three causes change last bits and are no error:
 
@@ -6,7 +6,7 @@ Three causes change last bits and are no error:
 - a replacement on another kind of processor
 - under NCCL, a replacement on another node or device, because NCCL's rings, which sum over ranks, depend on both
 
-State that was only loaded is exact in all these cases.
+If a rank loads state and executes no iteration again, its bits are equal in all these cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_REPEATABLE = "kernels add in no fixed order (without --deterministic-mode)"
 
 
 def placement() -> str:
-    """Return a digest of the node and device of every rank; empty if sums do not depend on them."""
+    """Return a digest of the node and device of every rank; empty if the order of sums does not depend on these."""
     now = generation()
     if now is None or not sums_follow_places():
         return ""
@@ -34,7 +34,7 @@ def placement() -> str:
 
 
 def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
-    """Return the digest of a placement: which node and which device each rank has.
+    """Return the digest of a placement, which says on which node and device each rank runs.
 
     Args:
         nodes: node of each rank.
@@ -46,7 +46,7 @@ def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
 
 
 class PlacementHistory:
-    """History of placements (node and device of each rank) in training, as far back as snapshots reach."""
+    """History of placements (node and device of each rank), back to the oldest snapshot that the job may need."""
 
     def __init__(self) -> None:
         self._placements: list[tuple[int, str]] = []
@@ -58,8 +58,8 @@ class PlacementHistory:
         Args:
             iteration: iteration whose state is live.
             placement: current placement.
-            since: iteration after which the placement is in force, as other ranks report; ``NONE`` if unknown. A rank
-                that has a history ignores it.
+            since: iteration after which the placement is in force, as survivors report; ``NONE`` if unknown. Only a
+                rank without a history uses this value.
         """
         if not self._placements and since != NONE:
             self._placements.append((min(iteration, since), placement))
@@ -71,7 +71,7 @@ class PlacementHistory:
     def unchanged_since(self, placement: str) -> int | None:
         """Return the iteration after which all iterations were computed under ``placement``, the current placement.
 
-        The result is a very large number if none was yet, and None if this rank has seen no iteration.
+        The result is a very large number if no iteration was computed under it yet, and None without a history.
         """
         if not self._placements:
             return None
@@ -85,13 +85,13 @@ class PlacementHistory:
 
 
 _NEVER = 1 << 62
-"""Value in place of an iteration if no iteration was computed under the current placement yet."""
+"""Result of :meth:`PlacementHistory.unchanged_since` if the current placement has computed no iteration yet."""
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
-    """Return the reason why these plans may restore a state that differs in last bits; empty without a reason.
+    """Return why ``plans`` may restore a state that differs from the lost state in last bits; empty if it cannot.
 
-    Plans that replay no iteration are exact, because state is loaded and updates are elementwise.
+    Plans without a replay restore equal bits, because ranks only load state and repeat updates, which are elementwise.
 
     Args:
         reports: report of each rank of the job.
@@ -111,7 +111,7 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
 
 
 def placed_since(reports: Sequence[Report]) -> int:
-    """Return the iteration after which the current placement computed all iterations, as far as any rank knows."""
+    """Return the iteration after which the placement has not changed: the latest that any rank reports."""
     return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
 
 
@@ -126,11 +126,11 @@ def arithmetic_of_all() -> tuple[str, ...]:
 
 
 def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """Return the reason why replaying a window here may give other last bits than before; empty without a reason.
+    """Return why a replay of a window may give other last bits than the job that wrote it; empty if it cannot.
 
     Args:
         manifest: manifest of the window.
-        here: current result of :func:`arithmetic_of_all`.
+        here: result of :func:`arithmetic_of_all` in this job.
     """
     if not manifest.arithmetic:
         return f"the manifest of {manifest.name} does not name the processors that wrote it"

@@ -1,4 +1,4 @@
-"""Observer of each iteration, for benchmarks alone.
+"""Observer that the session calls in each iteration; only benchmarks use it.
 
 A benchmark sets the observer of its process before training begins, and runs the script that it measures unchanged.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Observer:
-    """Observer that does nothing."""
+    """Base class of observers; its method does nothing."""
 
     is_capturing = True
     """True if snapshots are captured; only a benchmark turns them off."""
