@@ -1,4 +1,4 @@
-"""Drill that overwrites the state of ranks, recovers it, and compares the result with digests taken before."""
+"""Drill that overwrites the state of ranks, recovers it, and compares digests from before and after."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moevement_core.util.digest import digest
 
 
 def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
-    """Refuse the drill if the trainer cannot wipe its state. Every rank calls it before training begins.
+    """Refuse the drill if the trainer cannot overwrite its state. Every rank calls this before training begins.
 
     Args:
         binding: binding of the trainer.
@@ -35,11 +35,11 @@ def wipe_and_recover(
 ) -> Recovery:  # fmt: skip
     """Overwrite the state of some ranks, and recover it. Every rank calls it between two iterations.
 
-    The function compares digests from before the wipe with digests of the recovered state. If the recovery loses
-    updates, the two must differ, so rank 0 only logs the losses.
+    The function compares digests from before the wipe with digests of the recovered state. If the strategy loses
+    updates in a recovery, these digests differ. In that case rank 0 logs how many updates are lost instead.
 
     Args:
-        parts: parts of this rank.
+        parts: objects of this rank that a recovery uses.
         recoverer: recoverer of this rank.
         committed: iteration whose state is live.
         stages: pipeline stages whose ranks lose their state; None for all stages.
@@ -50,7 +50,7 @@ def wipe_and_recover(
     before = _digests(parts)
     if parts.topology.rank == 0:
         where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
-        log.info(f"wiping the state of iteration {committed} on {where}, as the flags ask for")
+        log.info(f"wiping the state of iteration {committed} on {where}, as --moevement-wipe-at asks for")
     parts.checkpointer.wait()
     parts.checkpointer.capturer.settle()
     if stages is None or parts.topology.stage in stages:

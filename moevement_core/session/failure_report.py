@@ -22,7 +22,7 @@ from moevement_core.util.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Ends of the parts of a recovery on one rank, in seconds since the epoch."""
+    """Times at which the steps of one rank's recovery ended, in seconds since the epoch."""
 
     usable_at: float
     """Time at which the new process groups were usable."""
@@ -48,7 +48,7 @@ def report_failure(
         lost: pipeline stages that lost their state.
         recovery: summary of the recovery; None if no stage lost its state.
         kept: result of the checks of the state that survivors kept.
-        times: times of this rank.
+        times: times of this rank's recovery.
     """
     now = generation()
     assert now is not None
@@ -96,14 +96,14 @@ def report_failure(
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds that the slowest rank took for each phase of leaving its generation."""
+    """Return, for each phase in which ranks left the last generation, the seconds of the slowest rank."""
     return {phase: max(of_rank.get(phase, 0.0) for of_rank in seconds) for phase in map(str, LeavingPhase)}
 
 
 def _lost_at(death: Death) -> float:
     """Return the time of a failure, in seconds since the epoch.
 
-    It is the end of the member if that was observed, or else the member's last sign of life.
+    If nothing observed the end of the process, this is the time of the last sign of life from it.
     """
     return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
 
@@ -119,7 +119,7 @@ _NOTICED = {
 
 
 def _noticed_by(deaths: Sequence[Death]) -> str:
-    """Return in words what detected the failures, with the longest delay of each detector in seconds."""
+    """Return in words what detected the failures, with the longest time that each detector needed for it."""
     if not deaths:
         return "by a surviving rank: an error on that rank, or no progress for the hang timeout"
     slowest: dict[str, float] = {}

@@ -50,7 +50,7 @@ from moevement_core.trainer.binding import Binding
 from moevement_core.trainer.config import SessionConfig
 
 TIMEOUT = timedelta(minutes=10)
-"""Timeout of collectives; a failure interrupts them much sooner."""
+"""Timeout of collectives. After a failure, the restart guard interrupts them much sooner."""
 
 
 def train(
@@ -89,13 +89,13 @@ def train(
 
 
 def iterations(session: Session, until: int) -> Iterator[int]:
-    """Yield the number of each remaining iteration, and make the session's calls before and after it.
+    """Yield the number of each remaining iteration, and call the session before and after the iteration.
 
-    The body of the ``for`` loop calls ``session.step`` once. The iterations end early, on all ranks alike, if the
-    launcher receives SIGTERM.
+    The body of the ``for`` loop has to call ``session.step`` exactly once. If the launcher receives SIGTERM, the loop
+    ends early, after the same iteration on all ranks.
 
-    The body puts the losses of each iteration into :attr:`Binding.losses`, from where they are recorded. A replay does
-    the same, and its losses are compared with the recorded ones.
+    The body puts the losses of each iteration into :attr:`Binding.losses`, and this function writes them to the
+    metrics. A replay also puts its losses there, and the recovery compares them with the recorded losses.
 
     Args:
         session: session of this generation.
@@ -115,7 +115,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
         injection.at(Phase.FORWARD)
         yield committed + 1
         if binding.iteration != committed + 1:
-            raise RuntimeError(f"iteration {committed + 1} must call session.step() exactly once, but did not")
+            raise RuntimeError(f"iteration {committed + 1} must call session.step() exactly once; the loop did not")
         step_s = time.perf_counter() - began
         losses = {name: torch.as_tensor(value) for name, value in binding.losses.get(committed + 1, {}).items()}
         session.end_iteration(committed + 1, step_s, {"skipped": False, "grad_norm": None, "losses": losses})
@@ -125,7 +125,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
 
 
 class _Loop(Training):
-    """Training loop of a script. The in-process restart enters it once in each generation."""
+    """Training loop of a script. The in-process restart calls :meth:`enter` once in each generation."""
 
     def __init__(
         self,

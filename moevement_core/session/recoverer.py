@@ -1,4 +1,4 @@
-"""Recovery of lost state: each rank plans, fetches and executes its part, together with the other ranks."""
+"""Recovery of lost state: together, the ranks plan a recovery, fetch snapshots, and execute the plan."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from moevement_core.util.arithmetic import arithmetic, is_repeatable
 
 
 class Recoverer:
-    """Recoverer of one rank. Collective: all ranks call each method in the same order.
+    """Recoverer of one rank's state. Collective: all ranks call each method in the same order.
 
     Args:
-        saving: saving of this rank; its strategy decides how far the job rolls back.
+        saving: object that saves this rank's snapshots; its strategy decides how far the job rolls back.
         records: outcomes of recent steps of this rank.
     """
 
@@ -42,12 +42,12 @@ class Recoverer:
         """Recoveries that this process has completed."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """Iteration after which survivors computed all iterations with each rank on its present node and device.
+        """Iteration after which each rank has been on its present node and device, as survivors have reported.
 
         The newest recovery sets this value.
         """
         self._memory: MemorySource | None = None
-        """Source of the snapshots in memory that the current recovery has opened."""
+        """Source from which the current recovery reads snapshots in host memory; None if no recovery uses one."""
         self._saving, self._records = saving, records
         self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
@@ -73,7 +73,8 @@ class Recoverer:
             until: iteration whose state is recovered.
             lost: pipeline stages of the ranks without state; None for all stages.
             lost_ranks: ranks without state; other ranks of the same stages may have kept their state.
-            mark: mark of the iteration whose state is live on this rank; None if this rank has no state.
+            mark: mark of the commit point, with the iteration whose state is live on this rank; None if this rank has
+                no state.
 
         Raises:
             RecoveryError: the state is unrecoverable. Every rank raises it.
@@ -114,7 +115,7 @@ class Recoverer:
             return self._prepare_from_disk(parts, report, memory=sources, until=until, cause=cause)
 
     def note_placement(self, iteration: int) -> None:
-        """Record that the current placement of ranks computes all iterations after ``iteration``."""
+        """Record that all iterations after ``iteration`` run with each rank on its present node and device."""
         self.placements.note(iteration, placement(), self._placed_since)
 
     def _release(self) -> None:
@@ -125,8 +126,8 @@ class Recoverer:
     def _may_take_over(self, topology: Topology) -> bool:
         """Return True if failed ranks may take state from live replicas.
 
-        They may not if the strategy rolls all ranks back, if it loses updates, or with parity. Parity needs the
-        snapshots of all ranks of a group, but a rank that takes state from a replica has no snapshots.
+        They may not do so if the strategy rolls all ranks back or loses updates, or if peers keep parity. Parity needs
+        the snapshots of all ranks of a group, but a rank that takes state from a live replica has no snapshots.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
@@ -143,12 +144,13 @@ class Recoverer:
         return self._carry_out(prepared, is_reported=is_reported)
 
     def check_kept(self, until: int, prepared: Prepared | None) -> SurvivorChecks:
-        """Compare the state that survivors kept with its recorded digests. See
-        :func:`moevement_core.rebuild.survivors.check_kept`.
+        """Compare the state that survivors kept with its recorded digests.
+
+        See :func:`moevement_core.rebuild.survivors.check_kept`.
 
         Args:
             until: iteration whose state is live on every rank.
-            prepared: recovery that was executed; None if no rank lost its state.
+            prepared: the recovery that this rank has executed; None if no rank lost its state.
         """
         return check_kept(
             self._saving.parts, until, is_kept=prepared is None or prepared.own_plan is None,
@@ -187,9 +189,9 @@ class Recoverer:
         return done
 
     def _go_back(self, prepared: Prepared) -> LostTokens | None:
-        """Discard later decisions and snapshots if this rank rolls back to a restore point that lacks updates.
+        """Return the tokens whose updates this stage loses; None if this rank keeps its state, or loses no updates.
 
-        Return the tokens lost on this stage; None if this rank does not roll back, or loses no updates.
+        If the rank loses updates, discard its snapshots and decisions from after the restore point.
         """
         if prepared.own_plan is None or not self._windows.strategy.loses_updates:
             return None
@@ -203,7 +205,8 @@ class Recoverer:
                 return None
             raise RecoveryError(
                 f"--moevement-strategy {strategy.name}: {records[run.last].get('strategy')} wrote this window, in "
-                "which experts are of different iterations. Only that strategy can count lost tokens; use that strategy"
+                "which experts are from different iterations. Only that strategy can count the lost tokens; give "
+                "that one"
             )
         lost = self._windows.roll_back(run, learned)
         self._saving.discard_after(prepared.own_plan.iterations.start - 1)
@@ -217,17 +220,18 @@ class Recoverer:
         until: int,
         cause: RecoveryError | None,
     ) -> Prepared:
-        """Plan to roll all stages back to a window on disk, and fetch its snapshots.
+        """Plan to roll all stages back to a window on disk, and fetch the snapshots of the window.
 
-        All stages replay, so the ranks compute the outcome of each step together. No rank may use a recorded outcome
-        instead, because the others would then wait for it. So recorded outcomes are dropped.
+        All stages replay, so the ranks compute the outcome of each step (such as the gradient norm) by reductions. A
+        rank that used a recorded outcome would not take part in the reduction, and the others would wait for it. The
+        returned plan therefore has no recorded outcomes.
 
         Args:
             parts: parts of this rank.
             report: report of this rank.
-            memory: sources of snapshots that may be used beside files.
+            memory: sources of snapshots that the plan may use in addition to files.
             until: iteration whose state is recovered.
-            cause: error of the plan from memory and peers; None if the strategy uses the disk alone.
+            cause: error why no plan from memory and peers is possible; None if the strategy uses the disk alone.
 
         Raises:
             RecoveryError: neither memory nor the disk has the snapshots that the recovery needs.
@@ -253,16 +257,16 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Return ``prepared``, without recorded outcomes if re-executed iterations may have other outcomes."""
+        """Return ``prepared``; if :attr:`may_differ`, without the recorded outcomes of steps."""
         return replace(prepared, outcomes={}) if self.may_differ else prepared
 
     @property
     def may_differ(self) -> bool:
-        """True if re-executed iterations may have another outcome, because the strategy loses updates."""
+        """True if a replay may give other results than the first execution, because the strategy loses updates."""
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Return the iterations with a complete boundary log; check the log's bytes if a replaying stage reads it."""
+        """Return the iterations with a complete boundary log. If a stage replays from the log, check digests."""
         log = parts.binding.boundary_log
         if log is None:
             return ()
@@ -272,11 +276,11 @@ class Recoverer:
         damaged = log.damaged(log.iterations)
         if damaged:
             what = f"data that iterations {', '.join(map(str, damaged))} sent is damaged in host memory"
-            damage.report("the digests of a boundary log, checked before use", what, "the log is not fed")
+            damage.report("the digests of a boundary log, checked before use", what, "no stage replays from this data")
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
-        """Return the scope of the lost stages. If all stages roll back, report the reason and return None."""
+        """Return the scope of a recovery of stages ``lost``; if all stages roll back, log the reason, return None."""
         if reason := parts.binding.stages_are_tied_by():
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")

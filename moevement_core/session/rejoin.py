@@ -1,9 +1,9 @@
 """Meeting of all ranks after a failure: they exchange reports, and agree on the resume iteration.
 
-Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. A survivor that lacks only
-the last update has finished the reductions of that update, so it applies the update now. :func:`rejoin` also plans how
-failed ranks get their state back, and fetches snapshots, before the trainer opens its data. The training loop then
-calls :meth:`Rejoined.resume`, which replays.
+Survivors report the iteration that they committed last, and ``recovery/agree.py`` decides. If a survivor lacks only the
+update of the resume iteration, it has finished the reductions of that update, so it applies the update now.
+:func:`rejoin` also plans how failed ranks get their state back, and fetches snapshots, before the trainer opens its
+data. The training loop then calls :meth:`Rejoined.resume`, which replays.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from moevement_core.trainer.config import SessionConfig
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of a rank to all others when ranks meet after a failure."""
+    """Report that each rank sends to all other ranks when they meet after a failure."""
 
     status: RankStatus
     outcome: Mapping[str, Any] = field(default_factory=dict)
-    """Outcome of the last step that the rank committed."""
+    """Results of the reductions of the rank's last committed step (:attr:`Mark.outcome`)."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """Rank-independent boundary state after the last committed iteration, before any scheduled evaluation or save."""
+    """Entries of the boundary record that are equal on all ranks, right after the rank's last committed iteration."""
     begun: Mapping[str, Any] | None = None
-    """Rank-independent boundary state at the beginning of the next iteration, after any scheduled evaluation or save.
+    """Entries of the boundary record that are equal on all ranks, at the beginning of the next iteration.
 
-    None if the rank had not begun the next iteration.
+    A scheduled evaluation or save is over by then. None if the rank had not begun the next iteration.
     """
     run_totals: Any = None
-    """Totals of the job that replacements continue (``Binding.run_totals``)."""
+    """Sums over the run that replacements take over (``Binding.run_totals``)."""
     shared: Any = None
     """Data from which a replacement builds its model and optimizer (``Binding.build_data``)."""
     keeps: Copies = field(default_factory=dict)
@@ -58,9 +58,9 @@ class RankReport:
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the target iteration of the recovery that the failure interrupted.
+    """Report of a rank that had committed the iteration whose state an interrupted recovery was to restore.
 
-    None if the failure interrupted no recovery of this rank.
+    None unless the failure interrupted a recovery of this rank.
     """
 
 
@@ -98,13 +98,13 @@ def _unpacked(sent: _Sent) -> RankReport:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """Agreement of the ranks; the same on every rank, except for the session, prepared snapshots, and times."""
+    """Result of :func:`rejoin`: equal on every rank, except for the session, prepared snapshots, and times."""
 
     session: Session
     until: int
     """Iteration whose state all ranks have when training resumes."""
     lost: frozenset[int]
-    """Pipeline stages that have lost state and restore it."""
+    """Pipeline stages in which a rank lost its state, and which restore it."""
     prepared: Prepared | None
     """Plan and snapshots of the recovery; None if no stage lost its state."""
     reached: RankReport
@@ -117,12 +117,12 @@ class Rejoined:
     """Time at which this rank had its plan and snapshots, in seconds since the epoch."""
 
     def resume(self) -> None:
-        """Replay lost iterations, restore the agreed boundary state, and do the scheduled evaluation and save.
+        """Restore lost state, put the boundary record, and run an evaluation or save that the failure prevented.
 
         Every rank calls it inside the training loop, before its first iteration.
 
         Raises:
-            RecoveryError: recovered or kept state differs from the expected state. Every rank raises it.
+            RecoveryError: state that ranks recovered or kept differs from its recorded digests. Every rank raises it.
         """
         session, binding = self.session, self.session.binding
         replay_at, recovery = time.time(), None
@@ -174,7 +174,7 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
     Args:
         binding: binding of this rank.
         session: session of a survivor that had begun training; None on a replacement.
-        rejoined: agreement of a recovery that a further failure interrupted; None without one.
+        rejoined: result of :func:`rejoin` of a recovery that this failure interrupted; None without one.
     """
     place = binding.place()
     status = RankStatus(stage=place.stage, replica=place.replica)
@@ -218,7 +218,7 @@ def rejoin(
         binding: binding of this rank.
         config: flags of the job.
         session: session of a survivor that had begun training; None on a replacement.
-        before: agreement of a recovery that a further failure interrupted; None without one.
+        before: result of this function in a recovery that the failure interrupted; None without one.
         joined: function that is called with this generation's session, as soon as it exists, and the resume iteration.
             A further failure may come at any moment afterwards, and the caller must then disconnect this session.
 
@@ -280,7 +280,7 @@ def rejoin(
 
 
 def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport], reached: RankReport) -> None:
-    """Apply the update of the resume iteration on a rank that is one update behind."""
+    """Apply the update of the resume iteration, which is the only one that this rank lacks."""
     statuses = [report.status for report in reports]
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
@@ -292,7 +292,7 @@ def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport],
 
 
 def _log_gradients(session: Session) -> None:
-    """Log the gradients of the last update, which are still in memory if no later iteration has begun."""
+    """Begin to save the gradients of the last update, which are still live if no later iteration has begun."""
     mark = session.commit.mark
     if mark is None or session.commit.torn:
         return
@@ -304,7 +304,7 @@ def _log_gradients(session: Session) -> None:
 def _go_on_or_join(
     binding: Binding, config: SessionConfig, session: Session | None, reports: Sequence[RankReport]
 ) -> Session:
-    """Return the session of this generation: the rewired session of a survivor, or a new one."""
+    """Return the session of this generation: on a survivor, the old one with new connections, else a new one."""
     policies = [(report.status.stage, report.policy) for report in reports if report.policy is not None]
     policy, is_of_same_stage = agree(reports[dist.get_rank()].status.stage, policies)
     kept = [report.keeps for report in reports]

@@ -115,7 +115,10 @@ def continue_record(folder: Path, name: str, config: Mapping[str, Any], iteratio
 
 
 def state_digest(parts: Parts) -> dict[str, Any]:
-    """Return digests of the job's whole state, of each part, and of each part on each rank. Every rank calls it."""
+    """Return digests of the job's state: of all of it, of each part, and of each part on each rank.
+
+    Parts are the operators together, and each entry of the boundary record. Every rank calls this function.
+    """
     boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
     local = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
     ranks = all_gather_objects(local, dict[str, str])
@@ -124,7 +127,7 @@ def state_digest(parts: Parts) -> dict[str, Any]:
 
 
 class Lines:
-    """Writer of one metrics line for each committed iteration; it adds lines that a failed rank did not write.
+    """Writer of one metrics line for each committed iteration. It also writes lines that a failed last rank left out.
 
     Args:
         binding: binding with the record and the losses of the iterations.
@@ -135,13 +138,15 @@ class Lines:
         self._binding, self._began_at = binding, began_at
 
     def write(self, until: int, **fields: Any) -> None:
-        """Write all missing lines up to ``until``, and drop the losses of older iterations.
+        """Write the metrics line of ``until``, and those of earlier iterations that have no line.
 
-        Lines of iterations other than ``until``, and lines without ``fields``, are marked as recovered.
+        A line is missing if the rank that writes lines failed before it wrote the line. This rank does not know the
+        times of that iteration, so it writes ``recovered`` in their place. The method also drops the losses of
+        iterations before ``until``.
 
         Args:
             until: last committed iteration.
-            fields: further fields of the line of ``until``; empty after a recovery.
+            fields: further fields of the line of ``until``, such as times; empty after a recovery.
         """
         record, losses = self._binding.record, self._binding.losses
         if record is not None:
@@ -160,7 +165,7 @@ def _line(losses: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> Any:
-    """Return a plain number for a tensor of one element; return the name of a float that JSON cannot hold."""
+    """Return a value as JSON can hold it: a tensor of one element as a number, NaN and infinity as text."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,10 +1,10 @@
 """Fault tolerance of one rank: the calls that a trainer makes in every iteration and after a failure.
 
-The session makes the boundary record and begins ``SS_t`` before iteration t+1. It waits for the copy before the
-optimizer step of that iteration. The order of operators and the window may change at the beginning of a window
-(``saving/windows.py``). The session adds these collectives to training:
+Before iteration t+1, the session makes the boundary record and begins to copy ``SS_t`` to the host. Before the
+optimizer step of iteration t+1, it waits until the copy is complete. The order of operators and the window may change
+at the beginning of a window (``saving/windows.py``). The session adds these collectives to training:
 
-- a reduction in each iteration that no rank waits for (``GroupAgreement``)
+- in each iteration, a background reduction for which no rank waits (``GroupAgreement``)
 - a barrier before each update, if no reduction of the step spans the job
 - decisions at the beginning of a window (``saving/windows.py``)
 """
@@ -44,16 +44,16 @@ from moevement_core.util.numa import bind_to_device
 
 
 class Session:
-    """Session of one rank.
+    """Session of one rank, with the calls that a trainer makes for fault tolerance.
 
     Collective: all ranks create an instance at the same point, and call each method in the same order.
 
     Args:
         binding: binding of the trainer.
         config: flags of the job.
-        names: names of the job.
-        prepared: recovery that has to be executed before training starts, for example from a window on disk.
-        joining: information about the running job, on a replacement; None if the job starts.
+        names: names of the job and of its current start.
+        prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
+        joining: on a replacement, what survivors know about the running job; None if the job starts.
         is_resized: True if the job continues with another number of ranks.
     """
 
@@ -101,7 +101,7 @@ class Session:
         )
 
     def _vote(self) -> None:
-        """Wait until every rank has reached the commit point, unless a reduction over all ranks has proved that."""
+        """Wait until every rank has reached the commit point, or return at once if a reduction has proved it."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
@@ -177,7 +177,7 @@ class Session:
             self.binding.boundary_log.free_before(iteration)
 
     def step(self) -> Any:
-        """Wait for the copy, make the optimizer step, and return the result of the trainer's own step.
+        """Wait until the snapshot is copied, make the optimizer step, and return what the trainer's own step returns.
 
         A failure leaves the step either complete or not begun.
         """
@@ -198,7 +198,7 @@ class Session:
         Args:
             committed: number of the iteration.
             step_s: seconds that the iteration took.
-            outcome: record of the iteration: whether it was skipped, gradient norm, losses.
+            outcome: results of the iteration: ``skipped`` (True if it had no update), ``grad_norm`` and ``losses``.
         """
         progress = self.saving.checkpointer.progress
         is_saving = self.saving.checkpointer.is_saving
@@ -237,14 +237,14 @@ class Session:
     # After a failure
 
     def disconnect(self) -> None:
-        """End senders, receivers and writers after an abort of all communication. Snapshots and logs stay."""
+        """End senders, receivers and writers after the restart guard aborted communication. Snapshots and logs stay."""
         self.saving.meter.interrupted()
         self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
         self.saving.peers.disconnect(self.saving.checkpointer.replicator.receivers)
         self.saving.disk.interrupted()
 
     def interrupted(self) -> None:
-        """Reset all work that an interruption may have left half done, because its exception may come at any moment."""
+        """Undo work that is half done because the restart guard raised its exception in the middle of it."""
         self.commit.interrupted()
         self.recoverer.interrupted()
         if self.binding.boundary_log is not None:
@@ -252,12 +252,15 @@ class Session:
         self.saving.interrupted()
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
-        """Continue in a new generation, with new channels and peers; see :meth:`Saving.rewire`."""
+        """Continue in a new generation, with new channels and peers.
+
+        The arguments are those of :meth:`Saving.rewire`.
+        """
         self.saving.rewire(policy, kept)
         self._start_clock()
 
     def resumed(self, committed: int) -> None:
-        """Continue from ``committed``: set the last iteration record to its record, and drop later token counts.
+        """Set the records of steps, token counts and placements to ``committed``, the resume iteration.
 
         Every rank calls it before the first iteration after a failure.
         """
@@ -268,15 +271,15 @@ class Session:
     # The end
 
     def end_threads(self) -> None:
-        """End the threads of this session, in a process that continues without it. Waits for no other rank."""
+        """End the threads of a session that its process no longer needs. Waits for no other rank."""
         self.saving.checkpointer.capturer.close()
 
     def finish(self) -> dict[str, Any]:
-        """Send the last snapshots to the peers, and return what checkpointing cost. Every rank calls it."""
+        """Send the last snapshots to peers, and return the costs of checkpointing. Every rank calls this method."""
         saving = self.saving
         injection.at(Phase.EXIT, self.binding.iteration)
         if not saving.checkpointer.close(timeout_s=self._peer_timeout_s):
-            saving.reports.report("not all peers have acknowledged the last snapshots in time")
+            saving.reports.report("some peers did not acknowledge this rank's last snapshots in time")
         on_disk = saving.disk.close()
         decided = (saving.windows.windows, saving.windows.reorders, saving.watch.longest_unpersisted)
         return summary(

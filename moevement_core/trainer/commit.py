@@ -39,7 +39,8 @@ class Mark:
     boundary: Mapping[str, Any]
     """Boundary record right after the iteration: a copy of ``Binding.boundary``."""
     outcome: Mapping[str, Any]
-    """Outcome of the iteration's step; empty if there was no step."""
+    """Results of the step's reductions, such as the gradient norm. With them, the update can be repeated. Empty if
+    there was no step."""
     resumed: Mapping[str, Any] | None = None
     """Boundary record at the beginning of the next iteration; None if that iteration has not begun.
 
@@ -81,7 +82,7 @@ class Commit(ABC):
 
         Args:
             iteration: iteration after this rank's mark.
-            outcome: outcome of the iteration's step, from a rank of the same model replica.
+            outcome: results of the step's reductions, from a rank of the same model replica; see :attr:`Mark.outcome`.
             common: rank-independent part of the boundary record after the iteration.
         """
 
