@@ -1,4 +1,4 @@
-"""Captures of live state into host memory while training runs, and measurements of the copies."""
+"""Capture of snapshots: a rank copies its live state into host memory while training runs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Capturer:
 
     Args:
         rank: this rank.
-        states: live tensors of the operators that this rank holds; views that stay valid.
+        states: live tensors of the operators that this rank holds; they stay valid for the whole job.
         own: snapshots of this rank, to which each capture adds one.
         device: device of the live tensors.
-        memory: bytes that snapshots of this rank need.
+        memory: computation of the host memory that this rank's snapshots need.
         done: function that the capture thread calls with each captured snapshot.
-        pause: pause during which the capture thread computes no digests.
+        pause: switch that stops the digests of the capture thread in quiet iterations; None: they never stop.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Capturer:
         Args:
             iteration: iteration of the update.
             schedule: schedule of the snapshot.
-            ready: event after which the live tensors hold the gradients; None: the end of the work that is issued on
-                the current stream so far.
+            ready: event after which the live tensors hold the gradients; None if they do so after the work that has
+                been issued on the current stream so far.
 
         Returns:
             True if a buffer was free.
@@ -114,7 +114,7 @@ class Capturer:
         return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
 
     def mark_gradients(self) -> Event:
-        """Return an event at the present end of the current stream, for the argument ``ready`` of :meth:`log`."""
+        """Return an event after the work issued so far, which the caller later passes to :meth:`log` as ``ready``."""
         mark = self._device.event()
         mark.record()
         return mark
@@ -256,7 +256,7 @@ class Capturer:
         self._engine.close()
 
     def whole_now(self) -> dict[str, str]:
-        """Return a digest of every operator's whole live state, as :attr:`Header.whole` records it."""
+        """Return a digest of each operator's compute weights and full state, computed as for :attr:`Header.whole`."""
         return begin_whole(self._everything(self._states))()
 
     def _everything(self, names: Collection[str]) -> dict[str, list[Any]]:
@@ -270,10 +270,11 @@ class Capturer:
 
 
 def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
-    """Return the part of a snapshot that has the contents ``wanted``; None for the whole snapshot.
+    """Return which part of a snapshot goes to peers or to disk; None for the whole snapshot.
 
-    The part always includes operators without tensors on this rank, because this rank has nothing to leave out. So a
-    restore takes each expert from the newest version that the expert's owners have (MoC-System, section 5.1).
+    If an operator has no tensors on this rank, the part counts as having it, because this rank leaves nothing of it
+    out. A restore therefore takes each expert from the newest version that the ranks with its tensors have (MoC-System,
+    section 5.1).
 
     Args:
         schedule: schedule of the snapshot.

@@ -1,8 +1,8 @@
 """Sparse checkpointing of one rank: a snapshot every iteration, from its capture until its memory is freed.
 
-The parts are nearly independent: ``capture.py`` copies state, ``own.py`` counts the users of buffers, ``lifetime.py``
-decides what is kept, ``replicator.py`` sends copies, and ``storage/writer.py`` writes windows to disk.
-:class:`Checkpointer` calls them once an iteration, in the order that makes them safe.
+The steps are in modules that are nearly independent: ``capture.py`` copies state, ``own.py`` counts the users of
+buffers, ``lifetime.py`` decides what is kept, ``replicator.py`` sends copies, and ``storage/writer.py`` writes windows
+to disk. :class:`Checkpointer` calls them once an iteration, in an order in which none frees what another still needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATIENCE_S = 30.0
 Buffers become free when peers acknowledge earlier snapshots.
 """
 STEP_S = 0.005
-"""Seconds between two checks of the free memory during that wait."""
+"""Seconds between two checks for a free buffer while a capture waits."""
 
 
 class Checkpointer:
@@ -52,21 +52,22 @@ class Checkpointer:
 
     Args:
         rank: this rank.
-        states: live tensors of the operators that this rank holds; views that stay valid.
+        states: live tensors of the operators that this rank holds; they stay valid for the whole job.
         strategy: strategy that finds the runs from which the job can be restored.
         history: schedules of the job. The newest schedule decides the size of buffers.
         device: device of the live tensors.
         senders: one sender for each peer.
         receivers: one receiver for each rank whose snapshots this rank keeps.
         agreement: reduction by which all ranks agree on persisted runs.
-        memory: bytes that snapshots of this rank need.
+        memory: computation of the host memory that this rank's snapshots need.
         allowance: host memory that this rank may use.
         report: function that is called with each warning for the users of the job.
         has: schedule ids, by peer and iteration, of snapshots that peers hold from an earlier process of this rank. If
-            a peer's snapshot has another schedule id, it holds other operators, and this rank sends its own.
+            a peer's snapshot has another schedule id, it holds other operators, and this rank sends its own snapshot
+            of that iteration.
         needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
             copies of this run until a newer run is persisted.
-        pause: pause during which the capture thread computes no digests.
+        pause: switch that stops the digests of the capture thread in quiet iterations; None: they never stop.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class Checkpointer:
         self.asked_bytes = 0
         """Bytes of host memory that this rank has last requested from each peer."""
         self._fitted: Schedule | None = history.newest
-        """Schedule to whose windows the memory is fitted; None while windows of another size still have memory too."""
+        """Schedule for whose windows the memory is just enough; None while other windows still have memory, too."""
         self._fitting: Schedule | None = None
-        """Schedule for whose windows :meth:`_fit` is giving back memory now; None if it gives back none."""
+        """Schedule whose windows keep their memory while :meth:`_fit` gives back the rest; None when it is done."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
@@ -150,8 +151,8 @@ class Checkpointer:
             iteration: the last committed iteration.
             record: boundary state and iteration record, plain data with tensors. The tensors are copied before this
                 call returns or, on a GPU, in the order of the current stream.
-            state: iteration whose state is live, if it is not ``iteration``; see :class:`Header`.
-            whole: operators whose whole state gets a digest.
+            state: iteration whose state is live; None if it is that of ``iteration``; see :class:`Header`.
+            whole: operators for which the snapshot records a digest of their whole state.
             is_updated: True if an update led to ``state@iteration``; False at the start of a job and after an iteration
                 without an update. If True, and if the schedule asks for gradients that are already overwritten, the
                 window is abandoned.
@@ -248,7 +249,7 @@ class Checkpointer:
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
     def _persisted_bytes(self) -> int:
-        """Return the bytes that the persisted run takes on a peer."""
+        """Return the bytes of the persisted run's snapshots if no part of them is freed."""
         first, last = self.needed
         if first < self.history.oldest.start:
             return 0
@@ -259,7 +260,7 @@ class Checkpointer:
         )
 
     def takes(self, iteration: int) -> bool:
-        """Return True if the schedule takes ``SS_iteration``."""
+        """Return True if the schedule has a snapshot ``SS_iteration``."""
         return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
 
     def take(
@@ -297,7 +298,7 @@ class Checkpointer:
     def _wait_for_room(self, iteration: int, schedule: Schedule) -> None:
         """Wait at most :data:`PATIENCE_S` until memory for a snapshot is free.
 
-        Called if this rank keeps no own copies. It then frees buffers when peers acknowledge earlier snapshots.
+        Called only if this rank keeps no own copies. Such a rank frees a buffer when all peers have the snapshot in it.
         """
         deadline_s = time.monotonic() + PATIENCE_S
         while not self.capturer.has_room(iteration, schedule) and time.monotonic() < deadline_s:
@@ -351,10 +352,10 @@ class Checkpointer:
         return writer.written_bytes / writer.write_s if writer is not None and writer.write_s else float("inf")
 
     def make_room(self, *schedules: Schedule) -> None:
-        """Set host memory aside, here and at peers, for ``schedules`` that follow each other.
+        """Set host memory aside, here and at peers, for windows of ``schedules``, which follow each other.
 
-        If this rank has given back memory that it set aside before, it allocates this memory only when a snapshot needs
-        it.
+        If this rank had enough memory for them before and has given a part back, it allocates that part again only when
+        a snapshot needs it.
         """
         at_peer = self.memory.at_peer(schedules)
         if self.memory.here(schedules) > self._allowance.of(OWN):
@@ -365,8 +366,8 @@ class Checkpointer:
     def make_room_for_kept(self) -> None:
         """Set host memory aside for every schedule whose snapshots this rank may still keep or capture again.
 
-        Schedules whose windows ended before the persisted run are left out, because the memory that only they needed
-        was given back.
+        The rank has given back the memory of schedules whose windows ended before the persisted run, so these are left
+        out.
         """
         kept = self.history.since(self.lifetime.persisted)
         if any(is_other_window(schedule, self.history.newest) for schedule in kept):
@@ -379,8 +380,8 @@ class Checkpointer:
         If this rank has too little, own copies are dropped first, then the oldest iterations of the boundary log.
 
         Args:
-            here: function that returns the bytes needed on this rank; called again after each of these steps, which may
-                lower the need.
+            here: function that returns the bytes needed on this rank; called again after each drop, which may lower the
+                need.
             at_peer: bytes needed at each peer.
         """
         if not self._set_aside(here()):
@@ -396,11 +397,11 @@ class Checkpointer:
             self.replicator.open(nbytes)
 
     def _fit(self) -> None:
-        """Give back a part of the memory that only earlier windows of another size needed; called every iteration.
+        """Give back a part of the memory that only earlier windows needed, which had another size than the newest.
 
-        Peers do the same. If peers never lagged, the memory for lag is given back as well, but the allowance still
-        reserves it. After a mere reorder of operators nothing is given back, because the next reorder would have to
-        page-lock the memory again.
+        Called every iteration. Peers also give back memory. If peers never lagged, this rank gives back its memory for
+        lag as well, but the allowance still reserves it. After a mere reorder of operators, the method gives nothing
+        back, because the next reorder would need the memory, and page-locking it again takes time.
         """
         kept = self.history.since(self.lifetime.persisted)
         newest = self.history.newest
@@ -434,7 +435,8 @@ class Checkpointer:
         """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
 
         Returns:
-            None if a snapshot is missing, or if the persisted run of this stage ends later, as right after a reorder.
+            None if a snapshot is missing, or if the persisted run of this stage ends after ``last``, as it does right
+            after a reorder.
         """
         if self.lifetime.last_needed > last:
             return None
@@ -469,7 +471,7 @@ class Checkpointer:
     def forget_after(self, iteration: int) -> None:
         """Drop snapshots after ``iteration``, here and at peers, because the job executes later iterations again.
 
-        Executed again, these iterations may have other results.
+        In the second execution, these iterations may have other results than in the first.
         """
         if self.lifetime.last_needed > iteration:  # the job went back to a window from disk
             self.lifetime.nothing_is_persisted()
@@ -538,8 +540,8 @@ class Checkpointer:
         self._keep_where_said(self.replicator.peers)
         count = self.own.drop_kept_elsewhere(self.replicator.peers)
         self._report(
-            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB), so this rank no longer keeps own "
-            f"snapshots that all peers have; it dropped {count} of them now"
+            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB), so this rank drops each of its own "
+            f"snapshots when all peers have it; it dropped {count} of them now"
         )
 
     def _keep_where_said(self, peers: Collection[int]) -> None:
@@ -562,8 +564,8 @@ class Checkpointer:
     def agree_at_end(self, iteration: int) -> None:
         """Agree once more on persisted runs, and write the newest run to disk; all ranks call this after :meth:`close`.
 
-        During training, ranks agree in each iteration on the acknowledgements of the previous one. After the last
-        iteration they agree here.
+        During training, ranks agree in each iteration on what peers acknowledged in the previous iteration. For the
+        last iteration they agree here.
         """
         self._learn(iteration)
         self._take_in()
@@ -599,7 +601,7 @@ class Checkpointer:
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
 
     def _ends_at(self) -> int | None:
-        """Return the last snapshot of the persisted run, equal on all ranks; None if no parts are freed early."""
+        """Return the persisted run's last snapshot, equal on all ranks; None if no part of a snapshot may be freed."""
         first = self.lifetime.persisted
         if not self.memory.gives_back or first < self.history.oldest.start:
             return None

@@ -27,13 +27,13 @@ class OperatorState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLayout:
-    """Contents of a schedule's slot on this rank, with the offset of each tensor in a buffer."""
+    """Layout of the snapshot of one slot on this rank: its contents, and the offset of each tensor in a buffer."""
 
     contents: Contents
     placed: list[tuple[StateTensor, int, Any]]
     """Tensors except gradients, each with its offset in bytes and a view of its bytes."""
     gradients: list[tuple[StateTensor, int, Any]]
-    """Gradients in the same form. They are copied earlier, when the optimizer step runs."""
+    """Gradients in the same form. The rank copies them before the other tensors, during the optimizer step."""
     nbytes: int
 
 
@@ -41,7 +41,7 @@ class Layouts:
     """Layouts of the newest schedule's slots, each computed once.
 
     Args:
-        states: live tensors by operator; views that stay valid.
+        states: live tensors by operator; they stay valid for the whole job.
     """
 
     def __init__(self, states: Mapping[str, OperatorState]) -> None:
@@ -86,7 +86,10 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 def kept_bytes(
     schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int, *, at_peers: bool = False
 ) -> Kept:
-    """Return the host memory that each snapshot of a window takes while later snapshots supersede parts of it.
+    """Return the host memory of each snapshot of a window, and what is left of it as later snapshots are taken.
+
+    A later snapshot supersedes an operator in an earlier one if it has a newer full state of that operator. The memory
+    of superseded operators can be freed.
 
     Args:
         schedule: the schedule of the window.
@@ -95,8 +98,8 @@ def kept_bytes(
         at_peers: True for the parts of snapshots that peers receive; False for own snapshots.
 
     Returns:
-        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. The next k slots
-        supersede parts of the snapshot; column k has the bytes that are left when these parts are freed.
+        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
+        bytes that are left when the snapshots of the next k slots have superseded operators, and these are freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

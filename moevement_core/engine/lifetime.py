@@ -54,7 +54,7 @@ class Lifetime:
         self._runs: dict[int, int] = {}
         """Runs that this rank last reported as persisted: the last snapshot of each, by first snapshot.
 
-        The job may choose one of these runs.
+        All ranks may then agree on one of these runs as the newest persisted run of the job.
         """
 
     def learn(self, agreed: Agreed, held: Iterable[int]) -> Unneeded:
@@ -103,8 +103,8 @@ class Lifetime:
 
         Args:
             deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
-            peers_are_full: True if a peer has no memory for the next snapshot. If a run is longer than usual, such as
-                one across a reorder, peers can then never receive all of it. So its snapshots are abandoned too.
+            peers_are_full: True if a peer has no memory for the next snapshot. Such a peer can never receive all of a
+                run that is longer than a window, as after a reorder. The snapshots of that run are then abandoned, too.
         """
         newest = next(self._strategy.restore_points(deliverable), None)
         if peers_are_full and not any(first > self.persisted for first in self._runs):

@@ -13,21 +13,21 @@ from moevement_core.snapshot.blocks import BLOCK
 IN_FLIGHT = 3
 """Number of snapshots that peers may not have yet: one in capture, one being sent, and one because peers may lag."""
 MOST_WEIGHED = 64
-"""Most schedules whose bytes are remembered."""
+"""Number of schedules whose bytes are remembered; to remember another one, all of them are forgotten."""
 
 
 class SnapshotMemory:
     """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
-    Only the rank itself sets memory aside for lag, the iterations by which copies at peers trail. A peer that lags
-    holds fewer snapshots, and so needs less memory. A peer without free memory lets the next snapshot wait.
+    Only the rank itself sets memory aside for lag. A peer that lags holds fewer snapshots than a peer that does not, so
+    it needs no memory for lag. If a peer has no free memory, the rank waits with the next snapshot.
 
     Args:
         states: live tensors of the operators that the rank holds.
         record_bytes: most bytes that the tensors of a boundary record take.
         to_disk: True if the rank also keeps the window that it is writing to disk while newer snapshots arrive.
         keeps_own_copies: True if the rank keeps own snapshots after all its peers have them.
-        is_summed: True if peers keep parity. A sum covers whole snapshots, so no part may be freed early.
+        is_summed: True if peers keep parity. Parity is a sum of whole snapshots, so ranks free no part of a snapshot.
     """
 
     def __init__(
@@ -36,43 +36,43 @@ class SnapshotMemory:
     ) -> None:  # fmt: skip
         self.record_bytes, self.keeps_own_copies = record_bytes, keeps_own_copies
         self.gives_back = not (to_disk or is_summed)
-        """True if parts of a snapshot are freed early. This is not possible with windows on disk or with parity."""
+        """True if a rank may free a part of a snapshot. Windows on disk and parity need whole snapshots."""
         self._states, self._to_disk, self.is_summed = states, to_disk, is_summed
         self._weighed: dict[tuple[str, bool], Kept] = {}
-        """Bytes of each snapshot of a window, by the id of the schedule; True for the parts that peers receive."""
+        """Results of :func:`kept_bytes`, by the schedule's id and the argument ``at_peers``."""
 
     def here(self, schedules: Sequence[Schedule]) -> int:
-        """Return the bytes on this rank if ``schedules`` follow each other and no snapshot is left out."""
+        """Return the bytes of own snapshots if ``schedules`` follow each other and no snapshot is left out."""
         durable = max(self._durable(schedule) for schedule in schedules)
         return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules) + durable
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
-        """Return the bytes on each peer if ``schedules`` follow each other and no snapshot is left out."""
+        """Return the bytes of copies on each peer if ``schedules`` follow each other and no snapshot is left out."""
         return self._of_changes(schedules, LATE_AT_PEERS, at_peers=True)
 
     @property
     def staging(self) -> int:
-        """Most bytes that a peer receives before it adds them to a sum; 0 without parity."""
+        """Most bytes that a peer receives before it adds them to a parity sum; 0 without parity."""
         tensors = [
             tensor for state in self._states.values() for tensor in (*state.compute, *state.full, *state.gradient)
         ]
         return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self.is_summed else 0
 
     def slots_here(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return the bytes of each own snapshot of a window."""
+        """Return the bytes of each own snapshot of a window of ``schedule``, in the order of slots."""
         return tuple(self._kept(schedule)[:, 0].tolist())
 
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
-        """Return the bytes of each snapshot of a window, and the number of snapshots that a peer keeps at a time."""
+        """Return the bytes on a peer of each snapshot of a window, and the number of snapshots that a peer keeps."""
         whole = self._kept(schedule, at_peers=True)[:, 0]
         return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes on this rank after a left-out snapshot, when a new run begins beside the persisted run."""
+        """Return the bytes of own snapshots after a snapshot was left out, with the persisted run and a new run."""
         return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule]) + self._durable(schedule)
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes on each peer after a left-out snapshot, when a new run begins beside the persisted run."""
+        """Return the bytes of copies on each peer after a snapshot was left out, with the persisted and a new run."""
         return self._after_gap(schedule, LATE_AT_PEERS, at_peers=True)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
@@ -92,23 +92,23 @@ class SnapshotMemory:
         return total
 
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
-        """Return the bytes of a kept run, of a whole window in addition to it, and of one more snapshot.
+        """Return the bytes of the persisted run, of a whole new window, and of one more snapshot, together.
 
-        A run across a reorder is longer than a window. With less memory no new window could reach peers whole, and
-        ranks would abandon every window.
+        A run across a reorder is longer than a window. If peers had less memory than this beside such a run, no new
+        window would fit, and ranks would abandon every window.
 
         Args:
-            run_bytes: bytes of the run.
-            schedule: schedule of the window.
+            run_bytes: bytes of the persisted run.
+            schedule: schedule of the new window.
         """
         return run_bytes + self._window(schedule) + int(self._kept(schedule)[:, 0].max(initial=0))
 
     def window_here(self, schedule: Schedule) -> int:
-        """Return the bytes that a whole window needs on this rank."""
+        """Return the bytes of own snapshots of a whole window of ``schedule``."""
         return self._here(self._window(schedule), [schedule])
 
     def in_flight(self, schedules: Sequence[Schedule]) -> int:
-        """Return the bytes on this rank of snapshots that peers may not have yet."""
+        """Return the bytes of own snapshots that peers may not have yet."""
         return max(most_held(self._kept(schedule)[:, :1], IN_FLIGHT) for schedule in schedules)
 
     def _here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
@@ -121,7 +121,7 @@ class SnapshotMemory:
         return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk), at_peers=at_peers)
 
     def _of_changes(self, schedules: Sequence[Schedule], lag: int, *, at_peers: bool = False) -> int:
-        """Return the most bytes at a time if a window of each schedule is persisted before the next schedule begins."""
+        """Return the peak of bytes if a window of each schedule is persisted before the next schedule begins."""
         return max(
             *(self._needed(schedule, lag, at_peers=at_peers) for schedule in schedules),
             *(
@@ -133,7 +133,7 @@ class SnapshotMemory:
         )
 
     def _durable(self, schedule: Schedule) -> int:
-        """Return the bytes of the whole snapshots that a rank keeps in memory because files on disk lack operators."""
+        """Return the bytes of snapshots that a rank keeps because windows on disk leave some of their operators out."""
         return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
     def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:

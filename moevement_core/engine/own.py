@@ -16,7 +16,7 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
-"""Schedule ids of this rank's snapshots that peers hold, by peer and iteration."""
+"""Schedule ids of copies of snapshots, by rank and iteration: of this rank's snapshots, by the peer that holds them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +27,9 @@ class HeldBuffer:
     buffer: Buffer
     contents: Contents
     at_peers: Contents
-    """Contents of the copies on peers, for all ranks of the stage. Operators of :attr:`contents` may be missing."""
+    """Contents of the copies on peers, for all ranks of the stage. They may have fewer operators than ``contents``."""
     users: int = 1
-    """Number of users that read or write the buffer now; the capture is the first user."""
+    """Number of threads and leases that read or write the buffer now; the capture is the first of them."""
     freed: bool = False
     snapshot: Snapshot | None = None
     """Captured snapshot; None while it is being copied."""
@@ -39,7 +39,7 @@ class HeldBuffer:
     """True if this rank freed the buffer because peers hold the snapshot; :attr:`snapshot` keeps the header."""
 
     def holds(self, snapshot: Snapshot) -> bool:
-        """Return True if ``snapshot`` was captured into this buffer, even if parts of it were freed meanwhile."""
+        """Return True if ``snapshot`` was captured into this buffer, even if a part of it has been freed since."""
         return self.snapshot is not None and self.snapshot.acknowledged is snapshot.acknowledged
 
     @property
@@ -246,12 +246,12 @@ class OwnSnapshots:
             }
 
     def forget_peers(self, has: Copies) -> list[HeldBuffer]:
-        """Replace the acknowledgements of all snapshots by ``has``, because the rank has other peers from now on.
+        """Replace the acknowledgements of all snapshots by ``has``, because the rank gets new connections to peers.
 
         Snapshots whose capture was interrupted are lost.
 
         Args:
-            has: snapshots that the new peers hold.
+            has: snapshots that the peers of the new generation hold.
 
         Returns:
             Captured snapshots that this rank still has, oldest first.

@@ -17,7 +17,7 @@ class Progress:
     """Seconds that training waited for copies of gradients before it cleared the gradients; not part of ``stall_s``."""
     copy_s: float = 0.0
     copy_cpu_s: float = 0.0
-    """Processor seconds of the capture thread for copies of this iteration, digests of the whole state included."""
+    """Processor seconds of the capture thread for this iteration's copies and for digests of the whole state."""
     digest_cpu_s: float = 0.0
     """Processor seconds of the capture thread for digests of the last iteration."""
     replicated_bytes: int = 0

@@ -31,10 +31,10 @@ class Replicator:
         """True if snapshots are sent to peers. A benchmark sets it to False for a while to measure what sends cost."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """Stores of copies for other ranks, including ranks that have other peers now; see :meth:`free`."""
+        """Stores in which this rank keeps copies for other ranks, some of which may have other peers now."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
-        """Stores of ranks that have other peers now."""
+        """Stores with copies for ranks that now have other peers; see :meth:`free`."""
         self._counted_bytes = 0
 
     @property
@@ -76,8 +76,8 @@ class Replicator:
     def free(self, first: int, last: int | None) -> bool:
         """Free those parts of copies for other ranks that no restore point needs.
 
-        If a rank has other peers now, this method removes the rank's store as soon as the store is empty. The new peers
-        then hold all snapshots that the job needs.
+        If another rank now has other peers, this method removes that rank's store as soon as the store is empty. By
+        then, the new peers hold all snapshots that the job needs.
 
         Args:
             first: the first snapshot of the persisted run. No restore point begins earlier.
