@@ -21,7 +21,7 @@ from moevement_core.policy.schedule import Schedule
 class Plain:
     """Wrapper of nested plain data with tensors, for a value whose exact type the receiver cannot name.
 
-    Tuples arrive as tuples.
+    Tuples inside the value arrive as tuples; without the wrapper, they would arrive as lists.
 
     Args:
         value: any value that :func:`moevement_core.comms.plain.flatten` accepts.

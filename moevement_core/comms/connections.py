@@ -5,8 +5,9 @@ torch 2.13, a gloo receive never ends if the connection breaks after some of the
 would hang if the sending rank died during a send.
 
 Both sides of a connection prove that they belong to this job and generation (the time between two failures). For this
-proof each side sends a MAC over the nonces of both sides and over the purpose of the connection. A rank limits how many
-callers may be connected without this proof, how many bytes it reads from each of them, and how long each may take.
+proof each side sends a MAC over the nonces of both sides and over the purpose of the connection. A caller is a process
+that connects to this rank. The rank limits the number of callers without this proof, the bytes that it reads from each
+of them, and the time for the proof.
 """
 
 from __future__ import annotations
@@ -32,23 +33,25 @@ from moevement_core.comms.transport import Refusable, Transport, changed, lock
 CONNECT_S = 30.0
 """Seconds within which a connection must be made."""
 GREETING_S = 30.0
-"""Seconds within which a caller must prove which rank it is."""
+"""Seconds within which a caller (a process that connects to this rank) must prove that it belongs to the job."""
 
 RETRY_S = 1.0
 """Seconds between two attempts to accept connections, after an error such as a lack of descriptors."""
 
 _SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-"""Linux's socket option for a sending rate; see socket(7). Python has no name for it."""
+"""Linux's socket option that limits the sending rate; see socket(7). Python has no name for it."""
 _UNLIMITED = 0xFFFFFFFF
-"""Rate in bytes per second that the kernel treats as no limit. Rates above it, 34 Gbit/s, cannot be set."""
+"""Rate in bytes per second that the kernel treats as no limit: 34 Gbit/s. Higher limits cannot be set."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
-"""Most unsent bytes in the kernel's buffer of a connection. The kernel sends them even while this process pauses."""
+"""Most unsent bytes in the kernel's buffer of a connection. The kernel sends them even if this rank pauses sends."""
 UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
-"""Smallest buffer for unsent bytes of a connection with a rate limit. At high rates the buffer is larger: it holds the
-bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. Buffers are small, because a message of training
-may have to wait until the kernel has sent their content."""
+"""Smallest limit on the unsent bytes of a connection whose rate is limited.
+
+At high rates, the limit is the bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. It is small,
+because a message of training may have to wait until the kernel has sent these bytes.
+"""
 
 LOWER_EFFORT = 1
 """DSCP (the class of traffic in an IP header) of packets that may wait for all other packets (RFC 8622)."""
@@ -56,20 +59,20 @@ BULK = 2
 """Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
 
 MOST_UNKNOWN = 256
-"""Most connections whose caller has not proved its rank yet. When there are more, the oldest is closed."""
+"""Most connections whose caller has not yet proved that it belongs to the job. One more closes the oldest."""
 
 _HELLO = struct.Struct("!16s16sqqq")
-"""First message of the caller: nonce, name of the channel, rank of the caller, tag, and number of the stream."""
+"""First message on a connection, from the caller: nonce, name of the channel, its rank, tag, number of the stream."""
 _ANSWER = struct.Struct("!16s32s")
 """Answer of the called rank: nonce and MAC. The caller then sends its own MAC."""
 
 _Key = tuple[str, int, int, int]
-"""Name of the channel, other rank, tag, and number of the stream."""
+"""Key of a connection: name of the channel, rank at the other end, tag, and number of the stream."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Address at which a rank listens, and the secret that a caller needs."""
+    """Address at which a rank listens, and the secret that another rank needs to connect to it."""
 
     host: str
     port: int
@@ -98,7 +101,7 @@ class Connections(Refusable):
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
         self._unknown: dict[socket.socket, None] = {}
-        """Connections whose caller has not proved its rank yet, the oldest first."""
+        """Connections whose caller has not yet proved that it belongs to the job, the oldest first."""
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
         self._background = set[str]()
@@ -126,7 +129,7 @@ class Connections(Refusable):
         Args:
             name: name of the channel, at most 16 bytes.
             is_background: True if messages of the channel may wait for messages of training. The setting has an effect
-                only in a network that tells classes of traffic apart.
+                only where queues of the host or the network treat classes of traffic differently.
         """
         if is_background:
             self._background.add(name)
@@ -219,7 +222,7 @@ class Connections(Refusable):
                     oldest.shutdown(socket.SHUT_RDWR)  # the thread that greets this caller closes the socket
 
     def _welcome(self, caller: socket.socket) -> None:
-        """Register a caller's connection, or close it if the caller does not prove in time that it is a valid rank."""
+        """Register a caller's connection; close it if the caller does not prove in time that it belongs to the job."""
         try:
             self._keep(caller)
             key = self._greet(caller)
@@ -235,7 +238,7 @@ class Connections(Refusable):
             changed.notify_all()
 
     def _greet(self, caller: socket.socket) -> _Key:
-        """Return the key of a caller's connection, after the caller has proved that it belongs to the generation."""
+        """Return the key of a caller's connection, after the caller has proved that it belongs to this generation."""
         caller.settimeout(GREETING_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello, mac = bytearray(_HELLO.size), bytearray(MAC_BYTES)

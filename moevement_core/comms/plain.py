@@ -1,4 +1,4 @@
-"""Conversion of nested plain data with tensors to JSON and a list of tensors, and back, without pickle."""
+"""Conversion of nested plain data with tensors to JSON and a list of tensors, and back. It needs no pickle."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
 
     Args:
         plain: value in the form that JSON can hold.
-        tensors: tensors of the value, each as it was or as flat bytes.
+        tensors: tensors of the value, each as :func:`flatten` returned it, or as its bytes (uint8, flat).
 
     Raises:
         SnapshotError: :func:`flatten` did not make ``plain``, or ``tensors`` do not match it.
@@ -62,7 +62,7 @@ def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
     try:
         return _restore(plain, tensors)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise SnapshotError(f"the record cannot be read ({error}); another version wrote it") from None
+        raise SnapshotError(f"data cannot be decoded ({error}); another version of MoEvement encoded it") from None
 
 
 def _restore(plain: Any, tensors: list[torch.Tensor]) -> Any:

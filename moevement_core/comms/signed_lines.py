@@ -1,9 +1,10 @@
 """Connection that carries signed lines of JSON between two processes with the same job token.
 
-The called side first sends a nonce. The caller answers with another nonce and a MAC over both nonces. Each further line
-has a MAC over the direction, number and text of the line. The key of that MAC is derived from both nonces. So an
-attacker cannot replay, drop or reflect a line, or use a line of another connection. The called side sends no MAC with
-its nonce; the MAC of its first line proves that it has the token.
+The side that accepted the connection sends a nonce. The caller (the side that connected) answers with another nonce and
+a MAC over both nonces. Each further line has a MAC over the direction, number and text of the line, with a key that
+both sides derive from the token and both nonces. So an attacker cannot replay, drop or reflect a line, or use a line of
+another connection. The accepting side sends no MAC with its nonce; the MAC of its first line proves that it has the
+token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from moevement_core.comms.token import Token
 
 MAX_LINE_BYTES = 1 << 20
-"""Most bytes of a received line, and most bytes of lines that wait to be sent."""
+"""Most bytes of a received line. Also the number of unsent bytes from which on new messages are dropped."""
 MAX_UNKNOWN_BYTES = 512
 """Most bytes that a caller may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64
@@ -60,14 +61,15 @@ class SignedLines:
 
     @property
     def is_open(self) -> bool:
-        """True once messages can be sent. On the called side, the caller has proved before that it has the token."""
+        """True once messages can be sent. On the accepting side, this also means that the caller has the token."""
         return self._key is not None
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have arrived since the last call.
 
         Raises:
-            ConnectionError: the other side is gone, has no token or a different token, or sent data that is no line.
+            ConnectionError: the other side is gone, has no token or a different token, or sent something else than
+                signed lines.
         """
         while True:
             try:
@@ -99,7 +101,7 @@ class SignedLines:
             nonce, mac = line[:-_MAC_CHARACTERS], line[-_MAC_CHARACTERS:]
             both = self._nonce.encode() + b" " + nonce
             if not hmac.compare_digest(mac, self._token.mac("lease greeting", both).hex().encode()):
-                raise ConnectionError("the caller has the token of another job")
+                raise ConnectionError("the caller has another token than this job")
         self._key = Token(self._token.mac("lease session", both).hex())
 
     def _message(self, line: bytes) -> dict[str, Any]:

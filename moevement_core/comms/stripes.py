@@ -1,8 +1,8 @@
 """Distribution of bytes over several connections to one rank: each stripe of bytes takes the next connection.
 
 Several connections are needed on fast links, because one TCP connection that one thread fills carries about 10 to 20
-Gbit/s. Both sides count the bytes with one sender, receiver and tag. The count determines the connection of a byte. So
-both sides know the connection, even if they send and receive pieces of different sizes.
+Gbit/s. For each sender, receiver and tag, both sides count the bytes so far. The count alone determines which
+connection the next byte takes, so the sender may send pieces of other sizes than the receiver receives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 STRIPE_BYTES = 1 << 20
-"""Consecutive bytes that take the same connection."""
+"""Number of consecutive bytes that take the same connection; the next bytes take the next connection."""
 
 
 class Stripes:
@@ -32,7 +32,8 @@ class Stripes:
         """Send or receive ``data`` over several connections at once; return when all of it has been moved.
 
         Args:
-            direction: other rank and tag. For one direction, only one thread at a time may call this method.
+            direction: rank at the other end, and tag. Only one thread at a time may call this method with one
+                direction.
             data: flat host bytes, uint8.
             move: function that takes the number of a connection and a view. Over that connection it sends the view, or
                 receives into the view.

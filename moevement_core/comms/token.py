@@ -44,7 +44,7 @@ class Token:
     def mac(self, purpose: str, *parts: bytes) -> bytes:
         """Return the HMAC-SHA256 of a purpose and ``parts``.
 
-        The length of each part is included, so that different lists of parts never have the same input.
+        The MAC also covers the length of each part, so that no two lists of parts give the same bytes to sign.
         """
         hashing = hmac.new(self._key, purpose.encode() + b"\0", hashlib.sha256)
         for part in parts:
@@ -90,7 +90,7 @@ def given_token() -> Token | None:
 
 
 def own_token() -> Token:
-    """Return the token of :func:`given_token`; for processes that cannot work without one.
+    """Return the result of :func:`given_token`, for processes that cannot work without a token.
 
     Raises:
         ConfigError: there is no valid token.

@@ -43,7 +43,7 @@ class Transport(ABC):
 
 
 class Refusable(ABC):
-    """Object with operations in which threads wait for other ranks. After a failure, :func:`refuse` ends the waits."""
+    """Object in whose methods threads wait for other ranks. After a failure, :func:`refuse` ends these waits."""
 
     def __init__(self) -> None:
         self.is_refused = False
@@ -79,15 +79,15 @@ class Refusable(ABC):
 
 
 lock = threading.RLock()
-"""Lock of all transports. Code always enters the lock directly, and never through the condition below. The docstring of
-:mod:`moevement_core.util.gate` explains why."""
+"""Lock of all transports. Code always enters this lock itself, and never through the condition :data:`changed`. The
+docstring of :mod:`moevement_core.util.gate` gives the reason."""
 changed = threading.Condition(lock)
-"""Condition that wakes threads of all transports after each change for which they may wait."""
+"""Condition of :data:`lock`. Each change for which a thread of a transport may wait notifies all such threads."""
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """End every wait in all existing transports after a failure; their later operations raise RuntimeError."""
+    """End every wait in all transports that exist now, after a failure; later calls of them raise RuntimeError."""
     with lock:
         for operation in _refusable:
             operation.is_refused = True
@@ -96,6 +96,6 @@ def refuse() -> None:
 
 
 def drained(timeout_s: float) -> bool:
-    """Wait at most ``timeout_s`` seconds until no operation is under way; return True if none is under way."""
+    """Wait up to ``timeout_s`` seconds for the end of all sends and receives; return True if none is left."""
     with lock:
         return changed.wait_for(lambda: not any(operation._under_way for operation in _refusable), timeout_s)

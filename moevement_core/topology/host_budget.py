@@ -1,7 +1,7 @@
-"""Host memory that each rank may use and will need. If a rank needs too much, all ranks drop own snapshots early.
+"""Host memory that each rank may use and will need, and the decision whether ranks keep their own snapshots.
 
-They then drop an own snapshot as soon as all peers have it. All ranks know the needs of every rank before training
-begins. So all make the same decision, or raise the same error.
+If a rank needs more memory than it may use, every rank drops each own snapshot as soon as all peers have it. Before
+training begins, all ranks know the needs of every rank, so all make the same decision, or raise the same error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded
         budget: flags of the job.
         nodes: node of every rank.
         rank: number of this rank.
-        is_bounded: False if nobody knows beforehand how much memory the strategy needs. Only a flag then sets a limit.
+        is_bounded: False if the memory that the strategy needs is not known before training. Then only a flag sets a
+            limit.
     """
     if budget.host_memory_bytes is not None:
         return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
@@ -66,9 +67,9 @@ class Needs:
     """Host memory that one rank needs, in bytes."""
 
     snapshots: int
-    """Bytes for the rank's own snapshots, if the rank keeps them after all peers have them."""
+    """Bytes for the rank's own snapshots if the rank keeps a snapshot after all peers have it."""
     in_flight: int
-    """Bytes for the rank's own snapshots that peers may not have yet."""
+    """Bytes for the rank's own snapshots if the rank keeps only those that some peer may lack."""
     at_peer: AtPeer
     """Memory that the rank's snapshots take on each peer."""
     log: int
@@ -76,7 +77,7 @@ class Needs:
     allowed: Allowed
 
     def own(self, *, keeps_own_copies: bool) -> int:
-        """Return the bytes for the rank's own snapshots."""
+        """Return the bytes for own snapshots; with ``keeps_own_copies``, also for those that all peers have."""
         return self.snapshots if keeps_own_copies else self.in_flight
 
 
@@ -100,7 +101,7 @@ class Total:
 
     @property
     def beyond(self) -> float:
-        """Bytes by which the need exceeds the allowed memory; negative if memory is left."""
+        """Bytes that the rank needs beyond the memory that it may use; negative if memory is left."""
         return self.nbytes - self.allowed.nbytes
 
     def __str__(self) -> str:
@@ -111,7 +112,7 @@ class Total:
 
 
 def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> list[Total]:
-    """Return the total of each rank, in time linear in the number of ranks."""
+    """Return the host memory that each rank needs in all, computed in time linear in the number of ranks."""
     at_peer = kept([need.at_peer for need in needs])
     return [
         Total(
@@ -126,7 +127,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the total of the rank that lacks most memory or has least left; among equal ranks, the lowest rank."""
+    """Return the need of the rank with the largest :attr:`Total.beyond`; of several such ranks, of the lowest."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 
@@ -134,22 +135,24 @@ def decide_keep_own(
     needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
     may_drop: bool,
 ) -> tuple[bool, Total]:  # fmt: skip
-    """Decide whether ranks keep own snapshots that all peers have. They do if every rank then has enough memory.
+    """Decide whether ranks keep own snapshots that all peers have. They do so if every rank has enough memory for it.
 
     Args:
         needs: needs of every rank.
-        kept: function that computes the memory for snapshots of other ranks under the protection in force.
+        kept: function that computes each rank's memory for snapshots of other ranks, with the protection (copies or
+            parity) that the flags ask for.
         budget: flags of the job.
         window: W, for the message.
-        changes: weaker protections. For each, the flag that sets it, and the function that computes ``kept`` under it.
+        changes: weaker protections: for each, the flag that asks for it, and the function that replaces ``kept``.
         may_drop: False if own snapshots have to stay, because they are written to disk or are a part of parity, or
             because some rank has too few peers.
 
     Returns:
-        True if ranks keep own snapshots that all peers have, and the total of the rank with the least memory left.
+        True if ranks keep own snapshots that all peers have; and the need of the rank with the least memory left.
 
     Raises:
-        ConfigError: some rank needs too much memory in either case. The message names the cheapest remedy.
+        ConfigError: some rank has too little memory even if ranks drop these snapshots, or may not drop them. The
+            message names the cheapest remedy.
     """
     choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
     for keeps_own_copies in choices if may_drop else [True]:

@@ -13,7 +13,7 @@ from moevement_core.trainer.binding import Binding
 
 @dataclass(frozen=True)
 class Parts:
-    """Objects of one rank in one generation; a recovery receives them together."""
+    """Objects of one rank in one generation that the functions of a recovery receive as one argument."""
 
     binding: Binding
     topology: Topology

@@ -1,7 +1,7 @@
-"""Position of this rank in the job, and its channels to other ranks. Each generation makes both anew.
+"""Position of this rank in the job, and its channels to other ranks. Ranks compute both again in each generation.
 
-A generation is the time between two failures. Other packages keep the objects that survive a failure (snapshots,
-popularity, logs), and give them the new topology.
+A generation is the time between two failures. Other packages own the objects that survive a failure (snapshots, token
+counts, logs), and use them with the new topology.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Channels:
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Channel over which recoveries fetch snapshots while ``snapshots`` still sends; None for a single rank."""
+    """Channel over which recoveries fetch snapshots, because :attr:`snapshots` may be busy; None for one rank."""
     feeds: Transport | None
-    """Channel that carries logged tensors to a stage that replays alone; None if there is only one stage."""
+    """Channel over which stages send logged tensors to a stage that replays; None if there is only one stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +99,9 @@ class Topology:
     groups: Groups
     """Parity groups of ranks; empty if peers keep copies instead."""
     groups_are_new: bool
-    """True if the groups differ from those of the last generation. Their parity sums are then empty."""
+    """True if the groups differ from those of the last generation, so that no parity has been computed for them."""
     warning: str | None
-    """Warning for users if copies or parity protect less than the flags ask for; None otherwise."""
+    """Warning for users if copies or parity survive fewer failures than the flags ask for; None otherwise."""
     channels: Channels
     pipeline: Pipeline
     neighbours: Neighbours
@@ -134,7 +134,7 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Yield protections that need less host memory, the strongest first: the flag, and the resulting topology."""
+        """Yield protections that need less host memory than this one, the strongest first: flag and topology."""
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
@@ -146,7 +146,7 @@ class Topology:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """True if this is the first rank of its stage."""
+        """True if this is the lowest rank of its stage, which logs for the whole stage."""
         return self.rank == self.stages.index(self.stage)
 
 
@@ -239,7 +239,7 @@ def _make_stage_groups(stages: tuple[int, ...], own_stage: int) -> Any:
 
 
 def _of_sums(members: Sequence[AtPeer]) -> int:
-    """Return the bytes of the parity sums of a group; a sum is as long as the longest snapshot among the members."""
+    """Return the bytes of a group's parity sums; each sum is as long as the longest snapshot of any member."""
     if len({(len(member.slots), member.count) for member in members}) > 1 or not members[0].slots:
         return max(member.nbytes for member in members)
     longest = np.array([member.slots for member in members]).max(axis=0)

@@ -1,8 +1,8 @@
-"""Planned end of a job at the same boundary on all ranks, before its machines are taken away.
+"""Planned end of a job, after the same iteration on all ranks, before the job loses its machines.
 
 SIGTERM to a launcher, or Slurm's signal before the time limit, sets a flag in a page of memory that a supervisor shares
-with its processes. Ranks agree on the flag by a reduction in each iteration. Once it is set anywhere, all ranks call
-``Binding.plan_exit``.
+with its processes. In each iteration, a reduction tells all ranks if the flag is set on any node, and they pass the
+result to ``Binding.plan_exit``.
 """
 
 from __future__ import annotations
