@@ -18,7 +18,7 @@ _PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """Fields of /proc/cpuinfo that identify a processor, on x86-64 and on Arm. The list leaves out the model name, which
 many virtual machines leave empty or set to one fixed text."""
 _GPU_LIBRARIES = ("transformer-engine", "triton", "apex")
-"""Distributions whose kernels a model may run on a GPU."""
+"""Python packages whose kernels a model may run on a GPU."""
 _SUMS_ON_GPUS = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
 """Environment variables that determine the order in which GPU libraries add numbers."""
 
@@ -49,7 +49,7 @@ def is_repeatable() -> bool:
 def sums_follow_places() -> bool:
     """Return True if the order of a sum over ranks depends on the nodes and devices of the ranks.
 
-    It does with NCCL on GPUs. It does not with gloo on CPUs.
+    The order depends on them with NCCL on GPUs, but not with gloo on CPUs.
     """
     return torch.cuda.is_available()
 

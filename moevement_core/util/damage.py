@@ -15,7 +15,7 @@ _LINE = re.compile(r"damage found by (?P<check>.+?): (?P<data>.+); (?P<action>.+
 
 @dataclass(frozen=True)
 class Damage:
-    """Damage that one check found, as one line of the log."""
+    """Damage that one check found; ``str`` gives it as one line of the log."""
 
     check: str
     """Name of the check that found the damage."""

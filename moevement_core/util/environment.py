@@ -1,4 +1,7 @@
-"""Environment variables that a launcher sets for the processes of a job. This module imports no other module."""
+"""Environment variables that a launcher sets for the processes of a job.
+
+This module imports nothing, so that every other module can import it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ the first failure."""
 NODE_ENV = "MOEVEMENT_NODE"
 """Name of this process's node. If it is unset, the host name is the node's name."""
 FIRST_TASK_ENV = "MOEVEMENT_FIRST_TASK"
-"""Number of the first task on this process's node. Set if each node has a separate Slurm step, because such a step
-counts its tasks from 0."""
+"""Number, in the whole job, of the first task on this process's node. The coordinator or the batch script sets it if
+each node has a separate Slurm step, because Slurm counts the tasks of each step from 0."""
 TASKS_ENV = "MOEVEMENT_TASKS"
-"""Number of tasks on all nodes. Set together with :data:`FIRST_TASK_ENV`."""
+"""Number of tasks on all nodes of the job together. Set together with :data:`FIRST_TASK_ENV`."""
 START_ENV = "MOEVEMENT_START"
-"""Start name, ``NODE/NUMBER``: the node, and how often the coordinator has started the node's command. It tells the
-processes of one start from those of an earlier start on the node."""
+"""Name of a start, ``NODE/NUMBER``: the node, and how often the coordinator has started the node's command. The name
+tells the processes of this start from those of an earlier start on the same node."""
 PARENT_ENV = "MOEVEMENT_PARENT"
 """Id of the process that started this one. This process ends when that process ends."""

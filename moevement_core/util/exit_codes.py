@@ -1,7 +1,7 @@
 """Exit codes of this project's processes, and the conversion of errors to them.
 
-A mistake of the user becomes one line on stderr and code 2. Any other error of this project becomes one line and
-code 1. Exceptions of other code keep their traceback.
+A mistake of the user becomes one line on stderr and exit code 2. Any other error of this project becomes one line on
+stderr and exit code 1. Python prints the traceback of all other exceptions.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BROKEN_DEVICE = 74
 """Exit code of a process that gives up its rank because its device is unusable (``EX_IOERR`` of sysexits.h). The job
 continues with a replacement."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
-"""Variable with the number of the ended member that this process replaces. A process with this variable prints its
-errors itself, whatever its rank."""
+"""Environment variable with the number of the member that this process replaces because it has ended. With this
+variable, a process of any rank prints its own errors."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, by the convention of shells."""
 HUNG_UP = 128 + signal.SIGHUP
@@ -37,8 +37,8 @@ def exit_cleanly() -> Iterator[None]:
 
     Errors that a user can correct give exit code 2. Every rank finds these errors, so only rank 0 prints them. There
     are two exceptions: every process prints errors in its environment variables or code, and a process that replaces
-    another process prints all errors. Errors that a user cannot correct give exit code 1, and every process prints
-    them.
+    another process prints all of its errors. Errors that a user cannot correct give exit code 1, and every process
+    prints them.
 
     Raises:
         SystemExit: the ``with`` block raised one of this project's errors.
@@ -61,7 +61,8 @@ def quiet_on_closed_output() -> Iterator[None]:
 
     Raises:
         ConfigError: standard output cannot be written, for example because the disk is full.
-        SystemExit: the reader is gone. The exit code is the one after SIGPIPE, or after SIGHUP for a closed terminal.
+        SystemExit: the reader is gone. The exit code is that of a process ended by SIGPIPE, or by SIGHUP if a terminal
+            was closed.
     """
     try:
         yield
@@ -89,7 +90,7 @@ def files_are_given() -> Iterator[None]:
     """Convert an OSError that names a file to a ConfigError, for commands whose user gives the file names.
 
     Raises:
-        ConfigError: a file or folder cannot be read or written, and the ``with`` block did not catch the OSError.
+        ConfigError: the ``with`` block could not read or write a file or folder, and did not catch the OSError.
     """
     try:
         yield

@@ -1,6 +1,7 @@
 """Permissions of the files that a job writes: run directories and windows are private to their user by default.
 
-The files hold weights, and names of files and hosts. A stricter umask stays in force; a laxer umask has no effect.
+They are private because they hold weights, and names of files and hosts. If the umask is stricter than the mode, the
+umask stays in force; if it is laxer, it has no effect.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from moevement_core.util.flags import flag
 
 FLAG = "--moevement-file-mode"
 ENV = "MOEVEMENT_FILE_MODE"
-"""Environment variable with the default of the flag. ``moevement coordinate`` needs it, because that command does not
-see the flags of the training script."""
+"""Environment variable with the default of ``--moevement-file-mode``. ``moevement coordinate`` takes the mode from it,
+because that command does not see the flags of the training script."""
 
 
 class FileMode(StrEnum):
-    """Group of users that may read a file."""
+    """Users who may read a file: its owner, its group, or all."""
 
     PRIVATE = "private"
     GROUP = "group"

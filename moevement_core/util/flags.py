@@ -1,4 +1,4 @@
-"""Command-line flags that are declared as fields of the configuration dataclass that holds their values.
+"""Command-line flags, each declared as a field of a configuration dataclass. The field later holds the flag's value.
 
 A field made by :func:`flag` carries the name, help, unit and check of its flag. :func:`add_flags` adds the flags to a
 parser, and :func:`from_args` checks the parsed values and returns the dataclass.
@@ -40,7 +40,7 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Name of the value in the parsed namespace."""
+        """Name of the flag's value in the namespace that argparse returns."""
         return self.name.lstrip("-").replace("-", "_")
 
     def add_to(self, group: Any) -> None:

@@ -1,9 +1,9 @@
 """Gate at which the training thread can wait safely, even if the exception of a restart arrives during the wait.
 
-``threading.Condition`` and ``threading.Event`` take their lock in Python code. A restart raises its exception in the
-main thread from another thread. That may happen right after the main thread has taken the lock, and before it enters
-the ``with`` block that would release the lock. The next thread that needs the lock then waits forever. A plain
-``threading.Lock`` is taken and released in C code, where Python raises no exception.
+``threading.Condition`` and ``threading.Event`` have a lock, which they take in Python code. A restart raises an
+exception in the main thread, at any bytecode. The main thread may just have taken the lock, but not yet entered the
+``with`` block that would release it. Then the lock is never released, and the next thread that needs it waits forever.
+A plain ``threading.Lock``, as in this class, is taken and released in C code, where Python raises no exception.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class _Interrupts:
     """Handler that raises KeyboardInterrupt at SIGINT, and tries again later if that has no effect.
 
     During an import the handler does not raise. In a finalizer, Python drops the exception. In both cases an alarm
-    (SIGALRM) calls the handler again. A thread cannot replace the alarm: the handler must not start one, because it may
-    have interrupted the start of another thread.
+    (SIGALRM) calls the handler again. An alarm serves here and not a thread, because the handler may have interrupted
+    the start of a thread, and must then not start another thread.
     """
 
     def __init__(self) -> None:
@@ -73,12 +73,13 @@ class _Interrupts:
 def interruptible(*, process_ends: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt at SIGINT, as soon as no module is being imported.
 
-    If code in the ``with`` block turns the KeyboardInterrupt into another error, the block still raises
-    KeyboardInterrupt. Code in the block may also catch KeyboardInterrupt and continue. The function changes nothing in
-    two cases: outside the main thread, and if SIGINT is ignored (``nohup``) or the caller has set a handler.
+    If code in the ``with`` block turns the KeyboardInterrupt into another error, this function raises KeyboardInterrupt
+    all the same. Code in the block may also catch KeyboardInterrupt and continue. The function changes nothing outside
+    the main thread, if SIGINT is ignored (``nohup``), or if the caller has set a handler.
 
     Args:
-        process_ends: True if the process ends after the ``with`` block; it ignores SIGINT from then on.
+        process_ends: True if the process ends after the ``with`` block. From the end of the block on, it ignores
+            SIGINT.
 
     Raises:
         KeyboardInterrupt: SIGINT arrived.

@@ -1,14 +1,14 @@
 """Lock of a folder, so that one job at a time writes to it, even if several hosts share the folder.
 
 The lock is a file with owner, host and heartbeat that its holder creates (``O_EXCL``) and rewrites every few seconds.
-Clocks of different hosts are never compared. A process that wants a locked folder is an observer: it measures, by its
+No process compares clocks of different hosts. A process that wants a locked folder is an observer: it measures, by its
 own host's clock, how long the file stays the same. If the file changes, the holder is alive, and :func:`acquire`
 refuses the folder. The observer takes the lock over if the file stays the same for :data:`STALE_S`, or if the holder
 ran on this host and has ended. For that it renames the old file and creates a new one. Of several observers, only one
 can rename the file.
 
-The owner of a lock is the *job*. Another process of the owner takes the lock over at once, because it has taken over
-the rank of the former holder. The former holder notices the loss within a heartbeat and stops writing.
+The owner of a lock is the *job*. If another process of the same job asks for the lock, it has taken over the rank of
+the holder, so it takes over the lock at once. The former holder notices that at its next heartbeat and stops writing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ STALE_S = 15.0
 """Seconds without a heartbeat after which an observer takes the holder for dead."""
 _LOOK_S = 0.1
 _SETTLE_S = 0.2
-"""Seconds from a takeover until the new file counts as settled. Until then, another observer that has read the old file
-may rename the new file by mistake."""
+"""Seconds that an observer waits after a takeover before it relies on its new file. Within this time, another observer
+that has read the old file may rename the new file by mistake."""
 _RELEASE_S = 5.0
 _BYTES = 512
 """Size of the lock file in bytes. It is constant, so that a heartbeat overwrites the whole file in one write."""
@@ -52,7 +52,7 @@ class Holder:
 
     job: str
     token: str
-    """Token of this acquisition."""
+    """Random text that identifies this acquisition of the lock."""
     host: str
     machine: str
     """Identifier of the boot and the process namespace in which ``pid`` is valid."""
@@ -63,7 +63,7 @@ class Holder:
     since: float
     """Time of the acquisition, in seconds since the epoch by the holder's clock."""
     beat: int = 0
-    """Number of heartbeats so far; it changes the content of the file."""
+    """Number of heartbeats so far. Because of it, each heartbeat changes the file, which observers notice."""
 
     @staticmethod
     def of_this_process(job: str) -> Holder:
@@ -267,8 +267,8 @@ def _token(data: bytes) -> str | None:
 def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
     """Remove the lock file of a holder that has ended.
 
-    The function first renames the file, and then reads it. If another process has just created this file, the function
-    puts the file back.
+    The function first renames the file, and then reads it. If it is a new file, which another process has just created,
+    the function puts it back.
 
     Args:
         path: lock file.

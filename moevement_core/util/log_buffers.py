@@ -3,7 +3,7 @@
 Each page-locking call waits for the whole device, so few large allocations cost less than many small ones. Every
 iteration of pipeline training sends the same number of tensors of the same few sizes. When a buffer is missing, the log
 therefore allocates all buffers of this size for the rest of the iteration in one piece. A log of K iterations then has
-K pieces for each size, which is exactly the planned memory.
+K pieces for each size, and takes exactly the memory that the job has planned for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from moevement_core.device import MOST_AT_ONCE, Device
 
 Size = tuple[int, int]
-"""Bytes of a buffer, and bytes of one element. The second number matters, because a view of wide elements may begin
-only at multiples of their width."""
+"""Bytes of a buffer, and bytes of one element of the tensor in it. Buffers for other elements are kept apart, because a
+view of a tensor may begin only at a multiple of the element's bytes."""
 
 
 class LogBuffers:
-    """Buffers of exact sizes that one log reuses; only the training thread calls the methods.
+    """Buffers that one boundary log reuses for tensors of equal size; only the training thread calls the methods.
 
     Args:
         device: device whose host memory is allocated.
@@ -49,7 +49,7 @@ class LogBuffers:
         self._taken_by_last = self._taken.copy()
 
     def take(self, nbytes: int, element_bytes: int, most_bytes: float) -> torch.Tensor | None:
-        """Return a buffer of ``nbytes`` as uint8, either a free one or one of a new piece of memory.
+        """Return a buffer of ``nbytes`` as uint8: a free buffer, or if there is none, one from newly allocated memory.
 
         Args:
             nbytes: bytes of the buffer, a multiple of ``element_bytes``.
@@ -110,7 +110,7 @@ class LogBuffers:
         self._count()
 
     def _allocate(self, size: Size, room_bytes: float) -> None:
-        """Allocate buffers for the rest of the iteration, or as many buffers as fit into ``room_bytes``; at least one.
+        """Allocate the buffers that the rest of the iteration needs, or as many as ``room_bytes`` holds; at least one.
 
         One call allocates at most :data:`~moevement_core.device.MOST_AT_ONCE`, unless a single buffer is larger.
         """

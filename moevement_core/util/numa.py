@@ -1,8 +1,9 @@
 """Binding of a rank to the processors of its GPU's NUMA node, so that Linux allocates the rank's host memory there.
 
-Copies from a GPU to the memory of another socket cross the link between the sockets. Reads of a thread that sends this
-memory cross the link again. Linux places a page next to the processor that touches it first, and a thread inherits the
-processors of its creator. So one call suffices, if the rank makes it before it allocates snapshots and starts threads.
+If a GPU copies to the memory of another socket, the bytes cross the link between the sockets. They cross it again when
+a thread on the first socket sends them. Linux places a page next to the processor that touches it first, and a thread
+inherits the processors of its creator. So one call suffices, if the rank makes it before it allocates snapshots and
+starts threads.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def bind_to_device(device: Device, sys: Path = SYS) -> NumaNode | None:
             )
         return None
     os.sched_setaffinity(0, node.processors)
-    log.info(f"now bound to the {len(node.processors)} processors of {place}")
+    log.info(f"this process is now bound to the {len(node.processors)} processors of {place}")
     return node
 
 

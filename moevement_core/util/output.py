@@ -1,7 +1,7 @@
 """Replacement of standard output and error by streams that never raise an error.
 
 With Python's own streams, a closed pipe (``| head``), a full disk or a limit on file sizes would raise an exception in
-the code that prints. The new streams drop the output, and report the problem once, on the stream that still works.
+the code that prints. The new streams drop that output, and report the problem once, on the other stream.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ LEAST = 19
 """Largest niceness of Linux, which is the lowest priority."""
 NICENESS = 5
 """Niceness that :func:`lower_priority` adds. If a training thread and a background thread share a processor, the
-background thread gets a quarter of the time. A value of 10 gave it a tenth. On a busy host, that was too little: the
-newest gradients reached peers late, and recoveries that repeat updates from these gradients had to re-execute
-iterations."""
+background thread gets a quarter of the time. With a niceness of 10, the background thread got a tenth. On a busy host,
+that was too little: the newest gradients reached peers late, so recoveries by redo had to execute iterations again."""
 
 
 def lower_priority() -> None:

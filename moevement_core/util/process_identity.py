@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine_id() -> str:
-    """Return the identifier of the boot and the process namespace in which this process's id is valid."""
+    """Return an identifier of this boot of the machine and of the process namespace, in which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -20,10 +20,11 @@ class QuantisedBuffers[Buffer: RawBuffer]:
     """Buffers of one weight in FP8.
 
     Attributes:
-        codes: one byte for each element, in the order of the elements. A rank that owns a range of elements therefore
-            saves the same range of bytes.
-        scales: factors by which the codes are multiplied, by name; each range of elements needs all of them.
-        others: buffers of a second FP8 form of the weight (MXFP8 by columns), by name. ``codes`` do not determine them.
+        codes: one byte for each element, in the order of the elements. A rank that owns elements ``a`` to ``b``
+            therefore saves bytes ``a`` to ``b``.
+        scales: factors by which the codes are multiplied, by name. A rank that owns any element saves all of them.
+        others: buffers of a second FP8 form of the weight (MXFP8 by columns), by name. They cannot be computed from
+            ``codes``.
     """
 
     codes: Buffer
@@ -32,7 +33,7 @@ class QuantisedBuffers[Buffer: RawBuffer]:
 
     @property
     def all(self) -> dict[str, Buffer]:
-        """Codes, scales and other buffers, by name."""
+        """Buffers with codes, with scales, and of a second FP8 form, by name."""
         return {"codes": self.codes, **self.scales, **self.others}
 
     @property

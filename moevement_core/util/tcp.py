@@ -1,6 +1,6 @@
 """TCP connections of this process, found through its open descriptors.
 
-The kernel also lists TCP connections, but those of the whole host, which are many on a busy host.
+The kernel's own list of TCP connections has those of all processes of the host, which can be very many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 _ESTABLISHED = 1
 _MOVED = struct.Struct("=QQ")
 _MOVED_AT = 120
-"""Offset of the acknowledged and received bytes in Linux's ``struct tcp_info``."""
+"""Offset, in Linux's ``struct tcp_info``, of the two counters of acknowledged and received bytes."""
 
 type Endpoint = tuple[str, int]
 """Address and port of one end of a connection."""
@@ -39,7 +39,7 @@ class Connection:
     """Number of the descriptor in this process."""
     ends: Ends
     duplicate: socket.socket
-    """Duplicate of the socket; the iterator closes it when the caller asks for the next connection."""
+    """Duplicate of the socket. :func:`connections` closes it when its caller asks for the next connection."""
 
 
 def connections() -> Iterator[Connection]:
@@ -53,7 +53,7 @@ def connections() -> Iterator[Connection]:
 
 
 def _ends_of(connection: socket.socket) -> Ends | None:
-    """Return the ends of a connection; None for other sockets and listening ones."""
+    """Return the ends of a TCP connection; None for a listening socket, and for a socket that does not use TCP."""
     if not is_tcp(connection):
         return None
     if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -70,7 +70,7 @@ def is_tcp(connection: socket.socket) -> bool:
 
 
 def moved(connection: socket.socket) -> tuple[int, int] | None:
-    """Return two numbers of bytes so far: those that the other side has acknowledged, and those received here.
+    """Return the bytes that the other side has acknowledged so far, and the bytes that this process has received.
 
     Returns:
         None if the connection is not established; zeros on Linux before 4.1.

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 class UndoStack:
     """Stack of changes to undo, the newest first.
 
-    A context manager is not enough, because an exception from another thread may interrupt its exit. On this stack, a
-    change stays until it is undone, and the next call of :meth:`close` undoes it. An undo function may therefore be
-    called twice, and must allow that.
+    A context manager is not enough, because an exception from another thread may interrupt its exit. This stack keeps a
+    change until it is undone, so another call of :meth:`close` undoes what an interrupted call has left. An undo
+    function may therefore be called twice, and must allow that.
     """
 
     def __init__(self) -> None:

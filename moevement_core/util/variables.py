@@ -17,7 +17,7 @@ NUMBERS: dict[str, Range] = {
     "SLURM_CPUS_PER_TASK": AT_LEAST_ONE,
     MEMBER_ENV: NOT_NEGATIVE, FIRST_TASK_ENV: NOT_NEGATIVE, TASKS_ENV: AT_LEAST_ONE, PARENT_ENV: AT_LEAST_ONE,
 }  # fmt: skip
-"""Variables with whole numbers, and their ranges."""
+"""Variables whose values are whole numbers, with the range of each."""
 CHOICES: dict[str, tuple[str, ...]] = {"MOEVEMENT_LOG": ("text", "json"), "MOEVEMENT_PLATFORM": ("cpu", "cuda")}
 RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Pairs of variables: a number counted from 0, and a count. The number must be below the count."""

@@ -8,11 +8,11 @@ from importlib import metadata
 from moevement_core import __version__
 
 _PACKAGES = {"megatron-core": "megatron-core", "torch": "torch", "NVRx": "nvidia-resiliency-ext"}
-"""Distribution of each package, by the name that is displayed."""
+"""Name of each package on PyPI, by the name under which :func:`versions` lists it."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of MoEvement, of each installed package, and of Python, in this order."""
+    """Return the versions of MoEvement, of the installed packages of :data:`_PACKAGES`, and of Python, in order."""
     versions = {"moevement": __version__}
     for name, distribution in _PACKAGES.items():
         try:

@@ -15,5 +15,5 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def spares_words(ready: int, starting: int) -> str:
-    """Return the numbers of ready and starting spares: ``1 ready``, or ``0 ready, 1 starting``."""
+    """Return how many spares are ready and how many are starting: ``1 ready``, or ``0 ready, 1 starting``."""
     return f"{ready} ready" + (f", {starting} starting" if starting else "")
