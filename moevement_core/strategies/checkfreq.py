@@ -1,10 +1,10 @@
 """CheckFreq (FAST '21): saves the whole state to disk in two phases, as often as a cap on the cost allows.
 
-Each snapshot is copied to host memory beside the next iteration, and written from there to disk in the background. The
-strategy profiles the first iterations. Then it chooses the shortest interval in which a checkpoint becomes durable
-before the next one begins. It lengthens the interval while the measured cost is above the cap. After a failure all
-ranks go back to the newest checkpoint that is durable on every rank, and re-execute the later iterations with the same
-batches.
+A rank copies each snapshot to host memory during the next iteration. Then a background thread writes it to disk. The
+strategy measures the first iterations. From them it chooses the shortest interval in which a checkpoint is complete on
+disk before the next one begins. It lengthens the interval while the measured cost is above the cap. After a failure all
+ranks go back to the newest checkpoint that is complete on every rank's disk, and execute the later iterations again
+with the same batches.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ class CheckFreq(Dense):
         self._has_profiled = False
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the interval: in the first call the shortest that hides a checkpoint, later one within the cap.
+        """Return the next interval.
 
-        An interval hides a checkpoint if the checkpoint is durable before the next one begins.
+        An interval hides a checkpoint if the checkpoint is complete on disk before the next one begins. The first call
+        returns the shortest such interval. Later calls make the interval longer or shorter, so that the measured cost
+        of checkpoints stays below the cap.
         """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s + full / measured.disk_bytes_per_s
@@ -60,5 +62,5 @@ class CheckFreq(Dense):
         return self._has_profiled
 
     def adopt(self, learned: bool) -> None:
-        """Take over another rank's profiling state."""
+        """Take over the result of :meth:`learned` from another rank."""
         self._has_profiled = learned

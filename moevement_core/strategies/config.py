@@ -211,13 +211,13 @@ class StrategyConfig:
 
     @property
     def interval(self) -> int | None:
-        """K, iterations between snapshots, from the flag or by default; None if the strategy has no default."""
+        """K of ``--moevement-dense-interval``, or the strategy's default; None for a strategy without a default."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 
     @property
     def given_experts(self) -> int | None:
-        """Number of experts of each layer in a snapshot; None if it is not given as a number."""
+        """Number of experts of each layer in a snapshot; None if the user gave no number."""
         return self.experts if isinstance(self.experts, int) else None
 
     @property
@@ -227,14 +227,14 @@ class StrategyConfig:
 
     @property
     def cap(self) -> float:
-        """Share of training time that saving may cost."""
+        """Share of training time that saving may cost: the user's, or the strategy's default."""
         if self.overhead_cap is not None:
             return self.overhead_cap
         return CHECKFREQ_CAP if self.name == CheckFreq.name else OVERHEAD_CAP
 
     @property
     def kept_cap(self) -> float | None:
-        """Cap on the share of training time that saving costs; None if the strategy has no cap."""
+        """Result of :attr:`cap`, but None if the cost of this strategy is not limited, as with MoC-System."""
         keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
         return self.cap if keeps or self.overhead_cap is not None else None
 
@@ -245,7 +245,7 @@ class StrategyConfig:
 
     @property
     def may_redo(self) -> bool:
-        """True if a recovery may repeat updates and replay no iteration."""
+        """True if a recovery may repeat updates from logged gradients, so that it replays no iteration."""
         return self.recovery is not Recovery.REPLAY
 
     @property
@@ -255,7 +255,7 @@ class StrategyConfig:
 
     @property
     def ordering(self) -> OrderingConfig:
-        """Statistic that orders the operators."""
+        """Statistic that orders the operators of a window, and its parameter."""
         default = Ordering.HARD_COUNT if self.has_experts else Ordering.BACK_TO_FRONT
         return OrderingConfig(Ordering(self.order or default), self.order_alpha)
 
@@ -277,8 +277,8 @@ class StrategyConfig:
         Args:
             table: the operators of the stage.
             most_experts: experts in the largest layer of the job; None to use the largest layer of this stage.
-            capacities: most tokens of each expert of the stage in a batch, by operator name. None unless
-                :attr:`needs_capacity`.
+            capacities: most tokens of a batch that each expert of the stage accepts, by operator name. None unless
+                :attr:`needs_capacity` is true.
 
         Raises:
             PopularityError: an expert has no capacity, or the capacity is not above 0.

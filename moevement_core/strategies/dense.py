@@ -1,6 +1,6 @@
-"""Dense strategies, which save the whole state every k iterations; CheckFreq and GEMINI are two of them.
+"""Dense strategies, which save the whole state every k iterations. CheckFreq and GEMINI subclass :class:`Dense`.
 
-These are the simplest strategies. The engine uses them through the same interface as all others.
+Dense strategies are the simplest ones. The engine uses them through the same interface as all other strategies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DenseSchedule(Schedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of all operators for slot 0, and None for all other slots."""
+        """Return full state of all operators for slot 0, the first iteration of an interval; None for later slots."""
         return np.full(len(self.table), Saved.FULL, dtype=np.int8) if slot == 0 else None
 
     def last_of_run(self, first: int) -> int:
@@ -59,22 +59,23 @@ class DenseSchedule(Schedule):
         return first
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is captured, because every snapshot is a recoverable run."""
+        """Return True if ``SS_iteration`` is captured; every captured snapshot is a recoverable run by itself."""
         return self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of kept snapshots: the persisted one, newer ones, and one that is being written to disk.
+        """Return the number of its own snapshots that a rank keeps.
 
-        The newer snapshots are those taken before all ranks know of the next persisted snapshot. A snapshot is taken in
-        one iteration, reported in the second, and known to all ranks in the third.
+        These are the newest snapshot that the rank knows as persisted, all later ones, and with ``to_disk`` one more
+        that is being written to disk. A snapshot is captured in one iteration and reported in the second. In the third
+        all ranks know that it is persisted.
         """
         return 1 + -(-(2 + lag) // self.interval) + to_disk
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        These are the current iteration, all iterations since the oldest kept snapshot, and one interval more in case a
-        snapshot was left out.
+        These are the current iteration, all iterations since the oldest kept snapshot, and one interval more, because
+        a rank may have left out a snapshot.
         """
         return (self.slots_kept(lag, to_disk=to_disk) + 1) * self.interval + lag + 1
 
@@ -114,24 +115,27 @@ class Dense(Strategy):
         return DenseSchedule(self.table, self.interval or FIRST_INTERVAL, start=start)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the interval that follows from measurements if it differs from the current interval."""
+        """Propose the interval in ``sizes``, with the current schedule as the alternative."""
         if sizes is None:
             return Proposal([now], is_change=False)
         return Proposal([DenseSchedule(self.table, sizes[0]), now], is_change=sizes[0] != now.size)
 
     def affordable_interval(self, now: Schedule, measured: Measured) -> int:
-        """Return the fewest iterations from one snapshot to the next that links and the cap on overhead allow."""
+        """Return the shortest interval, in iterations, that links and the cap on overhead allow."""
         to_save = measured.bytes_to_save(self.heaviest_bytes / now.size, self.cap)
         return shortest_period(self.heaviest_bytes, 1, to_save, MOST_PERIOD)
 
     @property
     def heaviest_bytes(self) -> int:
-        """Bytes of full state on the rank with the most, within the stage."""
+        """Bytes of the full state of all operators, on the rank of the stage that has the most."""
         return int(self.table.full.sum(axis=1).max())
 
 
 class DenseToPeers(Dense):
-    """Strategy with dense snapshots in peers' memory, and on disk if a folder is given. Only lost stages roll back."""
+    """Strategy with dense snapshots in peers' memory, and on disk with ``--moevement-persist-dir``.
+
+    After a failure only the stages that lost state roll back.
+    """
 
     name = "dense"
     is_tuned = True

@@ -1,11 +1,11 @@
-"""GEMINI (SOSP '23): saves the whole state in the memory of other nodes of a group, and rarely on disk.
+"""GEMINI (SOSP '23): saves the whole state in the memory of several nodes, and rarely on disk.
 
-The engine copies the whole state to host memory. Sender threads send this copy to the other nodes of the rank's group
-(:mod:`moevement_core.replication.placement`, ``groups``), in chunks while training leaves the network idle
-(:mod:`moevement_core.replication.pace`). The interval is given, or is the shortest in which a checkpoint can be copied
-and sent. After a failure all ranks go back to the newest checkpoint that is complete for all of them. Survivors load
-this checkpoint from their own memory, and replacements load it from a peer. If a whole group was lost, all ranks load
-from disk.
+The job divides its nodes into groups whose nodes keep each other's copies (:mod:`moevement_core.replication.placement`,
+``groups``). The engine copies a rank's whole state to host memory. Sender threads send this copy to the other nodes of
+the group, in chunks, while training leaves the network idle (:mod:`moevement_core.replication.pace`). The user gives
+the interval; otherwise it is the shortest one in which a rank can copy and send a checkpoint. After a failure all ranks
+go back to the newest checkpoint of which every rank's state still exists. Survivors load this checkpoint from their own
+memory, and replacements load it from a peer. If all nodes of a group fail, all ranks load from disk.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from moevement_core.strategies.dense import Dense
 from moevement_core.strategies.strategy import Measured, Proposal
 
 PROFILED_WINDOWS = 3
-"""Windows that are measured before the interval is chosen.
+"""Number of windows that the job measures before it chooses the interval.
 
-The first window shows when training communicates. The second one shows the duration of sends that wait for idle spans.
+The first window shows when training communicates. In later windows sends wait until training leaves the network idle,
+so the measured duration of sends includes these waits.
 """
 
 
@@ -47,11 +48,11 @@ class Gemini(Dense):
         """Number of windows measured so far."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the shortest possible interval, and the number of measured windows including this one.
+        """Return the shortest possible interval, and the number of windows measured so far, including this one.
 
-        The interval is long enough to copy a checkpoint and to send it to every peer. It also keeps to the cap on
-        overhead if a cap is given. Replacements, and stages without a survivor, learn the number of measured windows
-        from other ranks.
+        The interval is long enough to copy a checkpoint and to send it to every peer. If the user gave a cap on
+        overhead, the interval also keeps to that cap. The number of windows is one of the sizes because ranks share
+        sizes. So a replacement gets the right number, even if it has no survivor in its stage.
         """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s
@@ -63,7 +64,7 @@ class Gemini(Dense):
         return hidden, self._profiled + 1
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the interval after :data:`PROFILED_WINDOWS` windows have been measured."""
+        """Propose the interval in ``sizes`` once :data:`PROFILED_WINDOWS` windows are measured, and ``now`` before."""
         if sizes is not None:
             self._profiled = sizes[1]
         is_known = self._profiled >= PROFILED_WINDOWS

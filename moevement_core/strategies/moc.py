@@ -1,9 +1,9 @@
-"""MoC-System (ASPLOS '25): a checkpoint holds all state but the experts, and K of the E experts of each layer.
+"""MoC-System (ASPLOS '25): a checkpoint holds the non-expert state, and K of the E experts of each layer.
 
-After a failure all ranks go back to the newest checkpoint. Experts that this checkpoint leaves out are restored from
-the newest earlier checkpoint that has them, and their later updates are lost. The result of the job then differs from
-that of a run without failures, unless every expert is saved (K = E). The strategy counts the tokens whose updates are
-lost. It doubles K while the share of these tokens is above a limit.
+After a failure all ranks go back to the newest checkpoint. Each expert that this checkpoint leaves out is restored from
+the newest earlier checkpoint that has it, and its later updates are lost. The result of the job then differs from that
+of a run without failures, unless every checkpoint holds every expert (K = E). The strategy counts the tokens whose
+updates are lost. It doubles K while the share of these tokens is above a limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 INTERVAL = 10
 """Default number of iterations between checkpoints."""
 STEPS = 8
-"""Divisor of E that gives the smallest change of a measured K."""
+"""Divisor of E. A measured K changes only by E / ``STEPS`` or more, because measurements vary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,9 @@ class PartialSchedule(VersionSchedule):
     history: int = 0
     """Number that changes with each recovery that lost updates.
 
-    After such a recovery, older snapshots of later iterations must not be used. Because of the new number, the new
-    snapshots of these iterations have another :attr:`id`.
+    After such a recovery the job executes some iterations again, with other results. The snapshots captured in their
+    first execution must not be used any more. The new number gives the schedule another :attr:`id`, which tells the new
+    snapshots from the old ones.
     """
 
     @cached_property
@@ -82,7 +83,7 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def _rounds(self) -> int:
-        """Number of snapshots that hold an expert, for each time that the expert is written to disk."""
+        """Number r: of every r snapshots that hold a certain expert, one writes this expert to disk."""
         return 1 if self.persisted is None else math.ceil(self.experts / min(self.persisted, self.experts))
 
     @property
@@ -92,7 +93,10 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def durable_slots(self) -> int:
-        """Snapshots of a run if files leave out experts that memory holds (section 5.1), else 0."""
+        """Number of snapshots of a run if files leave out experts of the snapshots in memory (section 5.1), else 0.
+
+        A rank keeps so many of its own snapshots, because the newest window on disk lacks some of their experts.
+        """
         return self.snapshots if self.persisted is not None and self.persisted < self.experts else 0
 
     @property
@@ -116,14 +120,17 @@ class PartialSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of all operators but the experts that this slot omits; None if the slot has no snapshot."""
+        """Return full state of non-expert operators and of the slot's K experts; None if the slot has no snapshot."""
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
         return self._with(chosen(self._turns, self.experts, self.turn + turn))
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Return the contents to write to disk, with the experts written longest ago; None to write all contents."""
+        """Return the part of the slot's snapshot that is written to disk; None if the whole snapshot is written.
+
+        Of the experts in the snapshot, this part has those that were written longest ago.
+        """
         turn, rest = divmod(slot, self.interval)
         return None if rest or self.persisted is None else self._with(self._on_disk[turn])
 
@@ -144,7 +151,7 @@ class PartialSchedule(VersionSchedule):
         return contents
 
     def with_windows_of(self, other: Schedule) -> PartialSchedule:
-        """Return ``other`` for the operators of this stage."""
+        """Return a copy of the schedule ``other`` of another stage, with the operators of this stage."""
         assert isinstance(other, PartialSchedule)
         return replace(other, table=self.table)
 
@@ -159,18 +166,18 @@ class PartialSchedule(VersionSchedule):
 
 
 class MoC(Strategy):
-    """Strategy that saves some experts in every checkpoint. A failure sets each expert back to its newest version.
+    """Strategy that saves some experts in every checkpoint. A failure sets each expert back to its newest saved state.
 
     Args:
         table: the operators of the stage.
         interval: iterations between checkpoints.
-        experts: K, number of experts of each layer in a checkpoint; None for an eighth of the experts. It doubles when
-            too many tokens are lost.
+        experts: first K, number of experts of each layer in a checkpoint; None for an eighth of the experts. K doubles
+            when too many tokens are lost.
         most: E, experts in the largest layer of the job; None to use the largest layer of this stage.
-        persisted: number of experts of each layer that a checkpoint writes to disk; None for all of these. It doubles
-            together with K, because a lost rank's experts come from disk.
-        is_measured: True if K may be larger than lost tokens require: as large as copies beside an iteration carry
-            (K_snapshot, section 5.3).
+        persisted: first number of experts of each layer that a checkpoint writes to disk; None to write all experts in
+            the checkpoint. This number doubles when K doubles, because a lost rank may have to read experts from disk.
+        is_measured: True if K is as large as copies from the device allow within an iteration (K_snapshot, section
+            5.3), even if fewer experts would do for the lost tokens.
         limit: share of lost tokens above which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
@@ -203,11 +210,11 @@ class MoC(Strategy):
         in_memory = DynamicK.of(experts, self.most, limit)
         on_disk = None if persisted is None else DynamicK.of(min(persisted, in_memory.first), self.most, limit)
         self._in_memory = in_memory.first
-        """K in memory at first."""
+        """Number of experts of each layer in the first snapshots."""
         self._persists = on_disk is not None
         self._dynamic = on_disk or in_memory
         self.experts = self._dynamic.first
-        """K where fewer experts are saved, on disk or in memory, which doubles when too many tokens are lost."""
+        """K on disk if ``persisted`` is given, else K in memory; it doubles when too many tokens are lost."""
         if (reach := math.ceil(self.most / self._in_memory) * interval) > MOST_REACH:
             raise ConfigError(
                 f"--moevement-snapshot-experts {self._in_memory} of {self.most} every {interval} iterations saves each "
@@ -223,7 +230,10 @@ class MoC(Strategy):
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def _saved(self, experts: int) -> tuple[int, int | None]:
-        """Return K in memory, and K on disk or None for no limit, if :attr:`experts` is ``experts``."""
+        """Return K in memory and K on disk that belong to the value ``experts`` of :attr:`experts`.
+
+        K on disk is None if files hold all experts of a snapshot.
+        """
         in_memory = min(self.most, self._in_memory * experts // self._dynamic.first)
         return in_memory, experts if self._persists else None
 
@@ -232,9 +242,11 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that follows from the lost tokens of this stage, and how many experts copies leave out.
+        """Return the K that follows from this stage's lost tokens, and with a measured K also how much K is below E.
 
-        Copies of a checkpoint must end within one iteration, because the next update changes the state (section 5.3).
+        The measured K is the number of experts of each layer that this rank can copy from the device within one
+        iteration. The copy must end by then, because the next update changes the state (section 5.3). The difference E
+        - K is returned in place of K, because ranks agree on the largest value, and the slowest rank must decide.
         """
         if not self._is_measured:
             return (self.experts,)
@@ -247,7 +259,7 @@ class MoC(Strategy):
         return self.experts, self.most - carried
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the largest K of all stages, or the larger K that copies carry on all ranks, if K changes."""
+        """Propose the largest K that a stage needs for its lost tokens, or the measured K if that is larger."""
         assert isinstance(now, PartialSchedule)
         if sizes is None:
             return Proposal([now], is_change=False)
@@ -258,7 +270,7 @@ class MoC(Strategy):
         return Proposal([replace(now, experts=in_memory, persisted=on_disk), now], is_change, reorders=is_change)
 
     def _carried(self, now: int, left_out: int) -> int:
-        """Return the K that copies carry; the present K if the difference is small, since measurements vary."""
+        """Return the measured K, E - ``left_out``, or the present K ``now`` if both are about equal."""
         carried = self.most - left_out
         return now if abs(carried - now) * STEPS < self.most and carried < self.most else carried
 
@@ -283,9 +295,12 @@ class MoC(Strategy):
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
-        """Return the schedules up to ``iteration``, and one with ``history`` that begins with the next experts."""
-        # A state from disk may be older than all remembered schedules. Any schedule serves for its snapshots, because
-        # they record what they hold.
+        """Return the schedules that began up to ``iteration``, and a new one for the snapshots after it.
+
+        The new schedule goes on with the experts whose turn is next, and has the number ``history``.
+        """
+        # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
+        # disk, because snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration]
         before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
         last = before[-1]

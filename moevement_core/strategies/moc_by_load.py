@@ -21,7 +21,7 @@ from moevement_core.strategies.strategy import Measured
 class MoCByLoad(Selecting):
     """Strategy that saves the experts of each layer with the most unsaved updates.
 
-    After a failure all ranks go back to the newest version of each expert.
+    After a failure all ranks go back to the newest snapshot, and each expert to its newest saved state.
 
     Args:
         table: the operators of the stage.
@@ -50,10 +50,10 @@ class MoCByLoad(Selecting):
         super().__init__(table, interval, self._dynamic.first, most)
         self.settled = False
         self._wanted = self.experts
-        """K that follows from the lost tokens of this stage. All stages use the largest K of any stage."""
+        """K that this stage asks for because of its lost tokens. All stages use the largest K that a stage asks for."""
 
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
-        """Return the K experts of each layer with the most tokens at risk."""
+        """Return the K experts of each layer that processed the most tokens since they were last saved."""
         return most_of_each_layer(self.table, risk, due, experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
@@ -69,17 +69,20 @@ class MoCByLoad(Selecting):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore K, raise the wanted K if too many tokens are lost, and return the lost tokens."""
+        """Restore the K of the restored snapshot, and return the lost tokens.
+
+        If too many tokens are lost, this stage will ask for a larger K.
+        """
         lost = super().restored(run, learned, tokens_of_run)
         self.experts = learned[run.last]["experts"]
         self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state and the wanted K as plain data."""
+        """Return the learned state as plain data, with the K that this stage asks for."""
         return {**super().learned(), "wanted": self._wanted}
 
     def adopt(self, learned: Any) -> None:
-        """Take over the learned state and the wanted K of another rank."""
+        """Take over the result of :meth:`learned` from another rank."""
         super().adopt(learned)
         self._wanted = learned["wanted"]

@@ -1,12 +1,14 @@
-"""MoEtion: a snapshot holds all state but the experts, and those S of the E experts with the most tokens at risk.
+"""MoEtion: a snapshot holds the non-expert state, and those S of the E experts of a layer with most tokens at risk.
 
-A rank keeps as many experts in its own snapshots as copies from the device carry, and its peers receive as many of them
-as links carry: each place has its own S and its own selection (Algorithm 1, lines 18 and 19). Both follow the
-measurements of the job. If the previous snapshot holds an expert as well, the new one holds only the gradients of this
-expert. A rank that restores the expert repeats the updates with these gradients (section 5.2, Algorithm 3). After a
-failure all ranks go back to the newest snapshot, and each expert goes back to its newest version: survivors have it in
-their own snapshots, and a lost rank's experts come from peers. Unless S = E, later updates of an expert are lost. The
-strategy counts the tokens of lost updates.
+The tokens at risk of an expert are those that it processed since it was last saved. S is a mean over the layers. A
+rank's own snapshots hold as many experts as it can copy from the device. Its peers receive as many of these experts as
+links carry. So own snapshots and peers have different S and different experts (Algorithm 1, lines 18 and 19). Each S
+follows the measurements of the job.
+
+If two snapshots in a row hold an expert, the second one has only the gradients of the expert. A rank that restores the
+expert repeats the updates with these gradients (section 5.2, Algorithm 3). After a failure all ranks go back to the
+newest snapshot, and each expert to its newest saved version. Survivors have this version in their own snapshots, and
+replacements get it from peers. Unless S = E, later updates of an expert are lost. The strategy counts their tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +30,11 @@ from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
-"""Divisor of E that gives S until bandwidths are measured.
-
-In section 4.1 of the paper S is 25% to 40% of E.
-"""
+"""Divisor of E. The quotient is S until bandwidths are measured. In section 4.1 of the paper S is 25% to 40% of E."""
 
 
 class MoEtion(Selecting):
-    """Strategy that saves the experts with the most tokens at risk in every snapshot.
+    """Strategy whose snapshots hold the experts that processed the most tokens since they were last saved.
 
     Args:
         table: the operators of the stage.
@@ -60,21 +59,23 @@ class MoEtion(Selecting):
         self.settled = self._is_given = experts is not None
         self._layers = len(set(table.layers[table.is_expert].tolist()))
         self._owed: Tokens = np.zeros(len(table), dtype=np.int64)
-        """Tokens of each expert that recoveries lost, and for which extra capacity has not made up yet."""
+        """Lost tokens of each expert, less the tokens that the expert got through extra capacity since then."""
 
     @property
     def experts_at_peers(self) -> int:
-        """S for the part of a snapshot that peers receive."""
+        """Mean number S of experts of each layer in the part of a snapshot that peers receive."""
         return self._at_peers
 
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
-        """Return the experts with the most tokens at risk. Layers with more tokens get more experts (Algorithm 1)."""
+        """Return the experts with the most tokens at risk; a layer with more such tokens gets more experts."""
         return most_at_risk(self.table, risk, due, experts * self._layers)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return how many experts of each layer this rank has to leave out: of its own snapshots, and at peers.
+        """Return how many experts of each layer this rank leaves out of its own snapshots, and out of those for peers.
 
-        The budgets (section 4.2) first cover the non-expert state, which the paper does not count.
+        The numbers left out are returned in place of S, because ranks agree on the largest value, and the slowest rank
+        must decide. The non-expert state is subtracted from the budgets first (section 4.2); the paper does not count
+        it.
         """
         seconds = measured.iteration_s * self.interval
         links = measured.replication_bytes_per_s / measured.replicas if measured.replicas else math.inf
@@ -83,15 +84,15 @@ class MoEtion(Selecting):
         return self.most - own, self.most - min(own, self._carried(seconds * links, now.at_peers[-1]))
 
     def _carried(self, budget: float, newest: Contents) -> int:
-        """Return S for a budget in bytes. An expert costs what is saved of it: its full state, or its gradients.
+        """Return S, the mean number of experts of each layer for which ``budget`` is enough.
 
-        An expert is saved in full once in :attr:`span` snapshots, at least. If all experts are saved, all other
-        snapshots have its gradients. Otherwise it is not in every snapshot, so fewer snapshots have its gradients;
-        their share comes from the newest snapshot.
+        A snapshot has either the full state of an expert or only its gradients. At least one of :attr:`span` snapshots
+        has the full state. If every snapshot holds all experts, all the other snapshots have gradients. If snapshots
+        leave experts out, gradients are rarer. Their share is then estimated from the newest snapshot.
 
         Args:
-            budget: bytes that one rank may save in the time between two snapshots.
-            newest: contents of the newest snapshot, or of the part that peers receive.
+            budget: bytes that a rank may save from one snapshot to the next.
+            newest: contents of the newest snapshot, or of the part of it that peers receive.
         """
         # The full state of every expert has to be saved within MOST_REACH iterations; see :attr:`span`.
         fewest = math.ceil(self.most / max(1, MOST_REACH // self.interval // 2))
@@ -110,12 +111,12 @@ class MoEtion(Selecting):
         return max(fewest, carried)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Set S of both places to the numbers of experts that the slowest rank can save."""
+        """Set S of the ranks' own snapshots and S at peers to what the slowest rank can save."""
         own, at_peers = sizes
         self.experts, self._at_peers = self.most - own, self.most - at_peers
 
     def caution(self) -> str | None:
-        """Return a warning if snapshots leave experts out, or may do so."""
+        """Return a warning, unless every snapshot is sure to hold all experts."""
         if self.experts >= self.most and self.settled:
             return None
         how_many = f"{self.experts} of {self.most}" if self.settled else f"up to {self.most} (as measured)"
@@ -127,12 +128,12 @@ class MoEtion(Selecting):
     # Extra capacity (section 6)
 
     def boosted_experts(self) -> Collection[str]:
-        """Return the experts that still need extra capacity, because a recovery lost some of their tokens."""
+        """Return the experts that still get extra capacity, because a recovery lost some of their tokens."""
         return [self.table.names[place] for place in np.flatnonzero(self._owed)]
 
     @property
     def tokens_owed(self) -> int:
-        """Lost tokens for which extra capacity has not made up yet, over all experts of the stage."""
+        """Lost tokens of all experts of the stage, less the tokens that extra capacity admitted since then."""
         return int(self._owed.sum())
 
     def observe_extra_tokens(self, tokens: Scores) -> None:
@@ -142,7 +143,10 @@ class MoEtion(Selecting):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore the snapshot's S and token account, and return the lost tokens; :attr:`tokens_owed` includes them."""
+        """Restore S and the token counts of the restored snapshot, and return the tokens whose updates are lost.
+
+        The lost tokens are added to :attr:`tokens_owed`.
+        """
         then = learned[run.last]
         if not self._is_given:
             self.experts, self._at_peers = then["experts"], then.get("experts_at_peers", then["experts"])
@@ -153,17 +157,17 @@ class MoEtion(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state as plain data, with each expert's part of :attr:`tokens_owed`."""
+        """Return the learned state as plain data; it includes the number of tokens owed to each expert."""
         return {**super().learned(), "experts_at_peers": self._at_peers, "owed": self._owed}
 
     def adopt(self, learned: Any) -> None:
-        """Take over the result of :meth:`learned` on another rank."""
+        """Take over the result of :meth:`learned` from another rank."""
         super().adopt(learned)
         self._at_peers = learned.get("experts_at_peers", learned["experts"])
         self._owed = _owed(learned, len(self.table))
 
 
 def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
-    """Return each expert's part of :attr:`MoEtion.tokens_owed`; zeros if ``learned`` does not record it."""
+    """Return the tokens owed to each expert, from the result of :meth:`MoEtion.learned`; zeros if it has none."""
     owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
     return owed

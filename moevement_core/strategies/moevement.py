@@ -33,12 +33,13 @@ class MoEvement(Strategy):
 
     Args:
         table: the operators of the stage.
-        kind: kind of the windows.
+        kind: aligned or rolling windows.
         size: W, for windows without a rest between them; None to choose W and the rest from measurements.
         ordering: statistic that orders the operators.
         thresholds: thresholds for changes of popularity that trigger a new order.
         cap: share of training time that saving may cost.
-        capacity: most tokens of each operator in a batch, float64 ``[operators]``. None unless ``ordering`` needs it.
+        capacity: most tokens of a batch that each operator accepts, float64 ``[operators]``. None unless ``ordering``
+            needs it.
     """
 
     name = "moevement"
@@ -73,8 +74,9 @@ class MoEvement(Strategy):
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return W and the period that follow from this rank's measurements.
 
-        W is the smallest number of snapshots in a window with which each snapshot is copied from the device within one
-        iteration. The period is the fewest iterations from one window to the next that links and the cap allow.
+        W is the smallest number of snapshots in a window for which a rank can copy each snapshot from the device within
+        one iteration. The period is the smallest number of iterations from the beginning of one window to the beginning
+        of the next that links and the cap on overhead allow.
         """
         assert isinstance(now, SparseSchedule)
         return self.sizes(self._order(now), measured, now.mean_bytes)
@@ -95,9 +97,10 @@ class MoEvement(Strategy):
         return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the window that follows from measurements; the alternative is the current window.
+        """Propose a schedule with the W and period in ``sizes``; the alternative has the present W and period.
 
-        Both windows have the same order. This order is new only if the popularity of enough experts has changed.
+        Both schedules have the same order of operators. It is a new order if the popularity of enough experts has
+        changed, and the present order otherwise.
         """
         assert isinstance(now, SparseSchedule)
         size, period = now.window.size, now.size
@@ -109,7 +112,10 @@ class MoEvement(Strategy):
         return Proposal(schedules, is_change=is_change, reorders=reorders)
 
     def accept(self, proposal: Proposal) -> None:
-        """Make the present popularity the reference for the next reorder if ``proposal`` reorders operators."""
+        """Record the present popularity if ``proposal`` reorders operators.
+
+        Later calls of :meth:`propose` reorder again when popularity has changed enough since then.
+        """
         if proposal.reorders:
             self.trigger.ordered(self.popularity.scores)
 
@@ -118,7 +124,7 @@ class MoEvement(Strategy):
         return self.popularity.scores, self.trigger.reference
 
     def adopt(self, learned: Any) -> None:
-        """Take over both popularities from another rank."""
+        """Take over the result of :meth:`learned` from another rank."""
         self.popularity.scores, self.trigger.reference = learned
 
     def _reorders(self) -> bool:

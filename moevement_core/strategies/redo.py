@@ -2,8 +2,8 @@
 
 Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators. For all other
 operators it holds the gradients of the update to ``state@t``. Any W consecutive snapshots restore the state of the last
-one (:mod:`moevement_core.policy.redo`). A failure therefore costs only the iterations by which copies lag, instead of a
-window.
+of these snapshots (:mod:`moevement_core.policy.redo`). So a failure costs the few iterations whose snapshots have not
+reached peers yet, and not a whole window.
 
 An update is elementwise, so any rank can repeat it bit for bit from the same inputs. Earlier work logs gradients as
 well. In MoEtion peers apply gradients to a copy of the state (section 5.2 there). GoCkpt (arXiv 2511.07035), Checkmate
@@ -33,15 +33,16 @@ from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 BY_REPLAY, BY_REDO = "recovery by replay", "recovery by redo"
 """Names of the two recovery methods in log lines."""
 NOT_CARRIED = 1 << 20
-"""Value in place of W if copies or links are too slow for every W."""
+"""Number that a rank returns in place of W if its copies or links are too slow for gradients, whatever W is."""
 
 
 def order_of(table: OperatorTable) -> Order:
     """Return the order of the table, with the experts of each layer sorted by the reversed bits of their numbers.
 
     A rank holds experts with consecutive numbers. Reversed bits spread these experts over the slots, so every rank has
-    about equal bytes in each slot. The order must not depend on the number of ranks. Otherwise it would change when the
-    job changes its size, and the job would fall back to an earlier recoverable run.
+    about equal bytes in each slot. The order does not depend on the number of ranks. Otherwise it would change when an
+    elastic job loses or adds ranks. Snapshots in the new order would not continue the old ones, so a recovery would go
+    back further.
     """
     order = np.arange(len(table))
     for layer in np.unique(table.layers[table.is_expert]):
@@ -95,17 +96,17 @@ class RedoSchedule(SparseSchedule):
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        A recovery executes iterations again from the end of the persisted run. After a left-out snapshot, the run may
-        have ended a window ago, or two windows ago if windows have a rest.
+        A recovery executes all iterations after the end of the persisted run again. If a rank has left out a snapshot,
+        this run may have ended a window ago, or two windows ago if windows have a rest.
         """
         return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of iterations that boundary logs hold while nothing fails.
 
-        A recovery executes iterations again from the end of the persisted run. Later snapshots are being copied,
-        reported or acknowledged, or they lag. If windows have a rest, the run may have ended a window ago, and copies
-        of the newest window take another window to arrive.
+        A recovery executes all iterations after the end of the persisted run again. Later snapshots are still being
+        copied or reported, or have not reached all peers. If windows have a rest, the persisted run may have ended a
+        window ago, and the copies of the newest window take the time of another window to arrive.
         """
         return 3 + lag + (2 * self.size if self.rest else 0)
 
@@ -116,9 +117,9 @@ class RedoSchedule(SparseSchedule):
     def most_replayed(self, lag: int) -> int:
         """Return the most iterations that a recovery replays.
 
-        Let T be the last committed iteration and L the lag. Peers may have no newer snapshot than ``SS_(T-1-L)``, so
-        L + 1 iterations are replayed. If some iterations between two windows save nothing, up to :attr:`size` more are
-        replayed.
+        Let T be the last committed iteration and L the lag. The newest snapshot that all peers have may be
+        ``SS_(T-1-L)``. Then the recovery replays L + 1 iterations. If windows have a rest, it replays up to
+        :attr:`size` iterations more.
         """
         return lag + 1 + (self.size if self.rest else 0)
 
@@ -131,7 +132,11 @@ class RedoSchedule(SparseSchedule):
         return lag + 1.5 + 0.5 * self.rest
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """Return the operators of the next slot. A recovery repeats the most updates for these operators."""
+        """Return the operators of the next slot.
+
+        Of all operators, these have gone longest without a snapshot of their full state. So a recovery repeats the most
+        updates for them, and their digests check the longest chains of updates.
+        """
         return self.active((self.slot(iteration) + 1) % self.window.size)
 
     def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
@@ -146,13 +151,13 @@ class RedoSchedule(SparseSchedule):
 class Redo(Strategy):
     """Strategy that saves full state and gradients, or MoEvement's windows if gradients are too large.
 
-    Gradients are too large if they do not fit into host memory, or if copies or links are too slow for them.
+    Gradients are too large if they do not fit into host memory. Unless the user chose redo, they are also too large if
+    copies or links are too slow for them.
 
     Args:
         table: the operators of the stage.
-        windows: strategy of the windows without gradients.
-        is_chosen: True to log gradients whatever the measurements; False to log gradients only if copies and links are
-            fast enough.
+        windows: strategy for the windows without gradients.
+        is_chosen: True if the user chose redo (``--moevement-recovery redo``), False if measurements decide (``auto``).
     """
 
     name = "moevement"
@@ -166,16 +171,17 @@ class Redo(Strategy):
         self._why = ""
 
     def first(self, start: int, most: int) -> SparseSchedule:
-        """Return windows with gradients if the user chose redo, and windows without them otherwise."""
+        """Return a schedule with gradients if the user chose redo, and one without gradients otherwise."""
         size = min(self.windows.size or FIRST_WINDOW, most)
         if not self.is_chosen:
             return self.windows.first(start, most)
         return RedoSchedule.of(self.table, size, start - size)
 
     def first_without(self, start: int, most: int) -> SparseSchedule | None:
-        """Return windows without gradients, for a job with too little host memory; None if :meth:`first` returns them.
+        """Return a schedule without gradients, for a job whose host memory is too small for gradients.
 
-        These windows need less memory if gradients are larger than compute weights.
+        It needs less memory if gradients are larger than compute weights. The result is None if the schedule from
+        :meth:`first` has no gradients either.
         """
         return self.windows.first(start, most) if self.is_chosen else None
 
@@ -184,9 +190,9 @@ class Redo(Strategy):
         self.windows.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return W with gradients, and W and the period of windows without gradients.
+        """Return three numbers: W of windows with gradients, and W and period of windows without gradients.
 
-        The first W is the smallest one for which copies and links are fast enough, or :data:`NOT_CARRIED`.
+        The first one is the smallest W for which copies and links are fast enough, or :data:`NOT_CARRIED`.
         """
         assert isinstance(now, SparseSchedule)
         to_save = measured.bytes_to_save(now.mean_bytes, self.windows.cap)
@@ -196,9 +202,9 @@ class Redo(Strategy):
         return size, *self.windows.sizes(order, measured, now.mean_bytes)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose windows with gradients if copies and links are fast enough, or if the user chose redo.
+        """Propose a schedule with gradients if copies and links are fast enough, or if the user chose redo.
 
-        Windows without gradients are the alternative for a job with too little host memory.
+        The last alternatives have no gradients. The job takes them if gradients do not fit into its host memory.
         """
         assert isinstance(now, SparseSchedule)
         if sizes is None:
@@ -262,9 +268,9 @@ class Redo(Strategy):
         return NOT_CARRIED if window.over_budget or _mean_bytes(window) > to_save else window.size
 
     def _size_for(self, to_save: float) -> int:
-        """Return the smallest W with which a snapshot has a mean of ``to_save`` bytes or less.
+        """Return the smallest W for which the mean snapshot has at most ``to_save`` bytes.
 
-        W snapshots hold all full states once, and all gradients ``W - 1`` times.
+        The W snapshots of a window together hold each operator's full state once, and its gradients ``W - 1`` times.
         """
         full, gradient = self.table.full.sum(axis=1).max(), self.table.gradient.sum(axis=1).max()
         if to_save <= gradient:
@@ -284,7 +290,7 @@ class Redo(Strategy):
         )
 
     def _without(self, now: Schedule) -> SparseSchedule:
-        """Return ``now`` if it has no gradients; else windows without gradients, ordered by the newest popularity."""
+        """Return ``now`` if it has no gradients; else a schedule without gradients, in the order of popularity."""
         if isinstance(now, RedoSchedule):
             return self.windows.first(now.start, now.window.size)
         assert isinstance(now, SparseSchedule)
@@ -292,5 +298,5 @@ class Redo(Strategy):
 
 
 def _mean_bytes(window: Window) -> float:
-    """Return the mean bytes of a snapshot, on the rank with the most bytes."""
+    """Return the mean bytes of a snapshot of ``window``, on the rank that saves the most."""
     return float(window.slot_bytes.sum(axis=1).max()) / window.size

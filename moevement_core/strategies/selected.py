@@ -1,8 +1,8 @@
-"""Common part of strategies that save all non-expert state, and experts selected by their tokens.
+"""Common part of strategies that save all non-expert state, and select experts by the tokens that they processed.
 
 These strategies are MoEtion, and MoC-System with selection by load. After a failure all ranks go back to the newest
-snapshot, and each expert goes back to its newest saved version. Later updates of an expert are lost. The strategy
-counts the tokens of lost updates.
+snapshot, and each expert goes back to its newest saved version. The expert's updates after that version are lost. The
+strategy counts the tokens of lost updates.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ LEAST_SPAN = 4
 
 @dataclass(frozen=True, eq=False)
 class SelectedSchedule(VersionSchedule):
-    """Schedule of the next snapshot, or of several snapshots in turn at the start of a job."""
+    """Schedule of the next snapshot only; at the start of a job, schedule of a few snapshots that repeat.
+
+    The snapshots at the start take the experts in turn, because no tokens are counted yet.
+    """
 
     span: int
     """Number of consecutive snapshots that together hold the full state of every operator; any may be the first."""
     rounds: tuple[Contents, ...]
-    """Contents of consecutive snapshots; after the last contents, the first ones follow."""
+    """Contents of the schedule's snapshots, in the order of capture. After the last one, the first one comes again."""
     at_peers: tuple[Contents, ...]
-    """Part of each round that peers receive. Where it leaves an expert out, peers keep an older version."""
+    """Part of each of :attr:`rounds` that peers receive. Peers keep an older version of an expert that is left out."""
     history: int = 0
-    """Number that changes with each recovery that lost updates, as in :mod:`moevement_core.strategies.moc`."""
+    """Number that changes with each recovery that lost updates; see :attr:`moc.PartialSchedule.history`."""
 
     @property
     def size(self) -> int:
-        """Iterations until the first round repeats."""
+        """Number of iterations after which the snapshots repeat."""
         return self.interval * len(self.rounds)
 
     @property
@@ -80,10 +83,10 @@ class SelectedSchedule(VersionSchedule):
         return None if rest else self.at_peers[turn]
 
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
-        """Return the schedule ``other`` for the operators of this stage, with the rounds of this schedule.
+        """Return the schedule ``other`` of another stage, but with this schedule's operators and :attr:`rounds`.
 
-        The selection of this stage may be lost with its ranks. Snapshots do not depend on it, because they record what
-        they hold.
+        After a failure, ranks of a stage call it if they do not know the newest schedule of their stage. Then they do not
+        know which experts the newest snapshots hold either. They need not, because snapshots record what they hold.
         """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds, at_peers=self.at_peers)
@@ -95,22 +98,22 @@ class SelectedSchedule(VersionSchedule):
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """Record of what the snapshots in one place hold: on the rank itself, or at its peers."""
+    """Record of what a stage's snapshots hold, in one of two places: on the ranks themselves, or at their peers."""
 
     full_at: np.ndarray
     """Number of the newest snapshot that holds each operator's full state, int64 ``[operators]``."""
     held: np.ndarray
     """Operators that the newest snapshot holds, bool ``[operators]``."""
     saved: np.ndarray
-    """Tokens that each operator had received when it was last saved, int64 ``[operators]``."""
+    """Tokens that each operator had processed when it was last saved in this place, int64 ``[operators]``."""
 
     def after(self, number: int, contents: Contents, routed: np.ndarray) -> Saves:
         """Return the record after snapshot ``number`` with ``contents``.
 
         Args:
             number: number of the snapshot, counted as :attr:`Memory.number`.
-            contents: contents of the snapshot in this place.
-            routed: tokens that each operator has received, int64 ``[operators]``.
+            contents: contents of the snapshot in the place of this record.
+            routed: tokens that each operator has processed so far, int64 ``[operators]``.
         """
         held = contents != Saved.OMITTED
         return Saves(
@@ -120,31 +123,34 @@ class Saves:
         )
 
     def as_learned(self, place: str) -> dict[str, np.ndarray]:
-        """Return all fields by name, with ``place`` at the end of each name."""
+        """Return all fields by name, with ``place`` appended to each name: empty, or :data:`AT_PEERS`."""
         return {f"full_at{place}": self.full_at, f"held{place}": self.held, f"saved{place}": self.saved}
 
     @staticmethod
     def of(learned: Mapping[str, Any], place: str) -> Saves:
-        """Return the record from the result of :meth:`as_learned`."""
+        """Return the record that :meth:`as_learned` has written with the same ``place``."""
         full_at, held, saved = (learned[name + place].copy() for name in ("full_at", "held", "saved"))
         return Saves(full_at, held, saved)
 
 
 AT_PEERS = "_at_peers"
-"""End of the names of what :class:`Memory` records about peers, in :meth:`Memory.as_learned`."""
+"""Suffix of the keys in :meth:`Memory.as_learned` that describe peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Record of a stage's token counts and saves, equal on all of its ranks. Every snapshot contains it."""
+    """Record of a stage's token counts and of what its snapshots hold. All ranks of the stage have an equal record.
+
+    Every snapshot contains this record.
+    """
 
     account: TokenAccount
     number: int
     """Number of the newest snapshot, counted from the snapshot of the job's first state, which has number 0."""
     own: Saves
-    """Saves in own snapshots, on every rank of the stage."""
+    """Record of the snapshots that ranks of the stage keep themselves."""
     at_peers: Saves
-    """Saves in the parts of snapshots that peers receive. Own snapshots hold at least these parts."""
+    """Record of the parts of these snapshots that peers receive."""
 
     def as_learned(self) -> dict[str, Any]:
         """Return all fields as plain data."""
@@ -155,14 +161,18 @@ class Memory:
 
     @staticmethod
     def of(learned: Mapping[str, Any]) -> Memory:
-        """Return the memory from the result of :meth:`as_learned`; snapshots of older programs say nothing of peers."""
+        """Return the record from the result of :meth:`as_learned`.
+
+        An older version of this program wrote nothing about peers. Peers then had the same parts as the ranks
+        themselves.
+        """
         account = TokenAccount(learned["routed"].copy(), learned["lost"].copy())
         own, place = Saves.of(learned, ""), AT_PEERS if f"held{AT_PEERS}" in learned else ""
         return Memory(account, number=learned["number"], own=own, at_peers=Saves.of(learned, place))
 
 
 class Selecting(Strategy):
-    """Strategy that saves selected experts in every snapshot. A failure sets each expert back to its newest version.
+    """Strategy that saves selected experts in every snapshot. A failure sets an expert back to its newest saved state.
 
     Args:
         table: the operators of the stage.
@@ -179,7 +189,7 @@ class Selecting(Strategy):
     counts = Ordering.HARD_COUNT
     sizes_are_iterations = False
     chains_gradients: ClassVar[bool] = False
-    """True if a snapshot holds only the gradients of experts that the previous snapshot already holds."""
+    """True if a snapshot holds only gradients for an expert that the previous snapshot holds."""
 
     def __init__(self, table: OperatorTable, interval: int, experts: int, most: int | None = None) -> None:
         super().__init__(table)
@@ -199,7 +209,7 @@ class Selecting(Strategy):
     def span(self) -> int:
         """Number of consecutive snapshots that together hold the full state of every expert.
 
-        It limits how long an expert with few tokens waits until it is saved.
+        So it is the longest time, in snapshots, for which an expert with few tokens is not saved.
         """
         return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts_at_peers))
 
@@ -209,7 +219,7 @@ class Selecting(Strategy):
         return self.experts
 
     def first(self, start: int, most: int) -> SelectedSchedule:
-        """Return the schedule whose first snapshots, with experts in turn, hold the job's whole first state."""
+        """Return the schedule whose first snapshots together hold the job's whole first state, with experts in turn."""
         self._begins = start - (self.span - 1) * self.interval
         rounds = self._first_rounds()
         return SelectedSchedule(self.table, self.interval, self.span, rounds, at_peers=rounds, start=self._begins)
@@ -230,7 +240,12 @@ class Selecting(Strategy):
         return Memory(account=TokenAccount.empty(operators), number=0, own=saves, at_peers=saves)
 
     def _contents(self, full: Chosen, gradients: Chosen | None = None) -> Contents:
-        """Return contents with the full state of some experts, the gradients of others, and all other operators."""
+        """Return contents with the full state of non-expert operators, and of experts as follows.
+
+        Args:
+            full: experts whose full state is saved.
+            gradients: those of the experts in ``full`` of which only gradients are saved; None for no expert.
+        """
         contents = np.where(self.table.is_expert & ~full, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
         if gradients is not None:
             contents[gradients] = Saved.GRADIENT
@@ -239,13 +254,20 @@ class Selecting(Strategy):
     # Restore points
 
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-        """Yield runs of at least :attr:`span` snapshots, so that runs of all stages begin at the same iteration."""
+        """Yield the restore points of the base class, each extended backwards to at least :attr:`span` snapshots.
+
+        Stages save different experts, so their shortest runs have different lengths. All stages must name the same
+        first iteration.
+        """
         for run in restore_points(held, until):
             first = max(self._begins, run.last - (self.span - 1) * self.interval)
             yield replace(run, first=min(run.first, first))
 
     def open_starts(self, held: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-        """Return all snapshots after the first one of the newest run: each may be the first of a later run."""
+        """Return the iterations of all snapshots after the first one of the newest restore point.
+
+        Each of these snapshots may become the first one of a later restore point.
+        """
         newest = next(self.restore_points(held), None)
         return (iteration for iteration in held if newest is None or iteration > newest.first)
 
@@ -253,10 +275,11 @@ class Selecting(Strategy):
 
     @abstractmethod
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
-        """Return the experts that the next snapshot, or the part of it for peers, holds.
+        """Return the experts that the next snapshot holds, or the experts in the part of it that peers receive.
 
         Args:
-            risk: tokens that each operator has received since it was last saved there, int64 ``[operators]``.
+            risk: tokens that each operator has processed since it was last saved in own snapshots, or since it was last
+                saved at peers, int64 ``[operators]``.
             due: experts that are chosen in any case, bool ``[operators]``.
             experts: mean number of chosen experts of each layer, ``due`` included.
         """
@@ -291,8 +314,8 @@ class Selecting(Strategy):
     def _next_contents(self, memory: Memory, number: int) -> tuple[Contents, Contents]:
         """Return the contents of snapshot ``number``, and of the part that peers receive (Algorithm 1, lines 18, 19).
 
-        Peers cannot receive what the snapshot lacks, so the snapshot holds their experts, and further ones. An expert
-        that peers need in full is full in the snapshot as well.
+        Peers can receive only what the snapshot holds. So the snapshot holds all experts chosen for peers, and as many
+        more as the rank can copy. If peers need the full state of an expert, the snapshot also has the full state.
         """
         routed, at_peers = memory.account.routed, memory.at_peers
         due = self.table.is_expert & (number - at_peers.full_at >= self.span)
@@ -310,7 +333,7 @@ class Selecting(Strategy):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore the snapshot's token account, and return the tokens whose updates the restored experts lack."""
+        """Restore the token counts of the restored snapshot, and return the tokens whose updates are lost."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
         account = then.account.rolled_back_to(np.where(self.table.is_expert, versions, then.account.kept))
@@ -329,9 +352,12 @@ class Selecting(Strategy):
     def schedules_after_rollback(
         self, schedules: Sequence[Schedule], iteration: int, history: int
     ) -> Sequence[Schedule]:
-        """Return the schedules up to ``iteration``, and a copy of the last one for later snapshots."""
-        # A state from disk may be older than all remembered schedules. Any schedule serves for its snapshots, because
-        # they record what they hold.
+        """Return the schedules that began up to ``iteration``, and a new one for the snapshots after it.
+
+        The new schedule is a copy of the last one with the number ``history``.
+        """
+        # A state from disk may be older than all remembered schedules. Then any schedule will do for the snapshots on
+        # disk, because snapshots record what they hold.
         before = [schedule for schedule in schedules if schedule.start <= iteration] or [
             schedules[0].starting_at(self._begins)
         ]
@@ -340,11 +366,11 @@ class Selecting(Strategy):
         return [*before, replace(last, start=iteration + self.interval, history=history)]
 
     def learned(self) -> Any:
-        """Return the memory, the number of experts in a snapshot and the first iteration as plain data."""
+        """Return as plain data: token counts, what snapshots hold, the mean number of experts, the first iteration."""
         return {**self._memory.as_learned(), "experts": self.experts, "begins": self._begins}
 
     def adopt(self, learned: Any) -> None:
-        """Take over what :meth:`learned` returned on another rank."""
+        """Take over the result of :meth:`learned` from another rank."""
         self._memory, self.experts, self._begins = Memory.of(learned), learned["experts"], learned["begins"]
 
 

@@ -1,7 +1,7 @@
 """MoEvement's schedule: full state of a slice of the operators in every iteration (section 3.2, Algorithm 1).
 
-Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators, and compute weights
-of operators in later slots (aligned windows) or of all others (rolling windows).
+Snapshot ``SS_t`` saves slot ``(t - start) mod W``. It holds full state of the slot's operators. It also holds compute
+weights: of the operators of later slots in aligned windows, and of all other operators in rolling windows.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class SparseSchedule(Schedule):
     def frozen(self, slot: int) -> tuple[str, ...]:
         """Return the operators that save compute weights in ``slot``, in order.
 
-        They are the operators of later slots in aligned windows, and all others in rolling windows.
+        They are the operators of later slots in aligned windows, and the operators of all other slots in rolling ones.
         """
         start = self.window.ends[slot - 1] if slot and self.window.kind is WindowKind.ROLLING else 0
         others = self.order[:start], self.order[self.window.ends[slot] :]
         return tuple(self.table.names[place] for part in others for place in part)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of each operator's state that a slot's snapshot holds; None if the slot is in the rest.
+        """Return the part of each operator's state that a slot's snapshot holds; None for an iteration of the rest.
 
         The snapshot holds full state of the slot's operators. In aligned windows it holds compute weights of operators
         of later slots; in rolling windows it holds compute weights of all other operators.
@@ -90,7 +90,7 @@ class SparseSchedule(Schedule):
 
     @property
     def mean_bytes(self) -> float:
-        """Mean bytes that an iteration saves, over a window and its rest, on the rank that saves the most."""
+        """Mean bytes that a rank saves in an iteration, over a window and its rest; of all ranks, the largest mean."""
         return float(self.window.slot_bytes.sum(axis=1).max()) / self.size
 
     def last_of_run(self, first: int) -> int:
@@ -110,21 +110,22 @@ class SparseSchedule(Schedule):
         return self.begins_anywhere or self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most snapshots that a rank keeps: two runs, one snapshot being copied, and the lag.
+        """Return the largest number of its own snapshots that a rank keeps.
 
-        One run is persisted, and the next one is being taken; with ``to_disk`` a third run is being written to disk.
-        Rolling windows need two runs only after a reorder or a lost snapshot. W new snapshots then have to form a run
-        while the W persisted ones are kept.
+        These are two recoverable runs, one snapshot that is being copied, and ``lag`` snapshots that peers do not have
+        yet. The first run is persisted, and the second is being captured. With ``to_disk`` a third run is being written
+        to disk. Rolling windows need a second run only after a reorder, or if a snapshot is missing. Then W new
+        snapshots form a run, and the rank keeps the persisted run until they are complete.
         """
         return (3 if to_disk else 2) * self.window.size + 1 + lag
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of snapshots that a rank keeps while nothing fails.
 
-        Aligned windows, and windows with a rest, need the number from :meth:`slots_kept`. Rolling windows without a
-        rest need the persisted run and the snapshots taken before all ranks know of a newer run. These are one that is
-        being captured (or waits for its gradients), one that is being reported, and those that lag. A run that is
-        written to disk is freed after the write.
+        With aligned windows, and with windows that have a rest, a rank keeps as many as :meth:`slots_kept` returns.
+        With rolling windows without a rest it keeps the persisted run, and the snapshots captured since then: one that
+        is being captured (or waits for its gradients), one that is being reported to all ranks, and ``lag`` more. With
+        ``to_disk`` it also keeps a run until that run is written.
         """
         if not self.begins_anywhere:
             return self.slots_kept(lag, to_disk=to_disk)
@@ -133,18 +134,21 @@ class SparseSchedule(Schedule):
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the most iterations that boundary logs hold.
 
-        Logs reach back one window further than kept snapshots, because the next window is late if a window is
-        abandoned.
+        Logs reach back one window further than the oldest kept snapshot. If ranks abandon a window, the next persisted
+        window comes one window later.
         """
         return (4 if to_disk else 3) * self.size + 2 + lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations that boundary logs hold without failures: all since the oldest snapshot."""
+        """Return the number of iterations that boundary logs hold while nothing fails.
+
+        These are all iterations since the oldest kept snapshot.
+        """
         windows = (2 if to_disk else 1) if self.begins_anywhere else (3 if to_disk else 2)
         return windows * self.size + (2 if self.begins_anywhere else 1) + lag
 
     def most_replayed(self, lag: int) -> int:
-        """Return the most iterations that a recovery replays after the first snapshot of the newest run at peers."""
+        """Return the most iterations that a recovery replays after the first snapshot of the newest persisted run."""
         return lag + (self.size if self.begins_anywhere else self.size + self.window.size - 1)
 
     def expected_rollback(self, lag: float) -> float:
@@ -155,12 +159,12 @@ class SparseSchedule(Schedule):
         return lag + self.window.size + (0.5 if self.begins_anywhere else 0.5 * self.size)
 
     def with_windows_of(self, other: Schedule) -> SparseSchedule:
-        """Return windows like those of ``other`` for the operators of this schedule."""
+        """Return the schedule ``other`` of another stage, but for the operators of this stage and in their order."""
         assert isinstance(other, SparseSchedule)
         return other.for_operators_of(self)
 
     def for_operators_of(self, other: SparseSchedule) -> SparseSchedule:
-        """Return this schedule, but for the operators of ``other`` and in their order."""
+        """Return this schedule, but with the operators of ``other`` and in the order of ``other``."""
         window = impose_window(other.table, other.order, self.window.size, self.window.kind)
         return SparseSchedule(other.table, other.order, window, start=self.start, rest=self.rest)
 

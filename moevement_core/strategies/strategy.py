@@ -1,8 +1,8 @@
-"""Interface of a checkpointing strategy to the engine and the binding.
+"""Interface through which the engine and the session use a checkpointing strategy.
 
-A strategy is pure: it receives counts, measurements and the contents of snapshots, and returns schedules and restore
-points. Every rank of a pipeline stage has an equal strategy and makes the same calls. So all ranks of the stage get the
-same answers without communication.
+A strategy is pure: it receives token counts, measurements and the contents of snapshots, and returns schedules and
+restore points. Every rank of a pipeline stage has an equal strategy and makes the same calls. So all ranks of the stage
+get the same answers without communication.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Measured:
 
     @property
     def copies(self) -> Budget:
-        """Budget of copies from device to host in an iteration, beside the boundary log.
+        """Budget for copying snapshots from device to host in an iteration.
 
-        The boundary log takes its bytes first, but leaves at least :data:`LEAST_COPIED` of the bandwidth.
+        The boundary log uses the same bandwidth and comes first. At least the share :data:`LEAST_COPIED` of the
+        bandwidth is left for snapshots.
         """
         logged_bytes = min(self.logged_bytes, (1 - LEAST_COPIED) * self.d2h_bytes_per_s * self.iteration_s)
         return Budget(self.iteration_s, self.d2h_bytes_per_s, replicas=0, reserved_d2h_bytes=logged_bytes)
@@ -81,7 +82,7 @@ class Proposal:
     is_change: bool
     """True if the preferred schedule differs from the schedule in force."""
     reorders: bool = False
-    """True if the preferred schedule saves operators in another order."""
+    """True if the preferred schedule saves operators in another order than the schedule in force."""
     why: str = ""
     """Log line with the chosen recovery method and the measurements that decided; empty if there was no choice."""
 
@@ -99,9 +100,12 @@ class Strategy(ABC):
     only_to_disk: ClassVar[bool] = False
     """True if restore points are on disk only, and peers receive no copies."""
     loses_updates: ClassVar[bool] = False
-    """True if a recovery may leave operators at older versions; snapshots then also hold :meth:`learned`."""
+    """True if a recovery may restore some operators to older iterations than others, and so lose updates.
+
+    Every snapshot then also contains the result of :meth:`learned`.
+    """
     is_tuned: ClassVar[bool] = False
-    """True if the window size follows repeated measurements; False if it is chosen once."""
+    """True if measurements may change the window size again and again; False if it is chosen once."""
     sizes_are_iterations: ClassVar[bool] = True
     """True if :meth:`wanted_sizes` returns iterations, which ranks limit to ``MOST_PERIOD``."""
     paces_copies: ClassVar[bool] = False
@@ -112,7 +116,7 @@ class Strategy(ABC):
     def __init__(self, table: OperatorTable) -> None:
         self.table = table
         self.settled = True
-        """True if the window size no longer follows measurements."""
+        """True if measurements no longer change the window size."""
 
     @abstractmethod
     def first(self, start: int, most: int) -> Schedule:
@@ -120,7 +124,7 @@ class Strategy(ABC):
 
         Args:
             start: iteration whose state the job begins from; the snapshots up to ``SS_start`` together hold it.
-            most: most slots of a window, which is the number of operators of the largest stage.
+            most: largest possible number of slots in a window: the number of operators of the largest stage.
         """
 
     def first_without(self, start: int, most: int) -> Schedule | None:
@@ -153,16 +157,16 @@ class Strategy(ABC):
         """
 
     def boosted_experts(self) -> Collection[str]:
-        """Return the experts that get extra capacity in the next iteration."""
+        """Return the experts that get extra capacity in the next iteration (``--moevement-capacity-boost``)."""
         return ()
 
     @property
     def tokens_owed(self) -> int:
-        """Lost tokens for which extra capacity has not made up yet, over all experts of the stage."""
+        """Lost tokens of all experts of the stage, less the tokens that extra capacity admitted since then."""
         return 0
 
     def observe_extra_tokens(self, tokens: Scores) -> None:  # noqa: B027
-        """Subtract the tokens that only extra capacity admitted from :attr:`tokens_owed`.
+        """Subtract the tokens that experts accepted only because of extra capacity from :attr:`tokens_owed`.
 
         Args:
             tokens: tokens since the last call, summed over all ranks of the stage, float64 ``[operators]``.
@@ -190,7 +194,10 @@ class Strategy(ABC):
         return Proposal([now], is_change=False)
 
     def reason_prefix(self, schedule: Schedule) -> str:
-        """Return the beginning of :attr:`Proposal.why` for proposals of ``schedule``; empty if there is no choice."""
+        """Return the text with which :attr:`Proposal.why` begins if ``schedule`` is proposed.
+
+        The text is empty for a strategy that has no choice between recovery methods.
+        """
         return ""
 
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
@@ -201,13 +208,13 @@ class Strategy(ABC):
         return None
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore the learned state from the time when the snapshots of ``run`` were taken, and count the lost tokens.
+        """Set this strategy back to the last snapshot of ``run``, and count the tokens whose updates are lost.
 
-        The session calls it only if :attr:`loses_updates` is true.
+        The session calls this method after a recovery, and only if :attr:`loses_updates` is true.
 
         Args:
-            run: restored run of the stage; versions of some operators may be older than others.
-            learned: results of :meth:`learned` from the times when these snapshots were taken, by iteration.
+            run: run of snapshots that the stage has restored. Some of its operators may be older than others.
+            learned: results of :meth:`learned` that these snapshots contain, by iteration.
             tokens_of_run: tokens that each layer routes in the whole run (:attr:`Counts.tokens_of_run`).
 
         Returns:
@@ -228,8 +235,11 @@ class Strategy(ABC):
         return schedules
 
     def learned(self) -> Any:
-        """Return the learned state, as plain data, for ranks that join the stage."""
+        """Return what this strategy has learned from counts and measurements, as plain data.
+
+        A rank that joins the stage passes it to :meth:`adopt`.
+        """
         return None
 
     def adopt(self, learned: Any) -> None:  # noqa: B027
-        """Take over the learned state of another rank of the stage, in the form of :meth:`learned`."""
+        """Take over the result of :meth:`learned` from another rank of the stage."""

@@ -1,4 +1,7 @@
-"""Common part of the schedules of MoC-System and MoEtion. A snapshot may leave out experts that older ones hold."""
+"""Common part of the schedules of MoC-System and MoEtion, whose snapshots may leave out experts.
+
+A recovery restores an expert that a snapshot leaves out from an older snapshot.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
 from moevement_core.snapshot.agreement import HORIZON
 
 MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
-"""Longest time in which the full state of every operator must be saved once, in iterations.
+"""Largest number of iterations in which a job may save the full state of every operator once.
 
-Ranks agree only on runs that began at most :data:`HORIZON` iterations ago. A run after a gap may be twice as long.
+Ranks can agree only on runs that began at most :data:`HORIZON` iterations ago. If a snapshot is missing, a run may be
+twice as long as usual.
 """
 
 
@@ -26,11 +30,14 @@ class VersionSchedule(Schedule):
 
     @property
     def reach(self) -> int:
-        """Number of iterations in which the first snapshots of a job save every operator."""
+        """Number of iterations that the first snapshots of a job take to save every operator once."""
         return self.snapshots * self.interval
 
     def next_boundary(self, iteration: int) -> int:
-        """Return the iteration of the first snapshot, at ``iteration`` or later, whose experts can still be chosen."""
+        """Return the iteration of the first snapshot at ``iteration`` or later.
+
+        A new schedule with other experts may begin there, because every snapshot has its own choice of experts.
+        """
         return max(self.start, iteration + (self.start - iteration) % self.interval)
 
     def last_of_run(self, first: int) -> int:
@@ -38,27 +45,33 @@ class VersionSchedule(Schedule):
         return first + (self.snapshots - 1) * self.interval
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Return True if ``SS_iteration`` is captured, because any snapshot may begin a run."""
+        """Return True if ``SS_iteration`` is captured; any captured snapshot may begin a recoverable run."""
         return (iteration - self.start) % self.interval == 0
 
     def decided_at(self, iteration: int) -> int:
-        """Return the iteration of the newest snapshot. Tokens counted until then decide the next experts."""
+        """Return the iteration of the newest snapshot up to ``iteration``.
+
+        Tokens counted until that snapshot decide which experts the next snapshot holds.
+        """
         return iteration - (iteration - self.start) % self.interval
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the most snapshots that a rank keeps: after a gap, a new run is kept beside the usual snapshots."""
+        """Return the largest number of its own snapshots that a rank keeps.
+
+        If a snapshot is missing, a rank keeps a new run of snapshots in addition to those of :meth:`slots_at_first`.
+        """
         return self.snapshots + self.slots_at_first(lag, to_disk=to_disk)
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of snapshots that a rank keeps while nothing fails.
 
-        These are the persisted run, the snapshots taken before all ranks know of a newer run, and a run that is being
-        written to disk.
+        These are the persisted run, the snapshots captured until all ranks know that a newer run is persisted, and with
+        ``to_disk`` one more run that is being written to disk.
         """
         return self.snapshots * (1 + to_disk) + -(-(2 + lag) // self.interval)
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations that boundary logs hold, back to the newest persisted snapshot."""
+        """Return the most iterations that boundary logs hold; they reach back to the newest persisted snapshot."""
         return 2 * self.interval + lag + 1
 
     def replayed_after(self, run: tuple[int, int]) -> int:
@@ -74,5 +87,8 @@ class VersionSchedule(Schedule):
         return lag + self.interval / 2 + 1
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """Return no operators, because a recovery that lost updates rebuilds no state that had a digest."""
+        """Return no operators, because digests of whole operators would check nothing.
+
+        A recovery that loses updates does not restore the state from which these digests would be computed.
+        """
         return ()
