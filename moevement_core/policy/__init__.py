@@ -1,4 +1,4 @@
 """Decisions on which state each snapshot holds: window, order of operators, schedule and reordering.
 
-The code here works on plain data alone, and live runs and the simulator use the same functions.
+The functions take and return plain data only. Live runs and the simulator call the same functions.
 """

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 PLT_LIMIT = 0.0375
-"""Largest share of lost tokens that did no harm in the paper (section 3.1.2)."""
+"""Default limit: the largest share of lost tokens that did not lower accuracy in the paper (section 3.1.2)."""
 FIRST_SHARE = 8
 """Divisor of E, the number of experts. The quotient is the first K, unless the user configures K."""
 
@@ -20,7 +20,7 @@ class DynamicK:
     most: int
     """E, the number of experts, which K never exceeds."""
     limit: float
-    """Share of the run's tokens that may be lost before K is E; 1 keeps K constant."""
+    """Share of the run's tokens. When more are lost, K becomes E; with 1, K never changes."""
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
@@ -39,11 +39,11 @@ class DynamicK:
         return experts
 
     def _share_of_limit(self, experts: int) -> float:
-        """Return the share of tokens that may be lost at this K.
+        """Return the share of tokens that may be lost before K doubles, if K is ``experts``.
 
         The limit is divided into as many equal parts as there are doublings from the first K to E. Each doubling allows
-        one more part. MoC-System doubles K when the lost share exceeds "its limit", without a rule for each K. With
-        equal parts, the losses stay within the limit as long as no single failure costs more than one part.
+        one more part. The paper says only that K doubles when the lost share exceeds "its limit". With equal parts, the
+        losses stay within the limit as long as no single failure costs more than one part.
         """
         steps = max(1, math.ceil(math.log2(self.most / self.first)))
         done = round(math.log2(experts / self.first))

@@ -1,8 +1,9 @@
-"""Peak of the bytes that a rank's snapshots take. All functions are pure.
+"""Largest number of bytes that a rank's snapshots take in host memory. All functions are pure.
 
 A rank holds a fixed number of consecutive snapshots. Windows repeat, so the bytes of these snapshots repeat too. The
-oldest held snapshots are a persisted recoverable run. When a newer full state supersedes a part of a snapshot in that
-run, the rank frees this part at once. It frees the rest of the snapshot later.
+oldest held snapshots are a persisted recoverable run. A snapshot of this run may hold gradients of an operator whose
+full state is in a later snapshot of the run. No recovery needs these gradients, so the rank frees them at once. It
+frees the rest of the snapshot later.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import numpy.typing as npt
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 
 Kept = npt.NDArray[np.int64]
-"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``. Column ``step`` excludes the parts that the next
-``step`` slots supersede, because these are freed. With a single column no part is ever freed."""
+"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``. Column ``step`` has the bytes that are left after a
+rank has freed the gradients that the next ``step`` snapshots make useless. A single column: nothing is freed early."""
 
 
 def most_held(kept: Kept, count: int) -> int:
     """Return the most bytes that ``count`` consecutive snapshots hold.
 
-    The result is the maximum over all positions of a window at which these snapshots may begin.
+    The first of these snapshots may have any position in a window; the result is the maximum over the positions.
 
     Args:
         kept: bytes of each snapshot of a window.
-        count: number of held snapshots. The oldest of them, as many as a window has, are the persisted run.
+        count: number of snapshots that a rank holds. The oldest ones are the persisted run, which has as many snapshots
+            as a window.
     """
     snapshots, steps = kept.shape
     places = np.arange(count)
@@ -37,7 +39,7 @@ def most_held(kept: Kept, count: int) -> int:
 def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
     """Return the bytes of each snapshot of a window on one rank of the schedule's table.
 
-    The bytes do not include boundary records, or the rounding of sizes to whole pages.
+    The bytes are those of operators only, without boundary records, and are not rounded up to whole pages.
     """
     slots, table = schedule.slots(), schedule.table
     compute, full, gradient = table.compute[rank], table.full[rank], table.gradient[rank]
@@ -58,13 +60,10 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return, for each slot, after how many slots each operator's full state is saved again, int64 ``[operators]``.
+    """Return for each slot how many slots later each operator's full state is saved, int64 ``[operators]`` by slot.
 
-    The number is at most the length of a window. One pass over the slots replaces many calls of
+    The number is at most the length of a window. This function goes over the slots once, which is faster than calls of
     :meth:`Schedule.superseded`.
-
-    Returns:
-        Array over operators, by slot.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]
@@ -79,11 +78,16 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
-    """Return the gradients in ``held`` that no recovery needs, if every restore point ends with ``SS_last`` or later.
+    """Return the gradients that no recovery needs any more.
+
+    Args:
+        held: contents of each snapshot that a rank holds, by iteration.
+        last: iteration of the last snapshot of the persisted run. Every later recovery restores this state or a newer
+            one. So if a snapshot up to it has an operator's full state, the operator's earlier gradients are unneeded.
 
     Returns:
-        Mask of the operators whose gradients are unneeded, because a newer snapshot has their full state, bool
-        ``[operators]``, by iteration. Iterations without such operators are left out.
+        Mask of the operators whose gradients are unneeded, bool ``[operators]``, by iteration of the snapshot with the
+        gradients. Snapshots without such operators are left out.
     """
     unneeded = {}
     newer: npt.NDArray[np.bool_] | None = None

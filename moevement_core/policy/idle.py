@@ -10,16 +10,16 @@ from dataclasses import dataclass
 SLOTS = 100
 """Number of equal parts into which an iteration is divided."""
 BUSY_SHARE = 0.1
-"""Share of the highest rate of all samples. A sample above this share counts as communication of training."""
+"""Share of the highest rate of all samples. Training communicates in a sample whose rate is above this share."""
 OFTEN = 0.25
-"""Share of the observed iterations. A part in which training communicates in more of them counts as busy."""
+"""Share of the observed iterations. A part of the iteration is busy if training communicates in it more often."""
 FILLED = 0.8
 """Share of an idle span that copies may fill. The rest is a reserve, because iterations differ in length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Network traffic in a short period of an iteration."""
+    """Bytes that the network carried in a short period of an iteration."""
 
     offset_s: float
     """Seconds from the beginning of the iteration to the end of the period."""
@@ -29,11 +29,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class IdleSpans:
-    """Idle spans of an iteration; by default the whole iteration is idle."""
+    """Idle spans of an iteration. If nothing is known of the traffic, the whole iteration counts as idle."""
 
     iteration_s: float = math.inf
     spans: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
-    """Beginnings and ends in seconds from the beginning of the iteration, ascending."""
+    """Beginning and end of each idle span, in seconds from the beginning of the iteration, in ascending order."""
 
     @property
     def idle_s(self) -> float:
@@ -41,7 +41,11 @@ class IdleSpans:
         return sum(end - begin for begin, end in self.spans)
 
     def wait_s(self, offset_s: float) -> float:
-        """Return the seconds until a copy may be sent; 0 in an idle span and after the end of the iteration."""
+        """Return the seconds until a copy may be sent; 0 in an idle span and after the end of the iteration.
+
+        Args:
+            offset_s: present time, in seconds from the beginning of the iteration.
+        """
         if offset_s >= self.iteration_s:
             return 0.0
         return next(
@@ -49,9 +53,13 @@ class IdleSpans:
         )
 
     def left_s(self, offset_s: float) -> float:
-        """Return the seconds that copies may still fill in the idle span that contains ``offset_s``.
+        """Return the seconds for which copies may still be sent in the present idle span.
 
-        The result is infinite if ``offset_s`` is in no idle span.
+        The result is infinite outside idle spans. A sender asks only where :meth:`wait_s` is 0, so it gets an infinite
+        result only after the usual end of the iteration.
+
+        Args:
+            offset_s: present time, in seconds from the beginning of the iteration.
         """
         return next((FILLED * (end - offset_s) for begin, end in self.spans if begin <= offset_s < end), math.inf)
 
@@ -60,7 +68,8 @@ def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpan
     """Return the spans of an iteration in which training leaves the network idle.
 
     Args:
-        iterations: length in seconds and samples of some iterations without saving.
+        iterations: for each observed iteration, its length in seconds and the samples of its traffic. Ranks must not
+            save in these iterations.
     """
     samples = [sample for _, group in iterations for sample in group if sample.length_s > 0]
     if not samples:

@@ -1,4 +1,4 @@
-"""Interval between dense checkpoints: training hides each checkpoint, or the cost of checkpoints stays below a cap."""
+"""Interval between dense checkpoints: long enough for a checkpoint to end, and for a cost below a cap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Choice of experts for checkpoints that leave some out (MoC-System, section 3.2), and count of the lost tokens.
+"""Choice of experts for checkpoints that leave experts out (MoC-System, section 3.2), and count of the lost tokens.
 
-Checkpoints save the experts of a layer in a fixed order that repeats. The order has one expert of every expert-parallel
-rank before a second expert of any rank. It begins at a different expert in each layer. So ranks save about equal bytes
-in every checkpoint.
+Checkpoints save the experts of a layer in a fixed order that repeats. In this order, one expert of every
+expert-parallel rank comes before a second expert of any rank. Each layer begins with another expert. So ranks save
+about equal bytes in every checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def turns(table: OperatorTable) -> dict[int, list[int]]:
         table: operators of a stage, with a row of bytes for each of its ranks.
 
     Returns:
-        Positions in the table, by layer. The first position is saved in the first checkpoint.
+        Positions of the experts in the table, by layer. The first K of each list are in the first checkpoint.
     """
     layers: dict[int, list[int]] = {}
     for number, layer in enumerate(sorted({int(layer) for layer in table.layers[table.is_expert]})):
@@ -50,7 +50,16 @@ def most_experts(table: OperatorTable) -> int:
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
-    """Return the experts in checkpoint number ``turn``: in each layer, the K after those of the previous one."""
+    """Return the experts in checkpoint number ``turn``: of each layer, the K that come next in turn.
+
+    Args:
+        order: experts of each layer, from :func:`turns`.
+        experts: K, number of experts of each layer in a checkpoint.
+        turn: number of the checkpoint, counted from 0.
+
+    Returns:
+        Positions of the experts in the table.
+    """
     return [
         experts_of_layer[(turn * experts + place) % len(experts_of_layer)]
         for experts_of_layer in order.values()
@@ -71,7 +80,7 @@ def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int
         count: number of experts of each layer that are written.
 
     Returns:
-        Positions in the table, for each checkpoint.
+        Positions of the written experts in the table, for each checkpoint.
     """
     written: dict[int, int] = {}
     turns = []
@@ -92,7 +101,10 @@ class LostTokens:
     by_expert: Mapping[str, int] = field(default_factory=dict)
     """Number of routed tokens whose updates were lost, by operator; operators without losses are left out."""
     shares: Mapping[int, float] = field(default_factory=dict)
-    """Lost tokens of this recovery and all earlier ones, as a share of all tokens so far, by layer with experts."""
+    """Lost tokens of this recovery and all earlier ones, as a share of the tokens processed so far.
+
+    The keys are layers with experts, as in :attr:`shares_of_run`.
+    """
     shares_of_run: Mapping[int, float] = field(default_factory=dict)
     """Lost tokens of this recovery and all earlier ones, as a share of the tokens of the whole run, by layer."""
 
@@ -116,7 +128,7 @@ class LostTokens:
 
     @property
     def proportion_so_far(self) -> float:
-        """Lost share of all tokens so far, as a mean over layers with experts."""
+        """Lost share of the tokens processed so far, as a mean over layers with experts."""
         return _mean(self.shares)
 
 
@@ -140,16 +152,17 @@ class TokenAccount:
 
     @property
     def kept(self) -> Tokens:
-        """Tokens whose updates are in the state."""
+        """Tokens of each expert whose updates its present state contains."""
         return self.routed - self.lost
 
     def rolled_back_to(self, versions: Tokens) -> TokenAccount:
-        """Return the account after a recovery to the iteration of this account, with older versions of some experts.
+        """Return the account after a recovery that goes back to the iteration of this account.
 
-        Tokens that an earlier recovery lost are not counted as lost twice.
+        The recovery restores some experts from older snapshots. Tokens that an earlier recovery lost are not counted as
+        lost twice.
 
         Args:
-            versions: tokens whose updates are in the restored version of each operator.
+            versions: tokens whose updates the restored state of each operator contains.
         """
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
@@ -160,7 +173,7 @@ class TokenAccount:
             before: account before the recovery.
             table: operators of the stage.
             tokens_of_run: tokens that each layer routes in the whole run, counting a token once for each of its
-                experts. None: the length of the run is unknown, and its tokens so far stand for all.
+                experts. None if the length of the run is unknown; then the tokens processed so far take its place.
         """
         lost = self.lost - before.lost
         by_expert = {name: int(count) for name, count in zip(table.names, lost.tolist(), strict=True) if count}
@@ -178,10 +191,10 @@ def _mean(shares: Mapping[int, float]) -> float:
 
 
 def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:
-    """Return the tokens whose updates are in each operator's version.
+    """Return the tokens whose updates the restored state of each operator contains.
 
     Args:
-        versions: iteration of each operator's version.
+        versions: iteration to which each operator is restored.
         learned: ``routed`` and ``lost`` tokens that the strategy had counted, by iteration. None for a snapshot that
             another strategy captured, before this strategy began to count.
     """

@@ -1,9 +1,9 @@
 """Popularity of experts, and the order of operators that follows from it (MoEvement section 3.5, appendices B and E).
 
-An operator that is saved late in a window stays frozen long in a replay. A frozen operator needs no weight gradient
-and no optimizer step, so a late position saves the most work for popular experts. Experts with more tokens therefore
-come later. After all experts come the operators that process every token: gates, non-experts, embedding and head.
-Operators with equal scores keep the order of the table.
+An operator that is saved late in a window stays frozen for most of a replay. A frozen operator needs no weight gradient
+and no optimizer step. This saves the more work, the more tokens an expert processes. So experts with more tokens come
+later. After all experts come the operators that process every token: gates, non-experts, embedding and head. Operators
+with equal scores keep the order of the table.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Ordering(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
-    """Configuration of the popularity measure."""
+    """Rule for the order of operators, with its parameter."""
 
     ordering: Ordering = Ordering.HARD_COUNT
     alpha: float = 0.9
-    """Weight of the past in the moving average, at least 0 and below 1; only for ``decayed``."""
+    """Weight of earlier iterations in the moving average, at least 0 and below 1; only for ``decayed``."""
 
     def __post_init__(self) -> None:
         if self.ordering not in tuple(Ordering):
@@ -61,7 +61,7 @@ class Popularity:
     Args:
         table: operators; only experts are counted.
         config: rule of the order.
-        capacity: most tokens of each operator in a batch, float64 ``[operators]``. None unless the rule is
+        capacity: most tokens of a batch that each operator accepts, float64 ``[operators]``. None unless the rule is
             :attr:`Ordering.CAPACITY`.
     """
 
@@ -117,7 +117,8 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
     Args:
         table: operators.
         scores: popularity, float64 ``[operators]``; scores of operators that are no experts are ignored.
-        ordering: rule of the order. Only ``back-to-front`` makes a difference here; the scores follow from the others.
+        ordering: rule of the order. With ``back-to-front`` the scores do not matter. All other rules differ only in how
+            the scores were counted, so this function treats them alike.
 
     Returns:
         Positions in the table, in the order of saving. Equal input gives equal results on every machine.

@@ -76,7 +76,11 @@ class RecoverableRun:
 
 @dataclass(frozen=True, eq=False)
 class NewestStateRun(RecoverableRun):
-    """Snapshots ``first`` to ``last`` that restore a state without replay, from each operator's newest full state."""
+    """Snapshots ``first`` to ``last`` that restore a state without replay.
+
+    A recovery loads each operator's newest full state. Subclasses say what it does with operators whose full state is
+    older than the restored iteration.
+    """
 
     reaches: int
     """c, the iteration whose state the run restores."""
@@ -113,9 +117,9 @@ def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None
 
 
 def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the first iteration of every run that is recoverable or may become so with later snapshots, newest first.
+    """Yield the first iteration of every run that is recoverable or that later snapshots may complete, newest first.
 
-    The newest of ``snapshots`` must be the last one captured, because no run crosses a gap.
+    The newest of ``snapshots`` must be the last snapshot captured, because no run crosses a gap.
     """
     for iteration, covered, _ in _backwards(snapshots, beyond=True):
         if covered.all():
@@ -127,8 +131,9 @@ def _backwards(
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
     """Go through snapshots from the newest to the oldest, and yield the iteration and two arrays for each one.
 
-    The first array is a mask of the operators whose conditions hold for a run that begins with this snapshot. The
-    second array has the iteration of the oldest snapshot so far with the operator's full state; -1 without one.
+    The first array is a mask of the operators that meet both conditions of a recoverable run, for a run that begins
+    with this snapshot. The second array has, for each operator, the iteration of the oldest snapshot visited so far
+    that holds its full state; -1 if none does.
 
     Args:
         snapshots: contents of each snapshot, by iteration.

@@ -51,7 +51,7 @@ def redo_runs(
 def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
     """Yield the first iteration of every run that is complete or that later snapshots may complete, newest first.
 
-    The newest of ``snapshots`` must be the last one captured.
+    The newest of ``snapshots`` must be the last snapshot captured, because no run crosses a gap.
     """
     expected = max(snapshots, default=0)
     for iteration in sorted(snapshots, reverse=True):
@@ -66,10 +66,10 @@ def _has_gradients(saved: Contents) -> bool:
 
 
 def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDArray[np.int64] | None:
-    """Return the iteration of the full state from which each operator reaches ``state@last`` by updates.
+    """Return for each operator the iteration of the full state from which logged gradients lead to ``state@last``.
 
     Returns:
-        int64 ``[operators]``; None if an operator lacks a full state, or gradients after it.
+        int64 ``[operators]``; None if an operator has no such full state, or a gradient after it is missing.
     """
     operators = len(snapshots[last])
     full_at = np.full(operators, -1, dtype=np.int64)

@@ -14,7 +14,7 @@ from moevement_core.policy.popularity import Scores, checked
 
 @dataclass(frozen=True, slots=True)
 class ReorderThresholds:
-    """Thresholds of the change that triggers a new order."""
+    """Thresholds: how much popularity must change before operators get a new order."""
 
     share_change: float = 0.10
     """Relative change of an expert's activation share. The expert counts as changed if its share changes by more."""

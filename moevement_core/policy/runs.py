@@ -13,9 +13,9 @@ from moevement_core.policy.versions import leaves_out, open_version_starts, vers
 
 
 def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Yield every run of snapshots that restores a state by replay, by redo or from versions of different age.
+    """Yield every run of snapshots that restores a state: by replay, by redo, or with some operators left older.
 
-    The run that begins last comes first.
+    The run with the newest first snapshot comes first.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.

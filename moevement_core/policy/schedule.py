@@ -31,7 +31,8 @@ class Saved(IntEnum):
     GRADIENT = 3
     """Gradients of the update that led to this iteration's state."""
     OMITTED = 4
-    """Nothing, but a recovery may restore the newest older version. The updates after that version are then lost."""
+    """Nothing, but a recovery may restore the operator from the newest older snapshot that has it. The operator's later
+    updates are then lost."""
 
 
 Contents = npt.NDArray[np.int8]
@@ -40,8 +41,8 @@ Contents = npt.NDArray[np.int8]
 LAG_ALLOWANCE = 2
 """Iterations by which copies at peers may lag before a window is abandoned. Ranks allocate memory for this lag."""
 LATE_AT_PEERS = 1
-"""Iterations for which peers keep a snapshot too long. Peers allocate memory for these iterations. A quiet iteration
-causes this delay: in it, ranks agree later on the snapshots that may be freed."""
+"""Number of iterations by which peers may free a snapshot late. Peers allocate memory for this delay. Its cause is a
+quiet iteration, in which ranks agree later than usual on the snapshots that may be freed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Number of iterations for which a job captures snapshots when it begins, all from the same state."""
+        """Number of iterations whose snapshots a job captures at its start, all of them from its first state."""
         return self.size
 
     @property
@@ -93,13 +94,19 @@ class Schedule(ABC):
         """Return the content of the snapshots of ``slot`` for each operator; None if the slot has no snapshot."""
 
     supersedes: ClassVar[bool] = False
-    """True if parts of a snapshot become useless before the whole snapshot does."""
+    """True if ranks may free parts of a snapshot before the rest; see :meth:`superseded`."""
 
     def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the operators whose part of a snapshot of ``slot`` the next ``later`` slots supersede.
+        """Return the operators whose gradients in a snapshot are useless once later snapshots are persisted.
 
-        The mask is bool ``[operators]``. An operator's gradients are superseded once a later snapshot with its full
-        state is persisted.
+        No recovery needs an operator's gradients if a later persisted snapshot has the operator's full state.
+
+        Args:
+            slot: slot of the snapshot with the gradients.
+            later: number of snapshots after it that are persisted.
+
+        Returns:
+            Mask of these operators, bool ``[operators]``.
         """
         contents = self.contents_of_slot(slot)
         assert contents is not None
@@ -117,12 +124,15 @@ class Schedule(ABC):
 
     @property
     def durable_slots(self) -> int:
-        """Number of own snapshots that a rank keeps because the files of the newest run on disk lack operators."""
+        """Number of its own snapshots that a rank keeps because the newest window on disk leaves out operators."""
         return 0
 
     @abstractmethod
     def last_of_run(self, first: int) -> int:
-        """Return the last iteration of the recoverable run from ``SS_first`` on, if no schedule begins in between."""
+        """Return the last iteration of the recoverable run that begins with ``SS_first``.
+
+        The result holds only if this schedule stays in force up to that iteration.
+        """
 
     @abstractmethod
     def may_begin_at(self, iteration: int) -> bool:
@@ -130,17 +140,17 @@ class Schedule(ABC):
 
     @abstractmethod
     def slots_kept(self, lag: int, *, to_disk: bool) -> int:
-        """Return the largest number of own snapshots that a rank keeps.
+        """Return the largest number of its own snapshots that a rank keeps.
 
         Args:
-            lag: iterations by which replication may trail.
+            lag: iterations by which copies at peers may lag.
             to_disk: True if a rank also keeps a recoverable run that is being written to disk.
         """
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of own snapshots that a rank keeps as long as nothing fails.
+        """Return the number of its own snapshots that a rank keeps as long as nothing fails.
 
-        Memory for further snapshots is allocated on demand.
+        A rank allocates memory for more snapshots only when it needs them.
         """
         return self.slots_kept(lag, to_disk=to_disk)
 
@@ -148,15 +158,15 @@ class Schedule(ABC):
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
         """Return the largest number of iterations for which boundary logs and boundary records are kept.
 
-        They reach back to the oldest kept snapshot, because no recovery begins before it.
+        Logs and records reach back to the oldest kept snapshot, because no recovery begins before that snapshot.
         """
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Return the number of iterations for which logs and records are kept as long as nothing fails."""
+        """Return the number of iterations for which boundary logs and records are kept as long as nothing fails."""
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """Return the last iteration that a recovery restores without executing it again.
+        """Return the last iteration that a recovery does not execute again; it replays from the next one on.
 
         Args:
             run: first and last snapshot of the recoverable run that the recovery loads.
@@ -189,22 +199,23 @@ class Schedule(ABC):
         """Return the same schedule, but with ``start`` as its first iteration."""
 
     def digested_once_a_window(self, iteration: int) -> Sequence[str]:
-        """Return the operators whose whole state gets a digest in ``SS_iteration``, if each gets one in every window.
+        """Return the operators whose whole state gets a digest in ``SS_iteration``.
 
-        By default, the last snapshot of a window has the digests of all operators, because a replay of the window has
-        restored all operators by then.
+        The caller asks only if the user wants one digest of each operator in a window. By default the last snapshot of
+        a window has all these digests, because a replay of the window has restored all operators by then.
         """
         return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
 
     def slot(self, iteration: int) -> int:
-        """Return the slot that ``SS_iteration`` saves.
+        """Return the slot of ``SS_iteration``: the number of its iteration within the window, counted from 0.
 
         Raises:
             ScheduleError: the schedule begins after ``iteration``.
         """
         if iteration < self.start:
             raise ScheduleError(
-                f"iteration {iteration} is before iteration {self.start}, where this schedule begins; use an older one"
+                f"iteration {iteration} is before iteration {self.start}, where this schedule begins; use an older "
+                "schedule"
             )
         return (iteration - self.start) % self.size
 
@@ -213,7 +224,7 @@ class Schedule(ABC):
         return iteration - self.slot(iteration)
 
     def decided_at(self, iteration: int) -> int:
-        """Return the last iteration up to ``iteration`` at which ranks decide the content of later snapshots."""
+        """Return the newest iteration, ``iteration`` or earlier, at which ranks decide what later snapshots hold."""
         return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:

@@ -11,7 +11,7 @@ Shares = npt.NDArray[np.float64]
 
 
 def shares_of(counts: npt.ArrayLike) -> Shares:
-    """Convert token counts ``[..., experts]`` to shares ``[..., experts]``; all shares are zero if all counts are.
+    """Convert token counts ``[..., experts]`` to shares of their sum, ``[..., experts]``; shares of a sum of 0 are 0.
 
     Raises:
         PopularityError: counts are NaN, infinite or negative, or there is no expert.
@@ -27,15 +27,15 @@ def shares_of(counts: npt.ArrayLike) -> Shares:
 
 
 def herfindahl(counts: npt.ArrayLike) -> Shares:
-    """Return the Herfindahl-Hirschman index of counts ``[..., experts]``.
+    """Return the Herfindahl-Hirschman index of token counts ``[..., experts]``, as an array ``[...]``.
 
-    The index is the sum of squared shares, ``[...]``.
+    The index is the sum of the squared shares of the experts.
     """
     return (shares_of(counts) ** 2).sum(axis=-1)
 
 
 def skewness(counts: npt.ArrayLike) -> Shares:
-    """Return the normalised skewness S of counts ``[..., experts]``, as an array ``[...]``.
+    """Return the normalised skewness S of token counts ``[..., experts]``, as an array ``[...]``.
 
     S is 0 if all experts have equal counts, and 1 if one expert has all tokens.
 
@@ -49,10 +49,10 @@ def skewness(counts: npt.ArrayLike) -> Shares:
 
 
 def dirichlet_alpha(wanted: float, experts: int) -> float:
-    """Return the parameter of the symmetric Dirichlet distribution whose expected S is ``wanted``.
+    """Return the parameter a of the symmetric Dirichlet distribution whose mean skewness S is ``wanted``.
 
-    The appendix gives E[HHI] = (a + 1) / (a E + 1), hence E[S] = 1 / (a E + 1). The result is infinite for S = 0 and
-    zero for S = 1.
+    For n experts, appendix D gives (a + 1) / (a n + 1) as the mean of the Herfindahl-Hirschman index. So the mean of S
+    is 1 / (a n + 1). The result is infinite if ``wanted`` is 0, and zero if ``wanted`` is 1.
     """
     _at_least_two(experts)
     if not 0.0 <= wanted <= 1.0:

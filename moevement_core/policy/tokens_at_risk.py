@@ -15,12 +15,13 @@ Chosen = npt.NDArray[np.bool_]
 def shares(risk: dict[int, int], experts: dict[int, int], total: int) -> dict[int, int]:
     """Return S[i], the number of saved experts of each layer, in proportion to the tokens at risk in the layer.
 
-    The paper leaves two questions open. Rounding down may leave part of ``total`` over. The layers that lost most by
-    rounding then get one expert more each. If the share of a layer exceeds its number of experts, other layers get the
-    excess.
+    The paper leaves two questions open, which this function decides. Shares are rounded down, so some of the ``total``
+    experts may be left over. The layers that lost most by rounding then get one expert more each. If the share of a
+    layer exceeds its number of experts, other layers get the excess.
 
     Args:
-        risk: R[i], tokens that the experts of a layer received since each expert was saved.
+        risk: R[i], tokens at risk of each layer: the sum over its experts of the tokens that an expert processed since
+            it was last saved.
         experts: number of experts of each layer.
         total: S_total, number of saved experts, all layers together.
 
@@ -47,7 +48,7 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
 
     Args:
         table: operators of the stage.
-        risk: P, tokens that each expert received since it was saved.
+        risk: P, tokens that each expert processed since it was last saved.
         due: mask of the experts that the checkpoint holds in any case; ``total`` includes them.
         total: S_total, number of saved experts, all layers together.
     """
@@ -64,7 +65,7 @@ def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts:
 
     Args:
         table: operators of the stage.
-        risk: tokens that each expert received since it was saved.
+        risk: tokens that each expert processed since it was last saved.
         due: mask of the experts that the checkpoint holds in any case; ``experts`` includes them.
         experts: K, number of saved experts of each layer.
     """

@@ -1,11 +1,11 @@
-"""Runs of snapshots that restore operators of different age (MoC-System, section 3.1; MoEtion, section 6).
+"""Runs of snapshots that restore some operators to older iterations (MoC-System, section 3.1; MoEtion, section 6).
 
 Some snapshots leave operators out (:attr:`Saved.OMITTED`). A recovery restores such an operator from the newest earlier
-snapshot that has it, and all other operators from the newest snapshot. The operator's updates in between are lost. If
-snapshots are missing, a recovery uses older versions.
+snapshot that has it, and all other operators from the newest snapshot. The operator's updates between these two
+snapshots are lost. If the snapshot with the newest version is missing, a recovery uses an older version.
 
-A version of an operator is its full state, or its full state and the gradients of consecutive updates after it
-(MoEtion, section 5.2).
+A version of an operator is its full state in a snapshot. With MoEtion it may also be this full state and the gradients
+of the updates right after it, from the snapshots that follow (section 5.2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class VersionRun(NewestStateRun):
     """Snapshots ``first`` to ``last`` that together hold the newest version of each operator."""
 
     versions: npt.NDArray[np.int64]
-    """Iteration of each operator's version, int64 ``[operators]``; see :attr:`version_at`."""
+    """Iteration to which the run restores each operator, int64 ``[operators]``; :attr:`version_at` returns it."""
 
     @property
     @override
@@ -35,12 +35,12 @@ class VersionRun(NewestStateRun):
 
     @property
     def is_stale(self) -> bool:
-        """True if some operators are older than others."""
+        """True, because a recovery from this run may restore some operators to older iterations than others."""
         return True
 
     @property
     def is_redone(self) -> bool:
-        """True if any version ends with gradients."""
+        """True if the version of any operator consists of a full state and gradients, so that updates are repeated."""
         return bool((self.version_at > self.full_at).any())
 
     @override
@@ -52,7 +52,8 @@ class VersionRun(NewestStateRun):
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the operators that are updated while ``iteration`` is recovered, bool ``[operators]``.
 
-        Up to the end of the run, operators repeat updates from gradients. After the run, all operators are updated.
+        Up to the run's last iteration, these are the operators that repeat this update from gradients. In later
+        iterations they are all operators, because these iterations are executed again.
         """
         return (self.full_at < iteration) & ((iteration <= self.version_at) | (iteration > self.last))
 
@@ -64,9 +65,9 @@ class VersionRun(NewestStateRun):
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
-    """Yield for each snapshot the run that ends with it, the newest first.
+    """Yield for each snapshot the run that restores its iteration, the newest first.
 
-    A snapshot has no run if it and all earlier snapshots lack a version of some operator.
+    A snapshot has no run if neither it nor any earlier snapshot has the full state of some operator.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.
@@ -93,9 +94,9 @@ NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Yield the iterations of snapshots with which a later run may begin.
+    """Yield the iterations of snapshots that may become the first snapshot of a later run.
 
-    These snapshots leave operators out, and are newer than the first snapshot of the newest run.
+    These are the snapshots that leave operators out and are newer than the first snapshot of the newest run.
     """
     newest = next(version_runs(snapshots), None)
     for iteration, saved in snapshots.items():
@@ -104,7 +105,7 @@ def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 
 
 def leaves_out(saved: Contents) -> bool:
-    """Return True if a snapshot leaves operators out, for which older snapshots are used."""
+    """Return True if a snapshot leaves out operators that a recovery restores from older snapshots."""
     return bool((saved == Saved.OMITTED).any())
 
 

@@ -1,11 +1,11 @@
-"""Size of the sparse window: the number of iterations over which a snapshot of all operators is spread.
+"""Size W of a window: the number of iterations in which every operator is saved once (section 3.5, Algorithm 1).
 
-The paper is MoEvement, section 3.5 and Algorithm 1. This file has two functions that find the size:
+Two functions find the size:
 
 - :func:`find_window_size` is the paper's algorithm. It assumes operators of equal size and a single bandwidth.
-- :func:`choose_window` is for live runs. It takes actual sizes, with one row for each rank of a stage. It also takes
-  two limits for an iteration: bytes of device-to-host copies, and bytes that the network carries to ``r`` peers (as in
-  section 4.2 of MoEtion).
+- :func:`choose_window` is for live runs. It takes the bytes of each operator on each rank of a stage. It also takes
+  two limits for an iteration: the bytes that a rank can copy from the device, and those that the network carries to the
+  rank's peers (as in section 4.2 of MoEtion).
 
 The paper leaves these cases open. This file decides them as follows:
 
@@ -13,9 +13,10 @@ The paper leaves these cases open. This file decides them as follows:
   training will stall there. The other slots stay within the budget, so only this slot stalls.
 * If the compute weights of frozen operators alone exceed the budget, each slot holds one operator until the weights
   fit. Each of these slots is reported.
-* A window has at most as many slots as there are operators. Only an imposed window may be longer, and then its last
-  slots are empty. The size of an imposed window is the maximum over the ranks of the job, or a flag sets it.
-* Zero bandwidth, a zero iteration time or no operator is an error. A single operator has a window of one iteration.
+* A window has at most as many slots as there are operators. Only :func:`impose_window` may make a longer one, and then
+  its last slots are empty. Its caller gives the size: the maximum over the ranks of the job, or the value of a flag.
+* Zero bandwidth, a zero iteration time and a table without operators are errors. A single operator has a window of one
+  iteration.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class PaperWindow:
     active: int
     """O_Active, number of operators whose full state a slot saves."""
     fits: bool
-    """True if the first snapshot takes no longer than an iteration. The paper stops at two active operators even if it
-    takes longer."""
+    """True if the copy of the first snapshot takes no longer than an iteration. The copy may take longer, because the
+    algorithm never goes below two active operators."""
 
 
 def find_window_size(
@@ -114,8 +115,8 @@ class Budget:
     d2h_bytes_per_s: float
     """Bandwidth of copies from device to host, in bytes per second."""
     replication_bytes_per_s: float = math.inf
-    """Network bandwidth for sending this rank's snapshots during training, in bytes per second; infinite without
-    replication."""
+    """Network bandwidth for sending this rank's snapshots during training, in bytes per second; infinite if the rank
+    sends none."""
     replicas: int = 2
     """r, number of peers that receive every snapshot (MoEvement section 3.2)."""
     reserved_d2h_bytes: float = 0.0
@@ -136,8 +137,9 @@ class Budget:
             )
         if self.d2h_bytes <= 0:
             raise WindowError(
-                f"boundary log has {self.reserved_d2h_bytes:,.0f} bytes per iteration; {self.d2h_bytes_per_s:,.0f} "
-                f"bytes/s in {self.iteration_s} s leave nothing for snapshots; needs more bandwidth, or no boundary log"
+                f"the boundary log copies {self.reserved_d2h_bytes:,.0f} bytes in an iteration; copies at "
+                f"{self.d2h_bytes_per_s:,.0f} bytes/s for {self.iteration_s} s leave nothing for snapshots; needs more "
+                "bandwidth, or no boundary log"
             )
 
     @property
@@ -186,7 +188,7 @@ class Window:
     slot_bytes: npt.NDArray[np.int64]
     """Bytes of each slot on each rank, int64 ``[ranks, W]``."""
     budget_bytes: float
-    """Most bytes that a slot may have; infinite for an imposed window without a budget."""
+    """Most bytes that a slot may have; infinite if the size of the window was given without a budget."""
 
     @property
     def size(self) -> int:
@@ -208,10 +210,12 @@ def choose_window(table: OperatorTable, order: Order, budget: Budget, kind: Wind
     """Return the smallest window whose slots stay within the budget; the slots have about equal bytes.
 
     The table has the bytes of one rank, or of all ranks of a stage. A slot must fit on each of these ranks. A job uses
-    the largest window of its stages. The other stages get this size from :func:`impose_window`.
+    the largest window that one of its stages needs. The other stages get a window of this size from
+    :func:`impose_window`.
 
-    Greedy cuts give the fewest slots, for this reason: of two slots with the same end, the one that begins later in the
-    order has fewer bytes. So it is never a disadvantage if a slot ends as late as possible.
+    The function lets each slot end as late in the order as the budget allows. This gives the fewest slots: of two slots
+    with the same end, the one that begins later has fewer bytes, so a late end is never a disadvantage for the next
+    slot.
     """
     cutter = _Cutter(table, order, kind)
     ends = cutter.greedy(budget.bytes)
@@ -247,10 +251,10 @@ def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: 
 
     The period is the number of iterations from the beginning of a window to the beginning of the next one. Algorithm 1
     chooses the number of snapshots in a window so that copies from the device stall no iteration. The period may be
-    longer, because links and processors can use all iterations until the next window begins.
+    longer than this number. Then links and processors have more iterations for the same bytes.
 
     Args:
-        window_bytes: bytes of all snapshots of a window on the rank with the most.
+        window_bytes: bytes of all snapshots of a window, on the rank that saves the most.
         size: number of snapshots in a window.
         bytes_to_save: bytes that an iteration may save, as a mean over the period.
         most: longest period in iterations, unless ``size`` is larger.
@@ -260,12 +264,12 @@ def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: 
 
 
 def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:
-    """Return the smallest budget, in bytes, with which ``size`` slots suffice, to within 0.1%."""
+    """Return the smallest budget, in bytes, for which ``size`` slots are enough. The error is at most 0.1%."""
     return impose_window(table, order, min(size, len(table)), kind).peak_bytes
 
 
 class _Cutter:
-    """Division of one order into slots.
+    """Division of an order of operators into slots.
 
     ``F`` and ``C`` are the running sums of full and compute bytes along the order. A slot from ``s`` to ``e`` has
     ``F[e] - F[s] + C[n] - C[e]`` bytes (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` bytes (rolling). Full state

@@ -85,8 +85,8 @@ class SelectedSchedule(VersionSchedule):
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """Return the schedule ``other`` of another stage, but with this schedule's operators and :attr:`rounds`.
 
-        After a failure, ranks of a stage call it if they do not know the newest schedule of their stage. Then they do not
-        know which experts the newest snapshots hold either. They need not, because snapshots record what they hold.
+        After a failure, ranks of a stage call it if they do not know the newest schedule of their stage. Then they do
+        not know which experts the newest snapshots hold either. They need not, because snapshots record what they hold.
         """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds, at_peers=self.at_peers)
