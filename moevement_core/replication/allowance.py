@@ -14,9 +14,9 @@ OWN, LOG = "own", "log"
 
 
 class Allowance:
-    """Host memory that a rank may use, and the bytes of each purpose. Any thread may use it.
+    """Host memory that a rank may use, and the bytes that each purpose takes of it. Any thread may use this object.
 
-    Sources have no fixed shares, because one source may need more than an equal share while another needs less.
+    No source has a fixed share, because one source may need more than an equal share while another needs less.
 
     Args:
         total_bytes: bytes for all purposes together; infinite without a cap.
@@ -28,7 +28,7 @@ class Allowance:
         self._lock = threading.Lock()
 
     def left_for(self, source: Who) -> float:
-        """Return the bytes that ``source`` may use in all: the bytes that it has, and the bytes that are left."""
+        """Return the bytes that ``source`` may use in all: those that it uses now, and those that nobody uses."""
         with self._lock:
             return self._left_for(source)
 
@@ -38,9 +38,9 @@ class Allowance:
             return self._taken.get(purpose, 0.0)
 
     def take(self, source: Who, nbytes: int) -> bool:
-        """Record that ``source`` uses ``nbytes`` in all, if the allowance suffices; return True if it does.
+        """Record that ``source`` uses ``nbytes`` in all, and return True.
 
-        If it does not, the recorded bytes of ``source`` stay as they were.
+        If less than ``nbytes`` is left for the source, the method returns False and changes nothing.
         """
         with self._lock:
             if nbytes > self._left_for(source):

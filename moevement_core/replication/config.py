@@ -88,7 +88,11 @@ class CopiesConfig:
             object.__setattr__(self, "replicas", asked)
 
     def node_of(self, rank: int) -> str:
-        """Return the name of the node that ``rank`` is on; ``rank`` must be the rank of this process."""
+        """Return the name of this process's node.
+
+        Args:
+            rank: rank of this process. It decides the node with ``--moevement-ranks-per-node``.
+        """
         if node := os.environ.get(NODE_ENV):
             return node
         return socket.gethostname() if self.ranks_per_node is None else str(rank // self.ranks_per_node)

@@ -1,4 +1,4 @@
-"""Byte counters of this host's network interfaces, which count the traffic of all processes."""
+"""Byte counters of this host's network interfaces. They count the traffic of all processes on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = 4
 
 
 def bytes_moved(host: str) -> Callable[[], int] | None:
-    """Return a function that reads the bytes sent and received so far; None if this host has no counter.
+    """Return a function that reads how many bytes this host has sent and received; None if it has no counter.
 
     The function returns the sum over the interface with the address of ``host`` and all InfiniBand ports.
 

@@ -1,8 +1,8 @@
 """Timing of sends: senders send copies in idle spans of the network (GEMINI, section 5), in chunks that fit the spans.
 
 In the first iterations without saving, a thread reads the network counters about every millisecond. The readings form a
-profile, which shows when in an iteration training communicates. If the next copy already waits, the present copy is
-late, and its sender no longer waits for idle spans.
+profile, which shows when in an iteration training communicates. If the next copy is already in a sender's queue, the
+present copy is late, and the sender no longer waits for idle spans.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PATIENCE = 100
 The profile needs iterations without saving, and a job that always has copies under way has none.
 """
 LOOK_S = 0.001
-"""Seconds between two readings of the counters."""
+"""Seconds between two readings of the network counters."""
 STEP_S = 0.01
 """Longest sleep while waiting for an idle span, in seconds."""
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk: the size before the rate of a copy is known, the least size, and the largest size."""
+"""Bytes of a chunk: size of chunks until the first copy is sent, least size, and largest size."""
 
 
 class Pace:
-    """Pace of the sends of one process, with a thread that profiles the network.
+    """Decision when the senders of a process may send, with a thread that profiles the network.
 
     Args:
         moved: function that returns the bytes sent and received over the network so far.
@@ -47,7 +47,7 @@ class Pace:
         self._looks = threading.Event()
         self._is_over = False
         self._rate = 0.0
-        """Bytes per second of the newest copy; 0 before the first one."""
+        """Bytes per second at which the newest copy was sent; 0 before the first one."""
         threading.Thread(target=self._look, name="moevement-pace", daemon=True).start()
 
     def begin(self, *, was_quiet: bool) -> None:
@@ -98,7 +98,7 @@ class Pace:
 
     @property
     def is_known(self) -> bool:
-        """True if profiling has ended."""
+        """True if the profile is complete, or profiling was given up."""
         return self._is_over
 
     def _look(self) -> None:
@@ -125,7 +125,7 @@ class Profile:
         Args:
             now_s: time of the reading on a monotonic clock, in seconds.
             moved: bytes sent and received over the network so far.
-            is_counted: True if the iteration that ends now belongs to the profile.
+            is_counted: True to add the iteration that ends now to the profile.
 
         Returns:
             Length in seconds and samples of each iteration in the profile.

@@ -21,7 +21,8 @@ class PeerStore(ABC):
     def __init__(self, source: int) -> None:
         self.source = source
         self.growing = threading.Lock()
-        """Lock that a receiver holds while it compares allocated with requested memory, and allocates or frees some."""
+        """Lock for changes of this store's memory. A receiver holds it from its comparison of the allocated and the
+        requested memory until it has allocated or freed memory."""
 
     @property
     def key(self) -> Who:
@@ -29,17 +30,17 @@ class PeerStore(ABC):
         return self.source
 
     floor: int = NONE
-    """First iteration whose snapshot is accepted; older snapshots are stale."""
+    """Iteration of the oldest snapshot that the store accepts. A persisted window has made older snapshots useless."""
 
     def lower_floor(self, iteration: int) -> None:
-        """Accept snapshots from ``iteration`` on, even if :attr:`floor` made them stale before this call.
+        """Accept snapshots from ``iteration`` on, even those that :attr:`floor` has excluded until now.
 
-        Called when the job goes back to an older state, from which it captures these snapshots again.
+        Called when the job goes back to an older state. It then captures the snapshots after that state again.
         """
         self.floor = min(self.floor, iteration)
 
     def shares_memory_with(self, others: Collection[PeerStore]) -> bool:
-        """Return True if one of ``others`` uses the same memory."""
+        """Return True if one of ``others`` uses the same memory as this store, so that a total counts it once."""
         return self in others
 
     @property
@@ -58,11 +59,14 @@ class PeerStore(ABC):
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """Return the whole snapshots in the store; keys are iterations. Empty if the store holds parity."""
+        """Return the snapshots that have arrived whole, by iteration. Empty if the store holds parity."""
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose memory stays unchanged until release; None if it is not here."""
+        """Return a lease of ``SS_iteration``; None if the store does not have this snapshot.
+
+        The snapshot's memory stays unchanged until the lease is released.
+        """
 
     @abstractmethod
     def free_before(self, iteration: int) -> None:
@@ -70,7 +74,12 @@ class PeerStore(ABC):
 
     @abstractmethod
     def free_unneeded(self, last: int) -> None:
-        """Free the parts of snapshots that no recovery needs if every restore point ends at ``SS_last`` or later."""
+        """Free the parts of snapshots that no recovery needs any more.
+
+        Args:
+            last: iteration of the last snapshot of the persisted run. Every later recovery restores its state, or a
+                newer one.
+        """
 
     @abstractmethod
     def drop(self, first: int, count: int) -> None:
@@ -94,7 +103,7 @@ class PeerStore(ABC):
 
     @abstractmethod
     def trim(self) -> bool:
-        """Free some unused memory that the source does not need; return True if any was freed.
+        """Free unused memory beyond what the source needs; return True if any was freed.
 
-        One call frees only a part of that memory, so the receiver's thread calls this method after every message.
+        One call frees only a part of this memory, so the receiver's thread calls the method after every message.
         """

@@ -24,12 +24,13 @@ class PlacementKind(StrEnum):
     All ranks keep the same number of copies if all nodes have the same number of ranks.
     """
     REDUNDANCY = "redundancy"
-    """Rule of MoEtion's Algorithm 2: ranks that hold the same state come first as peers, as far as loads stay even."""
+    """Rule of MoEtion's Algorithm 2: of the ranks that keep few copies, those with the same state are preferred."""
     GROUPS = "groups"
-    """Rule of GEMINI (SOSP '23, Algorithm 1): nodes of a group keep each other's copies; left-over nodes form a ring.
+    """Rule of GEMINI (SOSP '23, Algorithm 1): the nodes of a group keep each other's copies.
 
-    A group has r + 1 nodes, for r copies. If r + 1 random nodes fail at once, no other placement is more likely to keep
-    a copy of everything, provided that the number of nodes is a multiple of r + 1.
+    A group has r + 1 nodes, for r copies. If the number of nodes is a multiple of r + 1, no placement is better: when
+    r + 1 random nodes fail at once, no other one is more likely to keep a copy of everything. Otherwise the nodes left
+    over form a ring with the last group. The copies of a node of the ring are on the next r nodes of the ring.
     """
 
 
@@ -45,15 +46,16 @@ class Copies:
     same_node: bool
     """True if copies may be on the rank's own node, where they survive the loss of a process, but not of the node."""
     warning: str | None = None
-    """Warning for users if there are fewer copies than wanted, or none on other nodes; None otherwise."""
+    """Warning for users if there are fewer copies than wanted, or no copies on other nodes; None otherwise."""
 
 
 def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node: bool, is_running: bool) -> Copies:
-    """Return the copies that the nodes of a job allow.
+    """Return how many copies of each snapshot a job makes on its nodes, and where they may be.
 
     Args:
         nodes: node of each rank.
-        replicas: number of copies that flags set; None: :data:`WANTED`, or fewer if the nodes allow only fewer.
+        replicas: number of copies that the user's flags set. None for :data:`WANTED`, or fewer if there are too few
+            nodes.
         same_node: True if copies may be on the rank's own node.
         is_running: True if the job has begun. A running job continues with the copies that the remaining nodes allow.
     """
@@ -134,7 +136,7 @@ def _at_home_too(
     groups: Sequence[Sequence[int]],
     before: Sequence[Sequence[int]],
 ) -> Placement:
-    """Place a copy on each other node, and the remaining copies on any ranks."""
+    """Place one copy of a rank's snapshots on each other node, and the remaining copies on any other ranks."""
     away = place(nodes, len(set(nodes)) - 1, kind, groups, before=before)
     had = before or [()] * len(nodes)
     kept = [
@@ -147,7 +149,10 @@ def _at_home_too(
 def _that_will_do(
     rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int, *, is_spread: bool
 ) -> tuple[int, ...]:
-    """Return the former peers of ``rank`` that may stay: all on other nodes and, if ``is_spread``, one on each node."""
+    """Return the former peers of ``rank`` that may stay its peers.
+
+    All of them are on other nodes than the rank. If ``is_spread``, no two of them are on the same node.
+    """
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
     if is_spread:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
@@ -155,9 +160,9 @@ def _that_will_do(
 
 
 def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Choose peers by shifting all ranks by whole nodes, once for each copy.
+    """Choose the peers for one copy of every rank at a time: each rank's peer is a fixed number of nodes further on.
 
-    Each shift is a permutation of the ranks, so every rank keeps exactly ``replicas`` copies.
+    Such a shift by whole nodes is a permutation of the ranks, so every rank keeps exactly ``replicas`` copies.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
@@ -173,7 +178,7 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
-    """Choose the ranks at the same local position on the other nodes of the group, or on the next nodes of the ring."""
+    """Choose as peers the ranks with the same local position on the nodes that :func:`peer_nodes` returns."""
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank, node in enumerate(nodes):
         members[node].append(rank)
@@ -186,11 +191,14 @@ def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def peer_nodes(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """Return the peers of each node: the other nodes of its group, or the next nodes in the ring of left-over nodes.
+    """Return for each node the nodes that keep its copies, by :attr:`PlacementKind.GROUPS`.
+
+    These are the other nodes of its group. If the number of nodes is no multiple of r + 1, the last group and the nodes
+    left over form a ring. The copies of a node of the ring are on the next r nodes of the ring.
 
     Args:
         nodes: number of nodes, more than ``replicas``.
-        replicas: r; a group has r + 1 nodes. Left-over nodes form one ring with the last group.
+        replicas: r; a group has r + 1 nodes.
     """
     size = replicas + 1
     grouped = nodes if nodes % size == 0 else (nodes // size - 1) * size
@@ -209,9 +217,9 @@ def _near_redundancy(
     groups: Sequence[Sequence[int]],
     kept: Sequence[Sequence[int]] = (),
 ) -> Placement:
-    """Choose the least loaded peers, rank by rank.
+    """Choose the peers of one rank after the other, in the order of preference that :class:`_Choice` defines.
 
-    All peers are on other nodes than the rank. :class:`_Choice` has the order of preference.
+    All peers are on other nodes than the rank whose copies they keep.
     """
     choice = _Choice(nodes, replicas, groups, Counter(peer for peers in kept for peer in peers))
     placement: Placement = []
@@ -224,9 +232,9 @@ def _near_redundancy(
 
 
 class _Choice:
-    """Choice of the best next peer of a rank. Its time usually does not grow with the number of ranks.
+    """Choice of the best next peer of a rank. The time of a choice usually does not grow with the number of ranks.
 
-    Two peers are compared by the conditions below, in order. The first condition that only one of them meets decides:
+    The conditions below compare two possible peers, in order. The first condition that only one of them meets decides:
 
     - The peer keeps fewer than ``replicas`` copies.
     - The peer's node has no copy of this rank.
@@ -246,7 +254,7 @@ class _Choice:
         """Ranks that keep a given number of copies, ascending, for each number below ``replicas``."""
 
     def next_peer(self, rank: int, chosen: Sequence[int]) -> int:
-        """Return the best peer that is not among ``chosen``, and count one more copy for it."""
+        """Return the best peer of ``rank`` that is not among ``chosen``, and count one more copy on this peer."""
         used = {self._nodes[rank], *(self._nodes[peer] for peer in chosen)}
         best = self._of_group(rank, used)
         if best is None:

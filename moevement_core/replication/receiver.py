@@ -23,8 +23,8 @@ from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2
-"""Seconds that a receiver waits for free memory before it answers FULL. The source may then ask it to drop snapshots.
-"""
+"""Seconds that a receiver waits for free memory before it answers FULL. After this answer, the source may ask the
+receiver to drop snapshots."""
 
 
 class Receiver(ABC):
@@ -32,9 +32,9 @@ class Receiver(ABC):
 
     Args:
         rank: this rank.
-        store: store for the snapshots; no other receiver may use it from now on.
+        store: store for the snapshots. As long as this receiver exists, no other one may use the store.
         transport: transport from the source.
-        allowance: host memory of this rank. The receiver refuses requests for more.
+        allowance: host memory of this rank. The receiver refuses a request that exceeds it.
         report: callback that receives one sentence for each refusal, and one if the receiver stops before BYE.
     """
 
@@ -86,7 +86,7 @@ class Receiver(ABC):
             case Kind.SNAPSHOT:
                 self._receive(message)
             case _:
-                raise SnapshotError(f"needs a message OPEN, DROP, SNAPSHOT or BYE, but received {message.kind.name}")
+                raise SnapshotError(f"expected a message OPEN, DROP, SNAPSHOT or BYE, but received {message.kind.name}")
 
     def _open(self, message: Message) -> Kind:
         with self.store.growing:
@@ -94,7 +94,7 @@ class Receiver(ABC):
             return self._make_room(message.payload_bytes)
 
     def _trim(self) -> None:
-        """Free memory that the source no longer needs. This thread does it, so training never waits for it."""
+        """Free memory that the source no longer needs, on the receiver's thread, so that training never waits."""
         with self.store.growing:
             if self.store.trim():
                 self._allowance.keep(self.store.key, self._room_bytes())
@@ -143,7 +143,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def _take_in(self, header: Header, message: Message) -> None:
-        """Receive the payload of a snapshot, after its header was checked, and answer with the result."""
+        """Receive the payload of a snapshot whose header was checked, and tell the source the result."""
 
     def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a received copy") -> None:
         what = part if isinstance(part, str) else part.name
@@ -180,7 +180,10 @@ class CopyReceiver(Receiver):
     def _checked(self, header: Header, message: Message) -> Header:
         if header.payload_bytes > self._copies.room_bytes:
             room = self._copies.room_bytes
-            raise SnapshotError(f"it has {header.payload_bytes} bytes, but only {room} were set aside for its rank")
+            raise SnapshotError(
+                f"it has {header.payload_bytes} bytes, but this rank has set aside only {room} bytes for all copies of "
+                "that rank"
+            )
         return super()._checked(header, message)
 
     @override

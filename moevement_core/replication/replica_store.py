@@ -37,7 +37,7 @@ class ReplicaStore(PeerStore):
         self.floor = NONE
         self._arena = Arena(device)
         self._promised = 0
-        """Bytes promised to the source. The store may release a part of them, and allocates it again on demand."""
+        """Bytes promised to the source. The store may release some of this memory, and allocates it again on demand."""
         self._is_fitting = False
         """True while :meth:`trim` still has memory to free."""
         self._replicas: dict[int, _Replica] = {}
@@ -63,7 +63,10 @@ class ReplicaStore(PeerStore):
         return {iteration: snapshot.header.schedule for iteration, snapshot in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
+        """Return a lease of ``SS_iteration``; None if the store does not have this snapshot.
+
+        The snapshot's buffer stays unchanged until the lease is released.
+        """
         with self._lock:
             replica = self._replicas.get(iteration)
             if replica is None:
@@ -118,7 +121,10 @@ class ReplicaStore(PeerStore):
         return self._arena.nbytes < before
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
-        """Return memory for a snapshot that arrives, and free an older copy of it; None if too little is free."""
+        """Return memory for ``SS_iteration``, which is about to arrive; None if too little memory is free.
+
+        If the store already has a copy of this snapshot, it frees that copy first.
+        """
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
@@ -137,7 +143,10 @@ class ReplicaStore(PeerStore):
         self._arena.release(buffer)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a snapshot that arrived whole; drop it instead if ranks agreed on a newer window in the meantime."""
+        """Add a snapshot that arrived whole.
+
+        The method drops a snapshot older than :attr:`floor`, because a newer window was persisted while it arrived.
+        """
         with self._lock:
             if snapshot.iteration < self.floor:
                 self._arena.release(snapshot.buffer)

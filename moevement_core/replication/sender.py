@@ -25,7 +25,7 @@ from moevement_core.util.priority import lower_priority
 
 Report = Callable[[str], None]
 ATTEMPTS = 3
-"""Most attempts to send a snapshot that arrives damaged."""
+"""Most attempts to send a snapshot if it arrives damaged each time."""
 RETRY_S = 0.05
 """Seconds until the next offer to a peer that has no free memory."""
 LAST_S = 1.0
@@ -33,7 +33,7 @@ LAST_S = 1.0
 CHUNK_S = 0.01
 """Seconds that a chunk should take to send. A sender notices a pause only between chunks."""
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
-"""Bytes of a chunk: least size, and size before any snapshot was sent.
+"""Bytes of a chunk: least size, and size of chunks until the first snapshot is sent.
 
 For each chunk, a thread of low priority takes the interpreter's lock. On busy processors a training thread may have to
 wait until that thread releases the lock, so chunks must not be too small.
@@ -41,13 +41,13 @@ wait until that thread releases the lock, so chunks must not be too small.
 STEP_S = 0.1
 """Longest single wait for a thread or an answer, in seconds.
 
-Longer waits are cut into waits of this length, because a rank counts as hung if its main thread executes no bytecode
-for long.
+A longer wait is divided into waits of this length, because a rank counts as hung if its main thread executes no Python
+code for long.
 """
 
 
 _URGENT = object()
-"""Marker in the job queue: an OPEN or DROP message waits in the urgent queue."""
+"""Marker in a sender's queue of jobs. It wakes the thread, which then sends the messages in the urgent queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Delivery:
 
     snapshot: Snapshot
     begin: Callable[[], Snapshot | None]
-    """Function to call before reading the buffer. It returns what to send, without parts that were freed; None if the
-    whole snapshot was freed."""
+    """Function that the sender calls before it reads the snapshot's buffer. It returns what to send, without parts that
+    were freed; None if the whole snapshot was freed."""
     end: Callable[[], None]
-    """Function to call after reading the buffer."""
+    """Function that the sender calls after it has read the buffer."""
 
 
 class Sender:
@@ -71,11 +71,11 @@ class Sender:
         rank: this rank.
         peer: rank that keeps the copies.
         transport: transport to the peer.
-        kept: callback that is called on the sender's thread when the peer has acknowledged a snapshot.
-        lost: callback that is called for a snapshot that the peer will never have.
+        kept: callback that the sender's thread calls when the peer has acknowledged a snapshot.
+        lost: callback for a snapshot that the peer will never have.
         report: callback that receives one sentence for each problem.
-        pace: timing of sends within an iteration; None to send at once.
-        pause: pause during which no snapshot is sent.
+        pace: timing of sends within an iteration; None to send each snapshot at once.
+        pause: pause of background work, during which the sender sends no snapshot.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Sender:
         self._report = report
         self._pace, self._pause = pace, pause or Pause()
         self.spread = Spread()
-        """Rate at which snapshots are sent."""
+        """Choice of the rate of each send."""
         self._bytes_per_s = math.inf
-        """Rate that is set for the connection, in bytes per second."""
+        """Rate to which the connection limits sends now, in bytes per second."""
         self._payload_bytes = 0
         """Payload bytes of the newest send."""
         self.cpu_s = 0.0
@@ -141,7 +141,7 @@ class Sender:
     def open(self, nbytes: int) -> None:
         """Request ``nbytes`` bytes of the peer's host memory for all snapshots that the peer keeps for this rank.
 
-        The request is sent before the next snapshot is offered.
+        The sender sends this request before it offers the next snapshot.
         """
         self._say_first(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
 
@@ -161,7 +161,10 @@ class Sender:
             self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
-        """Ask the peer to drop snapshots ``first`` to ``last``, before the next snapshot is offered."""
+        """Ask the peer to drop snapshots ``first`` to ``last``.
+
+        The sender sends this request before it offers the next snapshot.
+        """
         self._say_first(Message(Kind.DROP, self.rank, first, count=last - first + 1))
 
     def _say_first(self, message: Message) -> None:
@@ -210,7 +213,7 @@ class Sender:
         was_answered = self._answered.is_set()
         self._answered.set()
         if self.is_refused and was_answered:  # the peer keeps the memory that it gave before
-            self._report(f"peer {self.peer} gives copies of rank {self.rank} no more host memory than before")
+            self._report(f"peer {self.peer} refuses more host memory for the copies of rank {self.rank}")
         elif self.is_refused:
             raise ReplicationError("the peer refuses the host memory that the copies need")
 
@@ -290,7 +293,7 @@ class Sender:
         return self._send(pieces)
 
     def _wanted(self, snapshot: Snapshot, packed: Header, answer: Message) -> list[torch.Tensor]:
-        """Receive the peer's flags, and return the memory of the blocks that the peer's parity does not contain yet."""
+        """Return the memory of the blocks that the peer's parity lacks. The peer sends a flag for each block."""
         flags = torch.empty(answer.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self.peer, TO_SOURCE, flags)
         answer.refuse_unless_whole(flags)
@@ -303,9 +306,10 @@ class Sender:
         return pieces
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
-        """Send ``pieces`` in chunks, at the set rate or in idle spans of the network; return the peer's answer.
+        """Send ``pieces`` in chunks, and return the peer's answer.
 
-        The sender waits during a quiet iteration, in which the job measures training without sends.
+        With a :class:`Pace` the chunks go out in idle spans of the network, otherwise at the rate that ``spread``
+        chooses. In a quiet iteration the sender waits, because the job measures training without sends.
         """
         if self._pace is None:
             self._send_spread(pieces)
@@ -326,7 +330,7 @@ class Sender:
         return answer
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send ``pieces`` at the set rate, in chunks; before each chunk, wait while sends are paused."""
+        """Send ``pieces`` in chunks, at the rate that ``spread`` chooses; before each chunk, wait while sends pause."""
         rate = self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
@@ -338,7 +342,7 @@ class Sender:
                 self._transport.send(self.peer, TO_PEER, chunk)
 
     def _set_rate(self) -> float:
-        """Set the rate for the next send on the connection if it has changed, and return it in bytes per second."""
+        """Choose the rate of the next send, limit the connection to it, and return it in bytes per second."""
         rate = self.spread.bytes_per_s(self._delivered - self._taken)
         if rate != self._bytes_per_s:
             self._transport.pace(self.peer, TO_PEER, rate)
@@ -346,7 +350,7 @@ class Sender:
         return rate
 
     def _must_hurry(self) -> bool:
-        """Return True if the next snapshot already waits, or the sender is ending."""
+        """Return True if another snapshot is already in the queue, or the sender is ending."""
         return self._is_ending() or self._delivered > self._taken
 
     def _keep_to_pause(self) -> None:

@@ -2,9 +2,10 @@
 
 Copies at full speed fill the queues of a slow link, and every small message of training waits in these queues. On a
 link of 100 Mbit/s, training stood still while copies were sent at full speed. At a rate well below the link's rate, the
-queues stay empty, and copies delay training about half as much. A sender learns the rate of the link from its sends:
+queues stay empty, and copies delay training about half as much as at full speed. A sender learns the rate of the link
+from its sends:
 
-- It runs one of every :data:`TRIED_EVERY` sends at full speed.
+- One of every :data:`TRIED_EVERY` sends runs at full speed.
 - If a send takes longer than its rate implies, the link was slower than that rate. The speed of the send then counts as
   the rate of the link.
 """
@@ -18,19 +19,20 @@ TIME_SHARE = 0.8
 LINK_SHARE = 0.4
 """Share of the link's rate at which a send runs, unless the send must be faster to end in time."""
 LATE = 1.3
-"""Ratio of measured to expected seconds of a send. Above this ratio, the link or the peer has limited the send."""
+"""Ratio of the measured seconds of a send to those that its rate implies. Above it, the link or the peer was slower."""
 TRIED_EVERY = 32
 """Number of sends from one full-speed send to the next. Only a full-speed send shows that a link has become faster."""
 MEASURED_BYTES = 512 << 10
-"""Fewest bytes of a send that measures the link. A smaller send mostly waits for the peer's answers."""
+"""Fewest bytes of a send from which the link's rate is computed. A smaller send mostly waits for the peer's answers."""
 CATCH_UP = 2.0
 """Factor by which a sender that has fallen behind raises its rate."""
 
 
 class Spread:
-    """Rate of one sender.
+    """Choice of the rate at which one sender sends.
 
-    The training thread sets :attr:`needed_bytes_per_s` and :attr:`usual_backlog`; the sender's thread uses the rest.
+    The training thread sets :attr:`needed_bytes_per_s` and :attr:`usual_backlog`. Only the sender's thread calls the
+    methods.
     """
 
     def __init__(self) -> None:
@@ -43,10 +45,10 @@ class Spread:
         self._sends = 0
 
     def bytes_per_s(self, backlog: int) -> float:
-        """Return the rate of the next send in bytes per second; infinite while unknown and for a full-speed send.
+        """Return the rate of the next send in bytes per second; infinite for full speed.
 
         Args:
-            backlog: number of snapshots that wait.
+            backlog: number of snapshots in the sender's queue.
         """
         if self._sends % TRIED_EVERY == TRIED_EVERY - 1:
             return math.inf

@@ -1,8 +1,8 @@
-"""Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
+"""Protocol between a source (a rank that sends its snapshots) and a peer that keeps copies of them.
 
-For each snapshot the rank sends a message and a header, and the peer answers. If the answer is GO, the rank sends the
-payload, and the peer answers a second time. Nothing is pickled, so bytes from a foreign process cannot execute code.
-The receiver refuses such bytes.
+Messages have a fixed size of 64 bytes; headers and payloads follow as raw bytes. For each snapshot the source sends a
+message and a header, and the peer answers. If the answer is GO, the source sends the payload, and the peer answers a
+second time. Nothing is pickled, so bytes from a foreign process cannot execute code. The receiver refuses such bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _FIELDS = struct.Struct("<8sIIqQQQQ")  # magic, kind, rank, iteration, header by
 MAX_HEADER_BYTES = 1 << 30
 
 TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
-"""Tags of messages from a source, of the peer's answers, and of snapshots that a holder sends to their owner."""
+"""Tags: from a source to its peer, from the peer to the source, and in a recovery to a rank that fetches snapshots."""
 TO_STAGE = (4, 5)
-"""Tags of tensors for a stage that replays: forward tensors, and backward tensors."""
+"""Tags of logged tensors for a stage that replays: forward tensors (activations), and backward tensors (gradients)."""
 
 
 class Kind(IntEnum):
     """Kind of a message."""
 
     OPEN = 1
-    """Request of a source for ``payload_bytes`` bytes of memory in all, for the snapshots that the peer will keep."""
+    """Request of a source: the peer is to set aside ``payload_bytes`` bytes in all for the source's snapshots."""
     SNAPSHOT = 2
     """Announcement of a source: a snapshot with ``header_bytes`` and ``payload_bytes`` follows."""
     DROP = 3
@@ -53,11 +53,12 @@ class Kind(IntEnum):
     DAMAGED = 13
     """Answer of a peer: the received bytes do not match their digest or checksum."""
     REFUSED = 14
-    """Answer of a peer: another rank took the snapshot, or it needs more memory than the peer may give."""
+    """Answer of a peer: it may not give the requested memory, or the header is not the announced one. In a recovery: it
+    does not have the snapshot that a rank wants to fetch."""
     STALE = 15
     """Answer of a peer: no rank needs the snapshot, because a newer window is persisted on every rank.
 
-    The source learns of that window within an iteration.
+    The source does not know it yet, but learns of that window within an iteration.
     """
 
 
@@ -120,6 +121,7 @@ class Message:
 def checksum(data: torch.Tensor) -> int:
     """Return the checksum of a header, or of flags, for :attr:`Message.check`.
 
-    The digests of tensors do not cover a header, which has the names of tensors and the record of an iteration.
+    A header needs its own checksum: it has the names of tensors and the boundary record, which no digest of a tensor
+    covers.
     """
     return xxhash.xxh3_64_intdigest(data.numpy())

@@ -1,7 +1,8 @@
-"""Coefficients with which a group's parity is computed from its members, and lost members from the parity.
+"""Coefficients of the sums that form a group's parity, and of the sums that give lost members back.
 
-The coefficients form a Cauchy matrix: every square submatrix has an inverse (Blömer et al., ICSI TR-95-048). The
-columns are scaled so that the first row is all ones. The first block of parity is therefore the XOR of the members.
+A member is a rank of the group, or rather its snapshot. The coefficients form a Cauchy matrix: every square submatrix
+has an inverse (Blömer et al., ICSI TR-95-048). The columns are scaled so that the first row is all ones. So the first
+block of parity is the XOR of the members.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def recover(
 
     Args:
         lost: positions of the lost members in the group.
-        members: positions of the available members whose snapshots the blocks contain.
-        parities: numbers of the available blocks of parity to use, as many as there are lost members.
-        size: number of members of a whole group, and number of blocks of parity.
+        members: positions of the available members that are part of the blocks.
+        parities: numbers of the blocks of parity to use, as many as there are lost members.
+        size: number of members of the job's largest groups, and number of blocks of parity; see :attr:`Group.size`.
 
     Returns:
-        For each lost member, the coefficients of ``members`` and those of ``parities``, by position and by number.
+        For each lost member: the coefficient of each available member, by position, and of each block, by number.
     """
     matrix = coefficients(*size)
     rows = solve([[matrix[number][place] for place in lost] for number in parities])

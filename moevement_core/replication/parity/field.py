@@ -1,9 +1,10 @@
 """Arithmetic in GF(256) for Reed-Solomon codes: addition, multiplication and division of bytes.
 
 A block of parity is a sum over the members of a group: the bytes of each member times a coefficient. This module
-computes such sums itself, two bytes at a time with a lookup table. The bytes arrive one member after the other, from
-different hosts. But zfec and liberasurecode need the bytes of all members at once, and galois is slower
-(``benchmarks/parity_rates.md``). ``tests/unit/replication/parity/test_field.py`` compares all results with galois.
+computes such sums itself, two bytes at a time with a lookup table. Existing libraries do not fit: the bytes arrive one
+member after the other, from different hosts, but zfec and liberasurecode need the bytes of all members at once. And
+galois is slower (``benchmarks/parity_rates.md``). ``tests/unit/replication/parity/test_field.py`` compares all results
+with galois.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _POWERS, _LOGARITHMS = _tables()
 
 
 def product(left: int, right: int) -> int:
-    """Return the product of two elements."""
+    """Return the product of two elements of the field."""
     return _POWERS[_LOGARITHMS[left] + _LOGARITHMS[right]] if left and right else 0
 
 
 def inverse(element: int) -> int:
-    """Return the inverse of ``element``, which is not 0."""
+    """Return the inverse of ``element`` in the field; ``element`` is not 0."""
     if not element:
         raise ZeroDivisionError("0 has no inverse in GF(256)")
     return _POWERS[255 - _LOGARITHMS[element]]
@@ -50,7 +51,7 @@ def inverse(element: int) -> int:
 
 @lru_cache(maxsize=32)
 def _products_of_words(coefficient: int) -> npt.NDArray[np.uint16]:
-    """Return the product of ``coefficient`` with each pair of bytes, uint16 ``[65536]``."""
+    """Return a lookup table: the product of ``coefficient`` with each possible pair of bytes, uint16 ``[65536]``."""
     products = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
     words = np.arange(1 << 16)
     return (products[words >> 8] << np.uint16(8)) | products[words & 255]

@@ -1,4 +1,7 @@
-"""Groups of ranks, and the ranks that hold their parity. A node has at most one member or block of each group."""
+"""Groups of ranks (their members), and the ranks that hold the blocks of each group's parity.
+
+A node has at most one member or block of a group, so the loss of a node costs the group only one of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Group:
     holders: tuple[int, ...]
     """Rank that holds each block of parity, in the order of the blocks."""
     width: int
-    """Most members of any group of the job. Coefficients are computed for this number, even if the group is smaller."""
+    """Most members that a group of the job may have. All groups use the coefficients for this number of members."""
 
     def place_of(self, rank: int) -> int:
         """Return the position of ``rank`` among the members."""
@@ -26,7 +29,7 @@ class Group:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Number of members and number of blocks of parity for which coefficients are computed."""
+        """Number of members and number of blocks of parity that determine the coefficients of its sums."""
         return self.width, len(self.holders)
 
 
@@ -36,7 +39,7 @@ Groups = tuple[Group, ...]
 def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Groups:
     """Return groups of ranks on different nodes, and the holders of each group's parity on other nodes.
 
-    The members of a group have the same local position on their nodes. All nodes hold about the same amount of parity.
+    The members of a group have the same local position on their nodes. All nodes hold about equally many blocks.
 
     Args:
         nodes: node of each rank.
@@ -78,13 +81,19 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
 
 
 WIDEST = 8
-"""Largest number of members of a group that an error message proposes if host memory does not suffice for copies."""
+"""Most members of a group that an error message proposes when it says that host memory is too small for copies."""
 
 
 def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
-    """Return True if the groups still fit ``nodes`` and the wanted numbers of members and blocks.
+    """Return True if the job can keep its groups, although ranks may have moved to other nodes.
 
     Every rank must be in a group, and a node may have only one member or block of each group.
+
+    Args:
+        groups: groups until now.
+        nodes: node of each rank now.
+        members: wanted number of members of a group.
+        parities: wanted number of blocks of parity of a group.
     """
     if any(group.size != (members, parities) for group in groups):
         return False
@@ -96,9 +105,14 @@ def groups_still_fit(groups: Groups, nodes: Sequence[Hashable], members: int, pa
 
 
 def narrowed(nodes: Sequence[Hashable], members: int, parities: int) -> tuple[int, int]:
-    """Return the numbers of members and blocks closest to the wanted ones that the nodes of a running job allow.
+    """Return how many members and blocks a group can have on the nodes that a running job has left.
 
-    Both are 0 if only one node is left.
+    The numbers are as close to the wanted ones as possible. Both are 0 if only one node is left.
+
+    Args:
+        nodes: node of each rank now.
+        members: wanted number of members of a group.
+        parities: wanted number of blocks of parity of a group.
     """
     count = len(set(nodes))
     parities = min(parities, count - 1)

@@ -1,4 +1,4 @@
-"""Receiving side of a member's connection: a thread adds the member's snapshots to the parity, block by block."""
+"""Receiving side of parity: a thread for each member of a group adds the member's snapshots to the sums, in blocks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 
 
 class ParityReceiver(Receiver):
-    """Receiver of one member's snapshots.
+    """Receiver that adds the snapshots of one member of a group to the group's parity.
 
-    The answer GO comes with a flag for each block of the snapshot. A flag is set if the member has to send the block.
-    After an interrupted transfer, only the blocks that did not arrive whole are sent again.
+    Its answer GO to an announced snapshot comes with a flag for each block of the snapshot. The member sends the blocks
+    whose flag is set. So after an interrupted transfer it sends only the blocks that did not arrive whole.
     """
 
     def __init__(
@@ -79,9 +79,10 @@ class ParityReceiver(Receiver):
         return not stripe.missing.get(source)
 
     def _grow(self, nbytes: int) -> bool:
-        """Allocate memory for a sum of ``nbytes`` bytes; return True if there is enough.
+        """Allocate memory for one more sum of ``nbytes`` bytes; return False if the host has too little.
 
-        If snapshots of members differ in size, the sums need more memory than the largest request of a member.
+        A sum is as large as its largest member. So if different members are the largest ones in different iterations,
+        all sums together need more memory than any single member has requested.
         """
         arena, key = self._member.group.arena, self._member.key
         with self._member.growing:

@@ -1,4 +1,4 @@
-"""Memory of a group for blocks of its members' snapshots that were received but not yet added to a sum."""
+"""Memory for received blocks of snapshots, until a receiver has checked them and added them to a group's parity."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 AT_ONCE = 2
-"""Most blocks in this memory at a time: one that is being received, and one that is being added.
+"""Most blocks of a group in this memory at a time: one that is being received, and one that is being added.
 
 Without a limit there could be a block of each member, and a block may be as large as the largest tensor.
 """
 
 
 class Staging:
-    """Staging memory of one group. Any thread may use it."""
+    """Memory for received blocks of one parity group. Any thread may use it."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(AT_ONCE)

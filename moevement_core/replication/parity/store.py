@@ -1,8 +1,8 @@
-"""Store of a group's parity in this rank's host memory: for each iteration one block, the sum over the members.
+"""Store of a group's parity in this rank's host memory: for each iteration a weighted sum of the members' snapshots.
 
-The receiver of each member adds the member's snapshot to the sum, in blocks of tensors (``snapshot/blocks.py``). It
-checks each of these blocks before it adds the block, and keeps only the header of the snapshot. A sum that contains all
-members never changes again, so recoveries can rely on it.
+A receiver for each member of the group adds the member's snapshot to the sum, in blocks of tensors
+(``snapshot/blocks.py``). It checks each block before it adds the block. Of the snapshot itself it keeps only the
+header. A sum that contains the snapshots of all members never changes again, so recoveries can rely on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moevement_core.util import damage
 
 @dataclass(slots=True, eq=False)
 class Stripe:
-    """Block of parity of one iteration: the sum over members, and the headers of their snapshots."""
+    """Parity of one iteration: the sum of the members' snapshots ``SS_iteration``, and the headers of the snapshots."""
 
     iteration: int
     total: Buffer
@@ -40,7 +40,7 @@ class Stripe:
     missing: dict[int, set[int]] = field(default_factory=dict)
     """Numbers of the snapshot's blocks that the sum lacks, for each member whose snapshot has not arrived whole."""
     digest: str | None = None
-    """Digest of the sum; None until it contains every member."""
+    """Digest of the sum; None until the sum contains the snapshots of all members."""
     users: int = 0
     """Number of threads that read the sum or add to it."""
     freed: bool = False
@@ -56,7 +56,7 @@ class GroupStore:
 
     Args:
         group: group whose members send their snapshots here.
-        number: number of the block of parity that is kept here.
+        number: number of the group's block of parity that this rank keeps; it determines the coefficients.
         device: device whose host memory holds the sums.
     """
 
@@ -68,18 +68,18 @@ class GroupStore:
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
         self._needed: dict[int, int] = {}
-        """Bytes that each member needs: its last request, or the total to which its receiver has grown the memory."""
+        """Bytes that each member needs: its last request, or the larger total that its receiver allocated later."""
         self.growing = threading.Lock()
-        """Lock that a member's receiver holds while it compares allocated with requested memory, and allocates more or
-        frees some."""
+        """Lock for changes of this store's memory. A receiver holds it from its comparison of the allocated and the
+        requested memory until it has allocated or freed memory."""
 
     def stripes(self) -> list[Stripe]:
-        """Return the stripes in which no snapshot is incomplete, by ascending iteration."""
+        """Return the stripes that have each snapshot in them either wholly or not at all, by ascending iteration."""
         with self._lock:
             return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
     def schedules_of(self, source: int) -> dict[int, str]:
-        """Return the schedule id of each iteration whose sum contains ``source`` wholly."""
+        """Return the schedule id of each snapshot of ``source`` that a sum contains wholly, by iteration."""
         with self._lock:
             return {
                 iteration: stripe.headers[source].schedule
@@ -90,9 +90,9 @@ class GroupStore:
     def begin(self, source: int, header: Header) -> Stripe | None:
         """Return the stripe for a snapshot of ``source`` that is about to arrive; None if too little memory is free.
 
-        Blocks of the same snapshot that were added earlier stay in the sum. If the sum contains a different snapshot of
-        ``source``, a new and empty sum replaces it, because nothing can be taken out of a sum. The caller has to call
-        :meth:`end`.
+        If the transfer of this snapshot was interrupted before, the blocks that were added then stay in the sum. But if
+        the sum contains another snapshot of ``source`` for the iteration, a new and empty sum replaces the sum, because
+        nothing can be taken out of a sum. The caller has to call :meth:`end`.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)
@@ -152,7 +152,7 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """Return the stripe of an iteration; the store does not release it before :meth:`end_reading`.
+        """Return the stripe of an iteration. Its memory stays allocated until the reader calls :meth:`end_reading`.
 
         Returns:
             None if there is no stripe, or if it is damaged or contains a snapshot only in part.
@@ -200,9 +200,9 @@ class GroupStore:
             self._needed[source] = nbytes
 
     def trim(self) -> bool:
-        """Free some memory that no member needs; return True if any was freed.
+        """Free memory beyond the largest need of a member; return True if any was freed.
 
-        Nothing is freed before every member has asked for memory.
+        The method frees nothing until every member has asked for memory, because the largest need is unknown before.
         """
         with self._lock:
             needed = dict(self._needed)
@@ -228,7 +228,7 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """View of a group's parity as the store of one member's snapshots.
+    """Store of one member's snapshots, all of whose data is in the parity of the member's group.
 
     Args:
         source: rank of the member.
@@ -252,7 +252,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory if the member is the first, else 0, so that a total counts the memory once."""
+        """Bytes of the group's memory for the first member of the group, and 0 for others: a total counts them once."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
@@ -282,7 +282,7 @@ class MemberStore(PeerStore):
 
     @override
     def free_unneeded(self, last: int) -> None:
-        """Free nothing, because other members may still need the same parts of a sum."""
+        """Free nothing: the same bytes of a sum may contain parts that other members still need."""
 
     @override
     def drop(self, first: int, count: int) -> None:
@@ -306,15 +306,15 @@ class MemberStore(PeerStore):
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the pieces of a snapshot for bytes ``start`` to ``end`` of a sum, each with its position in the sum.
+    """Yield the parts of a snapshot that bytes ``start`` to ``end`` of a sum contain, each with its place in the sum.
 
-    The gaps between tensors in memory belong to no snapshot and are left out.
+    A snapshot in memory may have gaps between its tensors. A sum has none, because the snapshot was sent without them.
 
     Args:
-        snapshot: snapshot of a member.
-        header: header of the same snapshot as it was sent, without gaps.
-        start: first byte in the payload that ``header`` describes.
-        end: first byte after the range, in the same payload.
+        snapshot: snapshot of a member, in memory.
+        header: header of the same snapshot as it was sent; it describes the payload without gaps.
+        start: first byte of the range, as a position in this payload.
+        end: first byte after the range.
     """
     for sent, held in zip(header.entries, snapshot.in_order(), strict=True):
         first, last = max(sent.offset, start), min(sent.offset + sent.nbytes, end)
