@@ -1,1 +1,1 @@
-"""Measurement of what saving costs training, by comparison of quiet iterations with their neighbours."""
+"""Measurement of what saving costs training: quiet iterations, without digests and sends, are compared with others."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RECENT = 16
-"""Most comparisons in a decision about the bytes. Older comparisons may come from links that have changed since."""
+"""Number of newest comparisons on which a decision about the bytes rests. Links may have changed since older ones."""
 FEWEST = 4
 """Fewest comparisons with quiet iterations for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
 """Thresholds of an early decrease. If the cost minus ``SURE`` standard errors exceeds ``CLEAR`` times the cap, the
-bytes decrease after ``FEWEST_CLEAR`` comparisons, without waiting for ``FEWEST``."""
+bytes decrease after only ``FEWEST_CLEAR`` comparisons instead of ``FEWEST``."""
 FEWEST_TO_GROW = 8
-"""Fewest comparisons before the bytes may grow."""
+"""Fewest comparisons with quiet iterations before the bytes may grow."""
 AIM = 0.7
 """Cost that a change of the bytes aims for, as a share of the cap; below 1, so that the next measurement stays below
 the cap."""
@@ -57,9 +57,9 @@ def factor(evidence: Evidence | None, cap: float) -> float:
 
 
 class CapWatch:
-    """Detector of the moment when the measured cost rises above the cap.
+    """Watch that notices when the measured cost rises above the cap, so that the job can warn the user.
 
-    The cost can stay above the cap if flags fix the window, or if windows cannot become rarer.
+    The cost can stay above the cap if flags fix the window, or if the period of windows is already the longest one.
 
     Args:
         cap: share of training time that saving may cost.
@@ -70,10 +70,10 @@ class CapWatch:
         self._is_above = False
 
     def has_passed(self, evidence: Evidence) -> bool:
-        """Return True only at the call that first finds the cost clearly above the cap, so that one warning is logged.
+        """Return True if the cost is clearly above the cap, and was not at the call before. So the job warns only once.
 
-        The method returns True again once the cost has been below the cap in between. It ignores evidence from fewer
-        than :data:`RECENT` comparisons.
+        If the cost falls below the cap and rises again, the method returns True once more. It ignores evidence from
+        fewer than :data:`RECENT` comparisons.
         """
         if evidence.comparisons < RECENT:  # The saved bytes have changed lately, or there are few measurements.
             return False

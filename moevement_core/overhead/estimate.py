@@ -1,10 +1,10 @@
 """Estimate of the share of training time that saving costs, from quiet iterations and their neighbours.
 
-Drift in a machine's speed affects a quiet iteration and its neighbours equally. The estimate therefore compares each
-quiet iteration with its neighbours: ``median(saving neighbours) / quiet - 1``. The result is the cost of digests and
-sends. In quiet iterations, digests and sends pause or have nothing to do. If only few iterations save, the estimate
-compares each saving iteration with the quiet iterations around it. A clock measures the cost on the training thread
-in every iteration.
+The speed of a machine drifts, but a quiet iteration and its neighbours have about the same speed. So the estimate
+compares each quiet iteration with its neighbours: ``median(saving neighbours) / quiet - 1``. The result is the cost of
+digests and sends, which pause or have nothing to do in quiet iterations. If only few iterations save, the estimate
+compares each saving iteration with the quiet iterations around it. The rest of the cost is time of the training thread.
+A clock measures it in every iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from moevement_core.overhead.cap import RECENT, Evidence
 
 REACH = 2
-"""Number of iterations before an iteration, and after it, that count as neighbours."""
+"""Number of iterations right before an iteration, and right after it, that count as its neighbours."""
 REMEMBERED = 64
 """Most comparisons in an estimate; older ones are forgotten, because load and links change."""
 ITERATIONS = 256
@@ -29,8 +29,8 @@ MAD_TO_DEVIATION = 1.4826
 MEDIAN_TO_MEAN = 1.2533
 """Ratio of the standard error of a median to that of a mean, for a normal distribution."""
 DISTURBED = 3.0
-"""Multiple of the median iteration time in a neighbourhood. A quiet iteration or a neighbour that takes longer counts
-as disturbed, for example by a dense save, an evaluation or a pause of the host."""
+"""Multiple of the median time of an iteration and its neighbours. A quiet iteration or a neighbour that takes longer
+counts as disturbed, for example by a dense save, an evaluation or a pause of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +56,25 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Cost of saving, in shares of the time of an iteration without saving."""
+    """Cost of saving, and of each of its parts, as shares of the time of an iteration without saving."""
 
     share: float
-    """Share of training time for all parts together, as a mean over saving and quiet iterations."""
+    """Cost of all parts together, as a mean over all iterations, saving and quiet ones."""
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     high: float | None
     """Upper end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     copy: float
     digest: float
-    """Share for digests. The cost of background work is divided between digests and sends by processor time."""
+    """Cost of digests. Only digests and sends together are measured; their processor times divide the cost."""
     send: float
-    """Share for sending copies and for receiving copies of other ranks."""
+    """Cost of sending copies, and of receiving copies of other ranks."""
     policy: float
     stall: float
     quiet_s: float
     """Median seconds of an iteration without saving."""
     quiet_iterations: int
-    """Number of comparisons in the estimate."""
+    """Number of comparisons between quiet and saving iterations in the estimate."""
 
 
 @dataclass
@@ -82,15 +82,15 @@ class OverheadEstimate:
     """Estimate of the cost of saving on one rank, from consecutive iterations."""
 
     _recent: deque[Timed] = field(default_factory=lambda: deque(maxlen=2 * REACH + 1))
-    """Newest consecutive iterations, at most one neighbourhood."""
+    """Newest consecutive iterations, at most an iteration and its neighbours on both sides."""
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Ratios of saving to quiet iterations, minus 1, of the newest comparisons."""
+    """Results of the newest comparisons: time of a saving iteration over time of a quiet one, minus 1."""
     _quiet_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _all: deque[Timed] = field(default_factory=lambda: deque(maxlen=ITERATIONS))
     """Newest iterations, for the cost on the training thread."""
 
     def add(self, timed: Timed) -> None:
-        """Add the next iteration; a gap in the iteration numbers starts a new neighbourhood."""
+        """Add the next iteration. Iterations on both sides of a gap in the numbers are no neighbours."""
         if self._recent and timed.iteration != self._recent[-1].iteration + 1:
             self._recent.clear()
         self._recent.append(timed)
@@ -99,7 +99,10 @@ class OverheadEstimate:
             self._compare(self._recent[REACH])
 
     def forget(self) -> None:
-        """Forget the cost of saving, because the saved bytes or the links have changed; keep the quiet times."""
+        """Forget the cost of saving, because the saved bytes or the links have changed.
+
+        The times of quiet iterations do not depend on them and stay.
+        """
         self._recent.clear()
         self._ratios.clear()
         self._all.clear()
@@ -124,7 +127,10 @@ class OverheadEstimate:
         self._quiet_s.append(quiet_s)
 
     def _is_at_edge(self, middle: Timed) -> bool:
-        """Return True if ``middle`` is a saving iteration, and all iterations before or after it are quiet."""
+        """Return True if ``middle`` is a saving iteration, and all its neighbours on one side are quiet.
+
+        Such neighbours are enough for a comparison, although they are fewer than otherwise required.
+        """
         recent = list(self._recent)
         sides = recent[:REACH], recent[-REACH:]
         return not middle.is_quiet and any(all(near.is_quiet for near in side) for side in sides)
@@ -148,7 +154,7 @@ class OverheadEstimate:
         return [statistics.fmean(values) / quiet_s for values in timed]
 
     def evidence(self) -> Evidence:
-        """Return the measurement from the newest comparisons, for decisions about the saved bytes."""
+        """Return the cost from the newest comparisons only, for decisions about the saved bytes."""
         newest = list(self._ratios)[-RECENT:]
         if len(newest) < 2:
             return Evidence(0.0, 0.0, len(newest))
@@ -183,9 +189,9 @@ class OverheadEstimate:
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
     """Return a confidence interval of the median, valid for any distribution; ``(None, None)`` for too few values.
 
-    The ends are order statistics. The median lies between the ``k``-th smallest and the ``k``-th largest of ``n``
-    values with probability ``1 - 2 P(B < k)``. Here ``B`` is binomial with ``n`` draws of probability one half. See
-    David and Nagaraja, Order Statistics, section 7.1.
+    The ends are two of the values. The median of the distribution lies between the ``k``-th smallest and the ``k``-th
+    largest of ``n`` values with probability ``1 - 2 P(B < k)``. Here ``B`` is binomial with ``n`` draws of probability
+    one half. See David and Nagaraja, Order Statistics, section 7.1.
     """
     ordered, count = sorted(values), len(values)
     outside, ends = 0.0, 0

@@ -1,4 +1,4 @@
-"""Fields of a metrics line for the overhead of saving."""
+"""Fields of a line in the metrics file of a job that hold the overhead of saving."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ PARTS = ("copy", "digest", "send", "policy", "stall")
 FIELDS = ("overhead", "overhead_low", "overhead_high", *(f"overhead_{part}" for part in PARTS))
 """Names of the fields; their values are shares of the time of an iteration without saving."""
 FIRST_MEASURED = WARM_UP + REACH
-"""First iteration of a job whose line can have these fields. The first quiet iteration then has all its neighbours."""
+"""First iteration whose line can have these fields: the last neighbour of the first quiet iteration."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedOverhead:
-    """Overhead in a metrics line, in shares of the time of an iteration without saving."""
+    """Overhead that a metrics line records, as shares of the time of an iteration without saving."""
 
     share: float
-    """Share of training time for all parts together."""
+    """Overhead of all parts together."""
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while it is unknown."""
     high: float | None
     """Upper end of the confidence interval of :attr:`share`; None while it is unknown."""
     parts: Mapping[str, float]
-    """Share of each part, by its name in ``PARTS``."""
+    """Overhead of each part, by its name in ``PARTS``."""
 
 
 def overhead_fields(overhead: Overhead | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Meter of the cost of saving on one rank, for each iteration."""
+"""Meter of the cost of saving on one rank. It times iterations, and pauses background work in quiet ones."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class OverheadMeter:
         )  # fmt: skip
 
     def interrupted(self) -> None:
-        """End the pause, and leave the present iteration out, because an exception has interrupted it."""
+        """End the pause of background work, and leave out the iteration that an exception has just interrupted."""
         self._pause.end()
         self._iteration = -1
 

@@ -1,4 +1,4 @@
-"""Pause of background work. Threads that compute digests or send copies check it before each piece of work."""
+"""Pause of background work. A thread that computes digests or sends copies checks for a pause before each step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 
 SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
-"""Least and most seconds between two checks of a pausing thread."""
+"""Least and most seconds after which a pausing thread checks again whether the pause has ended."""
 STEP_SHARE = 0.02
-"""Time between two checks of a pausing thread, as a share of the expected pause. More frequent checks by many threads
-would slow down the quiet iteration."""
+"""Time between two such checks, as a share of the expected pause. More frequent checks by many threads would slow down
+the quiet iteration."""
 
 
 class Pause:
-    """Pause of background threads. The training thread begins and ends it.
+    """Pause of background threads. The training thread begins and ends the pause.
 
-    Threads poll a plain attribute. A lock would be a risk: the exception of a restart could leave it locked forever
-    (:mod:`moevement_core.util.gate` explains this).
+    The background threads poll a plain attribute instead of a lock. A restart raises an exception in the training
+    thread, which could leave a lock locked forever (:mod:`moevement_core.util.gate` explains this).
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,6 @@ class Pause:
         return has_lasted
 
     def wait(self, must_go_on: Callable[[], bool]) -> None:
-        """Block a background thread while the pause is on and ``must_go_on()`` is False."""
+        """Block the calling background thread until the pause ends, or ``must_go_on()`` returns True."""
         while self.is_on and not must_go_on():
             time.sleep(self.step_s)

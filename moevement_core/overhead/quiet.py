@@ -16,7 +16,12 @@ frequent until W is known."""
 
 
 def spacing(iteration: int, began_at: int) -> int:
-    """Return the distance between quiet iterations at ``iteration``, in a job that began from ``began_at``."""
+    """Return the number of iterations from one quiet iteration to the next, around ``iteration``.
+
+    Args:
+        iteration: number of an iteration, from 1.
+        began_at: iteration whose state the job began from.
+    """
     ages = [age for age, _ in _SPACINGS]
     return _SPACINGS[bisect_right(ages, max(0, iteration - began_at)) - 1][1]
 
