@@ -1,6 +1,6 @@
-"""Allocation of replicas to experts: a share by tokens, but at least a minimum number (Lazarus, equation 1).
+"""Number of replicas of each expert: in proportion to its tokens, but at least a minimum (Lazarus, equation 1).
 
-A running job allocates anew only if the slowest replica gains enough (section 4.1).
+A running job changes these numbers only if the replica with the most tokens then has clearly fewer (section 4.1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moevement_core.errors import ConfigError
 Replicas = npt.NDArray[np.int64]
 
 GAIN = 0.1
-"""Least share by which a new allocation must reduce the slowest replica's tokens, so that it is worth a migration."""
+"""Least share by which a new allocation must reduce the tokens of the most loaded replica to be worth a migration."""
 
 
 def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor: int) -> Replicas:
@@ -23,15 +23,15 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
 
     The function takes the experts in ascending order of load. Each expert gets its share of the remaining slots,
     rounded down, and at least ``floor`` slots. So an expert with more load never has fewer replicas than one with less
-    load. The slots that rounding leaves over go to the experts with the most tokens. If ``floor`` replicas of each
-    expert are on different nodes, the loss of any ``floor - 1`` nodes leaves a replica of every expert.
+    load. The slots that rounding leaves over go to the experts with the most tokens. The minimum has a reason: if each
+    expert is on ``floor`` nodes, the loss of any ``floor - 1`` nodes leaves a replica of every expert.
 
     Args:
         tokens: tokens routed to each expert of a layer, ``[E]``. Experts with equal loads are taken in the order of
             their numbers.
-        slots: slots of all nodes together, N * c.
-        floor: least number of replicas of each expert, f. If there are too few slots for it, the function uses the
-            largest floor for which the slots suffice.
+        slots: number of replicas in one layer that all ranks together have space for.
+        floor: f, least number of replicas of each expert. If there are too few slots for it, the function uses the
+            largest number for which the slots suffice.
 
     Raises:
         ConfigError: there are fewer slots than experts, or an argument is out of range.
@@ -57,7 +57,7 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
 
 
 def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas) -> float:
-    """Return the tokens of the most loaded replica, relative to the mean over all replicas; 1.0 is perfect balance."""
+    """Return the tokens of the most loaded replica, divided by the mean over all replicas; 1.0 is perfect balance."""
     loads = np.asarray(tokens, dtype=np.float64)
     mean = loads.sum() / replicas.sum()
     return float((loads / replicas).max() / mean) if mean else 1.0
@@ -66,14 +66,14 @@ def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Rep
 def better_allocation(
     tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas, floor: int, gain: float = GAIN
 ) -> Replicas | None:
-    """Return a new allocation of the same number of replicas, int64 ``[E]``; None if none is worth a migration.
+    """Return new numbers of replicas with the same sum, int64 ``[E]``; None if they are not worth a migration.
 
     Args:
         tokens: recent tokens of each expert of a layer, summed over all ranks, ``[E]``.
         replicas: present number of replicas of each expert, int64 ``[E]``.
         floor: least number of replicas of each expert.
-        gain: least share by which the allocation must reduce the slowest replica's tokens. It keeps a job from
-            migrating at every fluctuation of its routing.
+        gain: least share by which the new numbers must reduce the tokens of the most loaded replica. It keeps a job
+            from migrating at every fluctuation of its routing.
     """
     better = allocate(tokens, int(replicas.sum()), floor)
     is_worth_it = slowest_share(tokens, better) <= (1.0 - gain) * slowest_share(tokens, replicas)

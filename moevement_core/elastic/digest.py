@@ -1,8 +1,8 @@
-"""Digest of state that does not depend on which ranks hold the state, so that a migration does not change it.
+"""Digest of state that is the same whichever ranks hold the state, so that a migration does not change it.
 
-The digest mixes each element with a number derived from the tensor's name and the element's index. It is the sum of all
-mixed elements, modulo 2^64. So the digests of disjoint ranges add up to the digest of the whole tensor. The digest
-detects lost, duplicated, moved and changed elements. It gives no protection against an attacker.
+The digest is a sum, modulo 2^64, over the elements of a tensor. Each element is first mixed with a number derived from
+the tensor's name and the element's index. So the digests of disjoint ranges add up to the digest of the whole tensor.
+The digest detects lost, duplicated, moved and changed elements. It gives no protection against an attacker.
 """
 
 from __future__ import annotations

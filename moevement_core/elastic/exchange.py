@@ -1,8 +1,8 @@
-"""Exchange of state among ranks after a resize, with digests that prove that the state is unchanged.
+"""Exchange of state among ranks when their number has changed, with digests that prove that the state is unchanged.
 
-Every rank reports the ranges of tensors that it holds and those that it needs. All ranks compute the same moves from
-the reports (:func:`~moevement_core.elastic.ranges.reshard`). In each round, a rank sends at most one message to each
-other rank.
+Every rank reports the ranges of tensors that it holds and those that it needs. From the reports all ranks compute the
+same moves: which rank sends which range to which (:func:`~moevement_core.elastic.ranges.reshard`). The ranks exchange
+state in rounds. In a round, a rank sends at most one message to each other rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Piece:
 
 
 def once(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces without overlaps: an element that is in several pieces stays only in the first one."""
+    """Return ``pieces`` cut so that none overlap: an element in several of them stays only in the first one."""
     by_name: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
         rest = [(piece.begin, piece.range.end)]
@@ -68,7 +68,7 @@ def _outside(begin: int, end: int, other_begin: int, other_end: int) -> Iterator
 
 
 class StateMissing(RecoveryError):
-    """Error that some part of the needed state is on no rank; every rank raises it."""
+    """Error: a part of the state that ranks need is on no rank. Every rank raises this error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ def exchange(
         held: pieces on this rank, which are not changed. Ranks that hold the same range hold the same bits.
         wanted: pieces that this rank needs; the state is written into their tensors.
         transport: connection between ranks.
-        is_verified: True to compare the digests of all replicas, and the digests of each operator before and after the
-            exchange.
+        is_verified: True to compare the digests of all replicas of a range, and the digest of each operator before and
+            after the exchange.
 
     Raises:
         StateMissing: some part of the wanted state is on no rank; nothing has been written.
-        RecoveryError: replicas differ, or the exchange changed the state; every rank raises the error.
+        RecoveryError: replicas of a range differ, or the exchange changed the state. Every rank raises the error.
     """
     reports: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
         (
@@ -123,7 +123,7 @@ def exchange(
 def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport) -> int:
     """Execute the moves, and return the number of bytes that all ranks together sent.
 
-    The transport is not gloo, because a partly finished gloo receive never ends if the sender dies (torch 2.13).
+    The transport is not gloo. If a sender dies in the middle of a message, the receive of gloo never ends (torch 2.13).
     """
     rank, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -171,7 +171,7 @@ def _rounds(
 ) -> Iterator[tuple[Parts, Parts]]:
     """Yield the tensors to send and the tensors to receive in each round.
 
-    Both ranks of a pair cut their bytes at the same offsets.
+    A sender and its receiver cut the bytes between them at the same offsets, so the messages of each round match.
     """
     sends = {rank: list(_cut(parts, room)) for rank, parts in outgoing.items()}
     receives = {rank: list(_cut(parts, room)) for rank, parts in incoming.items()}
@@ -238,7 +238,9 @@ def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torc
 def _digests(
     held: Sequence[Piece], ranges: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
 ) -> dict[str, int]:
-    """Return the digest of each operator, in which each element counts once; every rank calls this function.
+    """Return the digest of each operator's state on all ranks together; every rank calls this function.
+
+    An element that several ranks hold counts once.
 
     Args:
         held: pieces on this rank.
@@ -315,6 +317,6 @@ def _compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> Any:
-    """Return the tensor as integers of its element size, because NumPy lacks some floating types."""
+    """Return the bits of a tensor as a NumPy array of integers, because NumPy lacks some floating types."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().cpu().contiguous().view(kinds[tensor.element_size()]).numpy()

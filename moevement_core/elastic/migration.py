@@ -12,7 +12,7 @@ import numpy.typing as npt
 from moevement_core.elastic.placement import Placement
 
 Held = Mapping[int, Sequence[int]]
-"""Experts on each node that takes part; empty for a new node."""
+"""Experts that each node holds before the migration, by node; empty for a node that the job adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ def assign_places(held: Sequence[Held], wanted: Sequence[Placement]) -> dict[int
     """Return the place that each node gets, so that few experts have to move.
 
     A place is an entry of a placement: the experts that one node will hold. All layers share one mapping of nodes to
-    places, so the groups of experts of all layers are on the same nodes. With a mapping for each layer, more sets of
-    few nodes would hold all replicas of some expert.
+    places, so the groups of experts of all layers are on the same nodes. If each layer had a mapping of its own, the
+    replicas of some expert would be on a small set of nodes more often, and the job would survive fewer failures.
 
-    The k-th node has as many slots as the k-th place, and only gets a place with as many slots. The function assigns
-    places greedily, unless the k-th node can have the k-th place without more transfers. The work is quadratic in the
-    number of nodes, in array operations.
+    The k-th place has as many experts as the k-th node has slots. A node gets a place with as many experts as it has
+    slots. The function prefers to give the k-th node the k-th place. If a greedy assignment needs fewer transfers, it
+    uses that one. The time is quadratic in the number of nodes.
 
     Args:
-        held: for each layer, experts on each node that takes part; the nodes are the same in all layers.
+        held: for each layer, experts that each node holds now; the nodes are the same in all layers.
         wanted: for each layer, experts of each place; there are as many places as nodes.
 
     Raises:
@@ -77,9 +77,10 @@ def migrate(held: Held, wanted: Placement, places: Mapping[int, int] | None = No
     """Return the migration of one layer. An expert comes from the holder that has sent the fewest experts so far.
 
     Args:
-        held: experts on each node that takes part; empty for a new node.
+        held: experts that each node holds now; empty for a node that the job adds.
         wanted: experts of each place; there are as many places as nodes.
-        places: place of each node, as :func:`assign_places` returns it for all layers. None: chosen for this layer.
+        places: place of each node, from :func:`assign_places` for all layers. None to choose places for this layer
+            alone.
 
     Raises:
         ValueError: the numbers of nodes and of places differ.
@@ -107,7 +108,7 @@ def migrate(held: Held, wanted: Placement, places: Mapping[int, int] | None = No
 
 
 def _fetched(held: Sequence[Sequence[int]], wanted: Placement) -> npt.NDArray[np.int64]:
-    """Return how many experts each node would fetch with each place, int64 ``[nodes, places]``."""
+    """Return how many experts each node would have to fetch if it got each place, int64 ``[nodes, places]``."""
     experts = 1 + max((expert for rows in (held, wanted) for row in rows for expert in row), default=0)
 
     def present(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -120,7 +121,7 @@ def _fetched(held: Sequence[Sequence[int]], wanted: Placement) -> npt.NDArray[np
 
 
 def _greedy(fetched: npt.NDArray[np.int64], sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the place of each node. The pair of node and place with the fewest missing experts is assigned first."""
+    """Return the place of each node. Pairs of a node and a place are assigned by ascending number of experts to fetch."""
     count = len(sizes)
     places = np.full(count, -1, dtype=np.int64)
     is_taken = np.zeros(count, dtype=bool)
@@ -132,7 +133,7 @@ def _greedy(fetched: npt.NDArray[np.int64], sizes: Sequence[int]) -> npt.NDArray
 
 
 def _needed(held: Held, mapping: Held) -> dict[int, list[int]]:
-    """Return the nodes that need each expert and do not hold it, by expert."""
+    """Return for each expert the nodes that will hold it and do not hold it now."""
     needed: dict[int, list[int]] = {}
     for node in sorted(mapping):
         for expert in sorted(set(mapping[node]) - set(held[node])):

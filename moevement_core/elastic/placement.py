@@ -1,14 +1,14 @@
 """Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
 
 A node has as many slots as its ranks have together, so nodes may differ. Experts are sorted by their number of replicas
-and cut into groups. The size of a group is the number of slots of a node. A group gets one node for each replica of the
-group's scarcest expert. Each of these nodes holds all experts of the group, and no other group gets the node. So a
+and cut into groups. A group has as many experts as a node has slots. It gets one node for each replica of its expert
+with the fewest replicas. Each of these nodes holds all experts of the group, and no other group gets the node. So a
 group is lost only if all its nodes fail. The remaining replicas fill the vacant slots.
 
-The theorem says that no placement survives more failures. It holds for nodes with equally many slots, if the last group
-gets a node for each replica of its scarcest expert. If fewer nodes remain, several replicas of that expert share a
-node, and another placement may survive more failures. In this case an expert may even be lost although fewer nodes fail
-than the minimum number of its replicas. Tests have small cases of this, and :func:`place` checks for it.
+The theorem says that no placement survives more failures. It holds if all nodes have equally many slots, and if enough
+nodes remain for the last group. If too few remain, several replicas of an expert share a node. Then another placement
+may survive more failures, and the loss of fewer nodes than an expert has replicas may lose the expert. :func:`place`
+checks for this case, and tests have small examples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Placement = tuple[tuple[int, ...], ...]
 def maximum_rank_overlap(replicas: Replicas, slots: Sequence[int]) -> Placement:
     """Return the placement by maximum rank overlap, as Lazarus defines it.
 
-    Nodes with more slots come first, so scarce experts get large nodes.
+    Nodes with more slots come first, so experts with few replicas get large nodes.
 
     Args:
         replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
@@ -54,15 +54,16 @@ def maximum_rank_overlap(replicas: Replicas, slots: Sequence[int]) -> Placement:
 def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[int] | None = None) -> Placement:
     """Return a placement that survives the loss of any ``floor - 1`` nodes, if there is such a placement.
 
-    The function returns Lazarus's placement if it survives this loss, else a placement by round robin. If no placement
-    survives the loss of ``floor - 1`` nodes, the result survives the loss of as many nodes as possible.
+    The function returns Lazarus's placement (:func:`maximum_rank_overlap`) if it survives this loss, else a placement
+    by round robin (:func:`spread`). If no placement survives it, the result survives the loss of as many nodes as
+    possible.
 
     Args:
         replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
         slots: slots of each node, ``[N]``.
-        floor: least number of nodes that should hold each expert, f.
-        ranks: ranks of each node, ``[N]``. If there are fewer than f nodes, the function prefers a placement that lets
-            f ranks hold each expert. None: one rank on each node.
+        floor: f, least number of nodes that should hold each expert.
+        ranks: number of ranks on each node, ``[N]``. If f nodes cannot hold each expert, the function prefers a
+            placement with which f ranks can. None if only nodes matter.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
@@ -89,7 +90,10 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
 
 
 def _fewest_ranks(placement: Placement, ranks: Sequence[int]) -> int:
-    """Return the smallest number of ranks that can hold an expert if its replicas spread over the ranks of a node."""
+    """Return the number of ranks that can hold the expert for which this number is smallest.
+
+    The replicas of an expert on a node go to different ranks if possible.
+    """
     held: Counter[int] = Counter()
     for experts, count in zip(placement, ranks, strict=True):
         for expert, replicas in Counter(experts).items():
@@ -110,8 +114,8 @@ def spread(
         slots: slots of each node, ``[N]``.
         loads: tokens of each replica, by expert, ``[E]``. Among nodes with equally many vacant slots the one with the
             fewest tokens comes first; without loads, the first one.
-        most: number of different nodes that each expert gets first, if the slots allow; its further replicas are placed
-            after those of all experts. None: as many nodes as the expert has replicas.
+        most: number of replicas of each expert that are placed first, each on another node if slots allow. Further
+            replicas follow when all experts have this number. None to place all replicas of an expert first.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
@@ -142,7 +146,7 @@ def spread(
 
 
 def compact(replicas: Replicas, slots: Sequence[int]) -> Placement:
-    """Return the placement that fills one node after the other in order of experts, for comparisons."""
+    """Return the placement that fills one node after the other in the order of experts; a baseline for comparisons."""
     _check(replicas, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
     return tuple(tuple(node.tolist()) for node in np.split(every, np.cumsum(slots)[:-1]))
@@ -151,8 +155,8 @@ def compact(replicas: Replicas, slots: Sequence[int]) -> Placement:
 def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
     """Return the probability that every expert keeps a replica if ``lost`` random nodes fail.
 
-    The experts are placed by :func:`maximum_rank_overlap` on ``nodes`` nodes with ``slots`` slots each. The result is
-    the share of the sets of ``lost`` nodes that leave at least one node of each group.
+    :func:`maximum_rank_overlap` places the experts on ``nodes`` nodes with ``slots`` slots each. Every expert keeps a
+    replica if at least one node of each group survives.
     """
     if not 0 <= lost <= nodes:
         return Fraction(0)
@@ -166,7 +170,7 @@ def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
 
 
 def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[int]]) -> float:
-    """Return the tokens of the most loaded node, relative to the mean over all nodes.
+    """Return the tokens of the most loaded node, divided by the mean over all nodes.
 
     The replicas of an expert share the tokens of that expert evenly.
     """
@@ -189,10 +193,10 @@ def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> lis
 
 
 def _groups(replicas: Replicas, slots: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the experts of each group, and its nodes.
+    """Yield the experts of each group, and the group's nodes.
 
-    A group has as many experts as its smallest node has slots. A last group without nodes holds the experts for which
-    no node is left.
+    A group has as many experts as its smallest node has slots. If nodes run out, the last group has all remaining
+    experts and no nodes.
     """
     ascending = np.argsort(replicas, kind="stable").tolist()
     free = sorted(range(len(slots)), key=lambda node: -slots[node])
@@ -207,7 +211,7 @@ def _groups(replicas: Replicas, slots: Sequence[int]) -> Iterator[tuple[list[int
 
 
 def _fill(placed: list[list[int]], left: Replicas, slots: Sequence[int]) -> None:
-    """Fill the vacant slots in ``placed`` with the replicas in ``left``; both change in place.
+    """Fill the vacant slots of the nodes ``placed`` with the replicas that ``left`` counts; both change in place.
 
     Each node in turn gets the expert with the most replicas left, preferably an expert that the node does not have yet.
     """

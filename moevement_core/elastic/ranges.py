@@ -1,8 +1,8 @@
 """Plan of the ranges of state that ranks send to each other when the number of ranks of a job changes.
 
-A state tensor is a flat row of elements, and its name does not depend on the layout. Each rank owns ranges of such
-tensors before and after the change. A range is either a whole replica, or a shard of a distributed optimizer. The
-bounds of shards depend on the number of ranks.
+A state tensor is a flat row of elements. Its name does not depend on how many ranks share the state. Each rank owns
+ranges of such tensors before the change, and other ranges after it. A range is either a whole tensor, or a shard of a
+distributed optimizer. The bounds of shards depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Move of a range from the rank that holds it to a rank that needs it, possibly the same rank."""
+    """Move of a range from a rank that holds it to a rank that needs it. Both may be the same rank."""
 
     source: int
     target: int
@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 class Resharding(NamedTuple):
-    """Plan that brings state from one distribution over ranks to another.
+    """Plan that gives every rank the ranges that it needs after the change.
 
     Attributes:
         moves: moves in the order of targets. Moves to one target are in the order of the ranges that it wants. Each
@@ -113,7 +113,10 @@ def _check(checked: Range) -> None:
 
 
 def _cut(whole: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:
-    """Yield the pieces of a range, cut at each begin and end of a holder's range."""
+    """Yield the pieces of a range, cut where a range of any holder begins or ends.
+
+    So each holder has either the whole piece or nothing of it.
+    """
     edges = {whole.begin, whole.end}
     for cuts in holders.values():
         edges.update(edge for cut in cuts for edge in cut if whole.begin < edge < whole.end)

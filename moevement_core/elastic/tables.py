@@ -1,7 +1,7 @@
 """Tables of expert slots: the expert in each slot of each rank, for all layers of a pipeline stage.
 
 Lazarus plans for the loss of nodes (section 4.1): it places experts on nodes, and then spreads a node's experts over
-the node's ranks. The slots of a node are those of all its ranks of the stage.
+the node's ranks. The slots of a node are the slots of all ranks of the stage on this node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StageExperts:
     loads: Mapping[int, Sequence[int]]
     """Recent tokens of each expert, by layer."""
     held: Mapping[int, Sequence[Sequence[int]]]
-    """Experts in the slots of each rank now, by layer; empty for a new rank. Layers without an entry hold nothing."""
+    """Experts in the slots of each rank now, by layer; empty for a new rank. If a layer is missing, no rank has any."""
 
     @property
     def ranks_by_node(self) -> dict[str, list[int]]:
@@ -43,14 +43,14 @@ def tables_of(stage: StageExperts, others: Sequence[StageExperts], slots: int, f
 
     Stages with equally many ranks on the same nodes share one mapping of nodes to places
     (:func:`~moevement_core.elastic.migration.assign_places`). The groups of experts of all their layers are then on the
-    same nodes, and the job survives more losses of nodes. Every stage computes the same mapping, in any order of
-    ``others``.
+    same nodes, and the job survives more losses of nodes. Every stage computes the same mapping; the order of
+    ``others`` does not matter.
 
     Args:
         stage: stage whose tables are wanted.
         others: all other stages of the job.
         slots: slots of each rank in each layer, c.
-        floor: least number of replicas of each expert, f. Each expert gets as many nodes, if slots and nodes allow.
+        floor: f, least number of replicas of each expert. They are on f different nodes if slots and nodes allow.
 
     Raises:
         ConfigError: there are fewer slots than experts.
@@ -121,7 +121,10 @@ def _on_nodes(
 
 
 def _inside(experts: Sequence[int], ranks: int, slots: int, loads: Sequence[float]) -> Placement:
-    """Return the experts of each rank of a node: replicas of an expert on different ranks if possible, loads even."""
+    """Return the experts of each rank of a node.
+
+    Replicas of an expert go to different ranks if possible, and the ranks get about equally many tokens.
+    """
     numbers, counts = np.unique(np.asarray(experts, dtype=np.int64), return_counts=True)
     rows = spread(counts.astype(np.int64), [slots] * ranks, [loads[expert] for expert in numbers.tolist()])
     return tuple(tuple(int(numbers[index]) for index in row) for row in rows)
