@@ -121,7 +121,7 @@ def _fetched(held: Sequence[Sequence[int]], wanted: Placement) -> npt.NDArray[np
 
 
 def _greedy(fetched: npt.NDArray[np.int64], sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the place of each node. Pairs of a node and a place are assigned by ascending number of experts to fetch."""
+    """Return the place of each node. The pair of node and place with the fewest experts to fetch is assigned first."""
     count = len(sizes)
     places = np.full(count, -1, dtype=np.int64)
     is_taken = np.zeros(count, dtype=bool)

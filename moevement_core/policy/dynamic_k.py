@@ -20,7 +20,7 @@ class DynamicK:
     most: int
     """E, the number of experts, which K never exceeds."""
     limit: float
-    """Share of the run's tokens. When more are lost, K becomes E; with 1, K never changes."""
+    """Share of the run's tokens. K becomes E when recoveries have lost more than that; with 1, K never changes."""
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:

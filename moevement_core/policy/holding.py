@@ -60,7 +60,7 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """Return for each slot how many slots later each operator's full state is saved, int64 ``[operators]`` by slot.
+    """Return for each slot how many slots later an operator's full state is saved again, int64 ``[operators]`` by slot.
 
     The number is at most the length of a window. This function goes over the slots once, which is faster than calls of
     :meth:`Schedule.superseded`.
@@ -82,8 +82,9 @@ def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray
 
     Args:
         held: contents of each snapshot that a rank holds, by iteration.
-        last: iteration of the last snapshot of the persisted run. Every later recovery restores this state or a newer
-            one. So if a snapshot up to it has an operator's full state, the operator's earlier gradients are unneeded.
+        last: iteration of the last snapshot of the persisted run. Every later recovery restores the
+            state of this snapshot, or a newer state. So if a snapshot up to this one has an operator's full state, no
+            recovery needs the operator's gradients in earlier snapshots.
 
     Returns:
         Mask of the operators whose gradients are unneeded, bool ``[operators]``, by iteration of the snapshot with the

@@ -77,8 +77,8 @@ class PeerStore(ABC):
         """Free the parts of snapshots that no recovery needs any more.
 
         Args:
-            last: iteration of the last snapshot of the persisted run. Every later recovery restores its state, or a
-                newer one.
+            last: iteration of the last snapshot of the persisted run. Every later recovery restores the
+                state of this snapshot, or a newer state.
         """
 
     @abstractmethod
