@@ -20,21 +20,23 @@ class RankStatus:
     was_training: bool = False
     """True if the rank trained before the failure; a replacement did not."""
     began_at: int = 0
-    """Iteration that the job started from."""
+    """Iteration that the job started from: 0, or that of the checkpoint or window that it loaded."""
     committed: int | None = None
     """Last iteration that the rank committed; None if it has no state of any iteration."""
     has_begun_next: bool = False
-    """True if the rank had begun the next iteration; any evaluation and save due before that one were then done."""
+    """True if the rank had begun the iteration after ``committed``. Any evaluation and dense save that are due between
+    the two iterations were then done."""
     goal: RankStatus | None = None
-    """Status of a rank that had committed the target iteration of the recovery that the failure interrupted.
+    """Status of another rank, copied from it during a recovery that a second failure interrupted.
 
-    None if the failure interrupted no recovery of this rank.
+    That rank had committed the iteration which the interrupted recovery was to reach. None if no recovery of this rank
+    was interrupted.
     """
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Iteration from which the job resumes, and which ranks do what; every rank computes the same."""
+    """Iteration from which the job resumes, and the tasks of the ranks; every rank computes an equal result."""
 
     iteration: int
     """Newest iteration that any rank is known to have committed."""
@@ -43,22 +45,23 @@ class ResumePoint:
     lost_stages: frozenset[int]
     """Pipeline stages of the ranks without state; other stages keep their state."""
     followers: frozenset[int]
-    """Ranks that lack only the update of :attr:`iteration`. They took part in all its reductions, so each follower
-    applies the update without its peers."""
+    """Ranks that lack only the optimizer update of :attr:`iteration`. They took part in all its reductions, so each
+    follower applies the update without other ranks."""
     reference: int
-    """Rank whose record of the iteration all ranks use."""
+    """Rank whose record of :attr:`iteration` (losses, gradient norm) all ranks use."""
     reference_is_goal: bool
-    """True if the reference did not commit the iteration itself, and has the record from :attr:`RankStatus.goal`."""
+    """True if the rank :attr:`reference` has the record only in its :attr:`RankStatus.goal`: another rank committed the
+    iteration."""
     is_between: bool
-    """True if an evaluation or dense save that is due after the iteration may not have been done."""
+    """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
 
 
 class NothingToResume(Exception):
-    """Error: the job cannot resume from any iteration, so it restarts; the message says why."""
+    """Error: no iteration exists from which the job can resume, so the job restarts; the message says why."""
 
 
 def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
-    """Return the iteration that the job resumes, and the part of each rank.
+    """Return the iteration from which the job resumes, and the tasks of the ranks.
 
     The job always resumes from the newest committed iteration. A rank commits only after the reductions have the
     contributions of all ranks, so all ranks can reach this iteration.
@@ -104,7 +107,11 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
 
 
 def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:
-    """Return a rank of the same model replica that has applied the update that ``rank`` lacks; None if none has."""
+    """Return a rank of the same model replica that has already applied the update that the follower ``rank`` lacks.
+
+    Returns:
+        None if every rank of the model replica lacks the update.
+    """
     replica = statuses[rank].replica
     return next(
         (

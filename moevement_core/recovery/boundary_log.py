@@ -44,7 +44,7 @@ class Logged:
     dtype: str
     shape: tuple[int, ...]
     buffer: torch.Tensor
-    """Bytes in host memory, complete once ``copied`` has passed."""
+    """Bytes of the copy, in host memory. They are complete once the device has passed the event ``copied``."""
     copied: Event
     digested: Future[str]
 
@@ -61,7 +61,7 @@ class Logged:
 
 
 class _Digests:
-    """Digests of host memory, which a separate thread computes."""
+    """Thread that computes the digests of logged tensors."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class _Digests:
         self._thread: threading.Thread | None = None
 
     def of(self, buffer: torch.Tensor, copied: Event) -> Future[str]:
-        """Return a future of the digest of ``buffer``, which the thread computes after the event ``copied``."""
+        """Return a future digest of ``buffer``. The thread computes it after the event ``copied``."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="moevement-log-digests", daemon=True)
             self._thread.start()
@@ -231,7 +231,7 @@ class BoundaryLog:
             self._buffers.trim()
 
     def interrupted(self) -> None:
-        """Drop the present iteration, which an exception raised by another thread interrupted at an unknown point."""
+        """Drop the present iteration. Called after another thread raised an exception in this one, at any point."""
         if (unfinished := self._iteration) is not None:
             self._iteration = None
             self._drop(unfinished)
@@ -261,7 +261,7 @@ class BoundaryLog:
                 self._told = True
                 self._report(
                     f"the boundary log has reached its cap of {self._cap_bytes() / 1e9:g} GB and drops its oldest "
-                    f"iterations, first iteration {old}; a single stage cannot recover alone before the next window"
+                    f"iterations, from iteration {old} on; a single stage cannot recover alone until the next window"
                 )
         assert buffer is not None
         return buffer

@@ -1,13 +1,13 @@
 """Comparison of a replayed state with digests of the lost state.
 
 Every snapshot has digests of its tensors, and some snapshots have a digest of every operator's whole state. A replay
-compares its state with these digests at each iteration that it has digests for. An operator is *known* up to the newest
-iteration at which its whole state was compared and was equal. The state of a rank is known up to the oldest of these
-iterations over all its operators, and counts as verified only up to there.
+compares its state with these digests at each iteration that has digests. An operator is *known* up to the newest
+iteration at which its whole state was compared and was equal. A rank is known up to iteration t if each of its
+operators is known up to t or later.
 
 An operator is *recomputed* if it was compared after at least one update. An operator is *restored* if it was compared
-only before its first update, with the snapshot that it was loaded from. If no operator was recomputed, nothing counts
-as verified.
+only before its first update, with the snapshot that it was loaded from. A rank counts as *verified* up to the iteration
+that it is known up to, provided that at least one operator was recomputed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StateCheck:
 
     Args:
         states: live tensors of this rank's operators.
-        whole: returns the digest of every operator's whole live state.
+        whole: function that computes a digest of the whole live state of each operator, and returns them by operator.
         enabled: False to compare nothing.
     """
 
@@ -113,8 +113,9 @@ class StateCheck:
         """Compare the live state of ``active`` operators with the digests of ``snapshot``.
 
         Args:
-            snapshot: snapshot of the live iteration; its payload is read only where digests differ.
-            active: operators whose whole state is live.
+            snapshot: snapshot of the iteration that the replay has reached. Only if a digest differs, this method reads
+                the snapshot's tensors.
+            active: operators whose full state is loaded.
             updated: operators that were updated at least once since their state was loaded.
         """
         if not self._enabled:
@@ -140,7 +141,10 @@ class StateCheck:
             self.recomputed.add(operator)
 
     def compare_losses(self, iteration: int, losses: Mapping[str, Any], outcome: Mapping[str, Any] | None) -> None:
-        """Compare the losses of a replayed iteration with the recorded ones, if this rank has both."""
+        """Compare the losses of a replayed iteration with the losses in ``outcome``, the record of its first execution.
+
+        Does nothing if the record has no losses, as on a rank that does not compute the loss.
+        """
         recorded = (outcome or {}).get("losses") or {}
         if not self._enabled or not recorded:
             return

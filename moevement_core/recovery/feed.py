@@ -84,7 +84,7 @@ class Feed:
         return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
 
     def _whole(self, message: Message, header: torch.Tensor, payload: torch.Tensor) -> dict[str, Any]:
-        """Return the decoded header.
+        """Check a received tensor (``payload``) and its ``header``, and return the decoded header.
 
         Raises:
             RecoveryError: the header or the payload is damaged.
@@ -105,7 +105,7 @@ class Feed:
 
 
 class Feeds:
-    """Feeds of a replaying rank from its healthy neighbours, to which it sends nothing."""
+    """Tensors that a replaying rank receives from its healthy neighbours. It sends nothing to these neighbours."""
 
     def __init__(self, before: Feed | None, after: Feed | None) -> None:
         self.before, self.after = before, after
@@ -136,7 +136,7 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """Replay by some stages, while the other stages feed them and wait."""
+    """Data that a replaying rank needs to receive logged tensors: its neighbours, and which stages replay."""
 
     neighbours: Neighbours
     stages: frozenset[int]

@@ -18,7 +18,10 @@ from moevement_core.snapshot.snapshot import Header, Snapshot
 from moevement_core.util import damage
 
 Open = Callable[[Source, int, int], Snapshot | None]
-"""Function that returns a snapshot that this rank reported, by source, owner and iteration; None if it was freed."""
+"""Function that returns a snapshot that this rank reported, given source, owner and iteration.
+
+It returns None if the snapshot was freed since the report.
+"""
 
 
 def fetch(

@@ -211,9 +211,14 @@ class _Announced:
     """Header of the payload, once it has been sent."""
 
     def covered(self, payload: torch.Tensor, draw: random.Random) -> tuple[str, int]:
-        """Choose a random byte in the first piece of the payload. Return the name of its tensor, and its offset.
+        """Choose a random byte of ``payload`` that a digest covers, so never a byte of padding between tensors.
 
-        A digest covers the byte, so the byte is never padding between tensors.
+        Args:
+            payload: first piece of the payload that is sent.
+            draw: source of randomness.
+
+        Returns:
+            Name of the tensor that the byte belongs to, and offset of the byte in ``payload``.
         """
         if self.message.kind is not Kind.SNAPSHOT or self.header is None:
             return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())

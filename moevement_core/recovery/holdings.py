@@ -14,7 +14,7 @@ class Source(IntEnum):
     PEER = 1
     """Host memory of a peer."""
     PARITY = 2
-    """Parity and the other snapshots of its group: no rank holds the snapshot, so ranks compute it from these."""
+    """Parity. No rank holds the snapshot, so ranks compute it from parity and the other snapshots of its group."""
     REPLICA = 3
     """Training state of a live replica, from which the replica makes the snapshot."""
     FILE = 4
@@ -42,7 +42,7 @@ class Sum:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks that add to the sum, in order; the last of them has parity, and the header of the snapshot."""
+        """Ranks that add to the sum, in order. The last rank holds the parity block and the snapshot's header."""
         last = self.terms[-1].rank
         return (*dict.fromkeys(term.rank for term in self.terms if term.rank != last), last)
 

@@ -28,7 +28,10 @@ from moevement_core.snapshot.snapshot import contents_of
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report of one rank on its snapshots and logs. Bytes are checked only when they are fetched."""
+    """Report of one rank on its snapshots and logs. A report does not prove that the bytes are intact.
+
+    Ranks check the bytes of a snapshot only when they fetch it.
+    """
 
     rank: int
     stage: int
@@ -36,19 +39,22 @@ class Report:
     logged: tuple[int, ...] = ()
     """Iterations for which the rank's boundary log is complete."""
     outcomes: Mapping[int, Any] = field(default_factory=dict)
-    """Records of recent iterations, by iteration."""
+    """Outcomes of recent steps on this rank (skipped or not, gradient norm, losses), by iteration."""
     replica: int = 0
     """Number of the rank's model replica; the ranks of a replica have the same number in all stages."""
     summed: tuple[Summed, ...] = ()
     """Blocks of parity that the rank holds."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
-    """Failed ranks whose state is live on this rank, each with the number of operators of its stage."""
+    """Failed ranks of which this rank is a live replica, each with the number of operators of its stage."""
     arithmetic: str = ""
-    """Text on all properties of this process that affect bits of results (:mod:`moevement_core.util.arithmetic`)."""
+    """Text that names every property of this process which can change the bits of a result, such as library versions.
+
+    See :mod:`moevement_core.util.arithmetic`.
+    """
     is_repeatable: bool = True
     """True if this process computes the same bits when it repeats a computation."""
     placed_since: int | None = None
-    """Iteration after which every rank has been on its present node and device, as far as this rank knows.
+    """Iteration since which no rank has moved to another node or device, as far as this rank knows.
 
     None if this rank has taken part in no iteration.
     """
@@ -59,19 +65,19 @@ class RecoveryPlan:
     """Plan of one recovery: snapshots to fetch, and iterations to redo or to execute again."""
 
     first: int
-    """Iteration of the first snapshot that the recovery loads."""
+    """Iteration ``a`` of the first snapshot ``SS_a`` that the recovery loads."""
     dense_at: int
     """First iteration at which every operator of every stage is active."""
     until: int
     """Iteration whose state the recovery is to reach."""
     begins: int
-    """Iteration whose state the first snapshots hold; the recovery repeats the iterations after it."""
+    """Last iteration that is contained in the state of the first snapshots; the recovery repeats later iterations."""
     runs: Mapping[int, RecoverableRun]
     """Recoverable run of each stage."""
     fetches: tuple[Fetch, ...]
-    """Fetches of all snapshots that ranks use, in the order of iterations."""
+    """Fetches of all snapshots that the recovery loads or compares with, in the order of their iterations."""
     ranks: frozenset[int] = frozenset()
-    """Ranks whose state is restored: all ranks of the stages, or the failed ranks alone."""
+    """Ranks whose state is restored: all ranks of the stages in :attr:`runs`, or the failed ranks alone."""
     redone_until: int | None = None
     """Iteration up to which updates are repeated from gradients; later iterations are executed again.
 
@@ -332,7 +338,10 @@ def _by_owner(reports: Sequence[Report]) -> Held:
 
 
 def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Contents]:
-    """Return, by iteration, the contents of the snapshots that all ranks of a stage have under the same schedule."""
+    """Return, by iteration, the operators and states that the snapshots of every rank of ``stage`` contain.
+
+    An iteration is left out if a rank has no snapshot of it, or if snapshots of it follow different schedules.
+    """
     ranks = [rank for rank, rank_stage in stages.items() if rank_stage == stage]
     common = set.intersection(*(set(held[rank]) for rank in ranks))
     usable = {}
@@ -344,7 +353,10 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
 
 
 def _held_by_all(places: Sequence[Sequence[Place]]) -> Contents:
-    """Return the contents that all ranks have in common, with each rank's snapshot from its most complete place."""
+    """Return the contents that the snapshots of all ranks have in common.
+
+    A rank's snapshot may lie in several places. The place where the snapshot lacks the fewest operators counts.
+    """
     contents: Contents | None = None
     for of_rank in places:
         most = min((contents_of(holding.contents) for _, _, holding in of_rank), key=_left_out)
@@ -376,7 +388,7 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
 
 
 def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
-    """Return the fetch of a snapshot from its quickest place."""
+    """Return the fetch of a snapshot from the place that can provide it most quickly."""
     source, holder, holding = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
     return Fetch(owner, iteration, holder=holder, source=source, sum=holding.sum)
 

@@ -37,9 +37,9 @@ class Trainer(ABC):
         Args:
             snapshot: snapshot of this rank.
             loads: kind of state to load, by operator.
-            is_shared: True if data-parallel replicas exchange the parts of the state that each has saved; then all of
-                them must make this call. False to load without waiting for other ranks; :meth:`gather_replicas`
-                exchanges the parts later.
+            is_shared: True if data-parallel replicas each saved a part of the state, and exchange the parts now; all
+                of them must make this call. False to load without waiting for other ranks; the replay then calls
+                :meth:`gather_replicas`, which exchanges the parts later.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
@@ -77,29 +77,31 @@ class Trainer(ABC):
         Args:
             iteration: iteration to execute.
             outcome: record of the first execution: the norm that clipped the gradients, and whether the update was
-                skipped. None if there is no record. The trainer then computes both; it can, because without a record
-                every operator is active or the iteration was left out.
+                skipped. None if there is no record; the trainer then computes both, which needs the gradients of all
+                operators. It has them: without a record, either no operator is frozen, or the trainer left the
+                iteration out.
 
         Returns:
             Losses by name; empty if this rank has none.
         """
 
     def record(self) -> Mapping[str, Any]:
-        """Return the outcome of the last executed step in the form of a record: ``step``, and the trainer's own keys.
+        """Return a new record of the last executed step: the key ``step``, and the trainer's own keys.
 
-        The replay uses it only for iterations without a record of their first execution.
+        The replay uses this record only if no record of the step's first execution exists.
         """
         return {}
 
     @property
     def gradients_stay(self) -> bool:
-        """True if the gradients of an iteration are still live when :meth:`run` or :meth:`load` returns."""
+        """True if the gradients of the last iteration are still in memory when :meth:`run` or :meth:`load` returns."""
         return True
 
     def sent(self, iteration: int) -> str | None:
         """Return a digest of the tensors that the last executed iteration sent to other stages; None if unknown.
 
-        The digest includes tensors that the iteration would have sent outside a replay.
+        A replaying rank sends nothing to stages that do not replay. The digest includes the tensors that these stages
+        got in the first execution.
         """
         return None
 

@@ -23,7 +23,7 @@ class SnapshotSource(ABC):
 
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot; None if it was dropped meanwhile."""
+        """Return one snapshot; None if it was dropped since :meth:`holdings` listed it."""
 
     def path_of(self, owner: int, iteration: int) -> Path | None:
         """Return the file of a snapshot; None if the source has no files."""
@@ -34,7 +34,13 @@ class SnapshotSource(ABC):
         return ()
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Lease and return a parity block of the group whose first member is ``first``; None if it was dropped."""
+        """Return a parity block of the group whose first member is rank ``first``, with the store that holds it.
+
+        The store does not free the block before the caller ends the reading (``GroupStore.end_reading``).
+
+        Returns:
+            None if the block was dropped since :meth:`summed` listed it.
+        """
         return None
 
 
@@ -43,7 +49,8 @@ class MemorySource(SnapshotSource):
 
     Args:
         checkpointer: checkpointer of this rank.
-        durable: own snapshots, by iteration, that would have been freed, but stay because files lack some operators.
+        durable: snapshots of this rank, by iteration, that are in files as well. They stay in memory because the files
+            lack some operators.
     """
 
     def __init__(self, checkpointer: Checkpointer, durable: Mapping[int, Snapshot] | None = None) -> None:
@@ -51,7 +58,7 @@ class MemorySource(SnapshotSource):
         self._leases: list[SnapshotLease] = []
 
     def release(self) -> None:
-        """Release the opened snapshots, which the recovery does not read any more."""
+        """Release all opened snapshots, so that they can be freed. Called when the recovery has read them."""
         for lease in self._leases:
             lease.release()
         self._leases.clear()
@@ -72,7 +79,10 @@ class MemorySource(SnapshotSource):
         return [holding_of(snapshot, source) for source, snapshot in own + kept]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot, leased if it is this rank's own; None if it was dropped meanwhile."""
+        """Return one snapshot; None if it was dropped meanwhile.
+
+        If the snapshot is this rank's own, it is not freed before :meth:`release`.
+        """
         if source is Source.MEMORY:
             if (lease := self._checkpointer.own.lease(iteration)) is None:
                 return self._durable.get(iteration)
@@ -86,7 +96,11 @@ class MemorySource(SnapshotSource):
         return [sum_ for group in self._groups() for sum_ in summed(group)]
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Lease and return a parity block; None if it was dropped meanwhile, or is damaged."""
+        """Return a parity block, which stays in memory until the caller ends the reading.
+
+        Returns:
+            None if the block was dropped meanwhile, is damaged, or contains a snapshot only in part.
+        """
         for group in self._groups():
             if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:
                 return group, stripe

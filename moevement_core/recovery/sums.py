@@ -24,7 +24,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """Description of a parity block that a rank holds. The block covers each member's snapshot wholly or not at all."""
+    """Description of a parity block that a rank holds. It contains each member's snapshot wholly or not at all."""
 
     iteration: int
     members: tuple[int, ...]

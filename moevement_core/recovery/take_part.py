@@ -47,9 +47,12 @@ def summed(store: GroupStore) -> Iterator[Summed]:
 
 
 OpenSum = Callable[[int, int], tuple[GroupStore, Stripe] | None]
-"""Function that leases a block of parity, given its group's first member and its iteration; None if it was freed."""
+"""Function that returns a block of parity, given the first member of its group, and its iteration.
+
+The block stays in memory until ``GroupStore.end_reading``. The function returns None if the block was freed.
+"""
 Open = Callable[[Term, int], Snapshot | None]
-"""Function that returns a member's snapshot, checked; None if it was freed or is damaged."""
+"""Function that checks and returns the snapshot of one group member; None if it was freed or is damaged."""
 
 
 def take_part(
