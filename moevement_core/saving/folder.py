@@ -23,9 +23,9 @@ from moevement_core.util.lock import STALE_S, FolderLock, acquire
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _Told = tuple[str, str]
-"""Name of a rank's mark file, and the digest of the file names in the rank's folder.
+"""Name of a rank's mark file, and a digest of the names of the files in its folder.
 
-The digest is empty if the rank can write to the folder.
+The digest replaces the mark file on a rank that cannot write to its folder. On other ranks, it is empty.
 """
 NODE = "{node}"
 """Placeholder for this rank's node in a folder's name."""
@@ -129,7 +129,13 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
 
 
 def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
-    """Send this rank's findings about the folder to all ranks, and return those of all. Collective.
+    """Exchange what each rank found out about its folder, and return it for all ranks. Collective.
+
+    Args:
+        local: error text of this rank (None without an error), and its mark file and digest.
+
+    Returns:
+        The same pair of every rank, in the order of ranks.
 
     Raises:
         ConfigError: a rank has an error text; the message is the first of these texts. Every rank raises it.

@@ -32,8 +32,9 @@ class Peers:
         device: device that holds the rank's state.
         own: function that returns this rank's snapshots.
         report: function that logs a line for the people who run the job.
-        pace: pace that decides when snapshots may be sent; None to send at once.
-        pause: pause during which no snapshot is sent.
+        pace: object that finds times when training leaves the network idle, and lets senders send only then. None to
+            send at any time.
+        pause: switch that holds back all sends during a quiet iteration.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class Peers:
         return self.senders, receivers
 
     def spread(self, bytes_per_s: float, snapshots: int) -> None:
-        """Set the rate at which senders send from the next snapshot on.
+        """Tell the senders how fast they must send, from the next snapshot on.
 
         Args:
-            bytes_per_s: mean bytes per second of new snapshots; infinite while the rate is unknown.
+            bytes_per_s: bytes per second at which this rank captures snapshots, on average; infinite if unknown.
             snapshots: number of snapshots of a window.
         """
         for sender in self.senders:

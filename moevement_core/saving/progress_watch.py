@@ -38,7 +38,7 @@ class ProgressWatch:
         self._meter, self._cap_watch = meter, CapWatch(cap) if cap is not None else None
         self.announced = announced
         self.longest_unpersisted = 0
-        """Largest number of consecutive iterations in which no newer recoverable run was persisted."""
+        """Largest number of consecutive iterations in which the newest persisted recoverable run stayed the same."""
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
         self._persisted_since: tuple[int, int] | None = None
@@ -68,7 +68,10 @@ class ProgressWatch:
                 self._silent.discard(sender.peer)
 
     def _watch_persistence(self, committed: int) -> None:
-        """Warn if no newer window was persisted for two windows; a failure would then cost more than planned."""
+        """Warn if the newest persisted window stays the same for longer than two windows take.
+
+        A failure would then cost more than planned, because ranks would repeat more iterations.
+        """
         persisted = self._checkpointer.progress.persisted
         if self._persisted_since is None or persisted != self._persisted_since[0]:
             self._persisted_since = persisted, committed

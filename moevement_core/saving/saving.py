@@ -74,8 +74,8 @@ class Saving:
         config: flags of the job.
         names: names that identify the job and the state of its windows on disk.
         joining: information about the running job, on a replacement; None if the job starts.
-        is_resized: True if the job continues with another number of ranks. If they are too few for the copies that the
-            flags ask for, the job then keeps fewer copies instead of ending.
+        is_resized: True if the job continues with another number of ranks. The job then does not end if it has too few
+            ranks for the copies that the flags ask for; it keeps fewer copies.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Saving:
         """Meter of the training time that saving costs."""
         self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
-        """Seconds that the last decision took."""
+        """Seconds that the last call of :meth:`decide` took."""
         self.peers = Peers(
             device=current_device(),
             own=lambda: self.checkpointer.own,
@@ -155,7 +155,7 @@ class Saving:
 
     @property
     def parts(self) -> Parts:
-        """Objects of this rank, in this generation, that a recovery uses."""
+        """Objects that a recovery needs: binding, topology of this generation, operator states and checkpointer."""
         return Parts(self._binding, self.topology, self._states, self.checkpointer)
 
     @property
@@ -296,8 +296,8 @@ class Saving:
         Args:
             committed: iteration whose state is live.
             record: boundary record and iteration record.
-            is_first: True in the first iteration of the job. A whole window is captured then, so that the job is
-                recoverable from its start on.
+            is_first: True in the first iteration of the job. All snapshots of a window are then captured from the
+                present state, so that the job is recoverable from its start on.
         """
         history = self.checkpointer.history
         schedule = history.at(committed)
@@ -316,16 +316,19 @@ class Saving:
         return strategy.of(table, self.topology.most_experts, capacities)
 
     def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
-        """Return the learned state of a strategy for a snapshot record; empty if a recovery does not need it.
+        """Return what a strategy has learned (token counts, ...), in the form in which a snapshot record stores it.
 
         Args:
-            strategy: strategy whose learned state is recorded; None for the current strategy.
+            strategy: strategy that has learned; None for the current strategy.
+
+        Returns:
+            Empty unless the strategy loses updates in a recovery, because no other strategy needs the record.
         """
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
     def discard_after(self, iteration: int) -> None:
-        """Discard decisions and snapshots after ``iteration``; a recovery rolled back to it, and lost updates."""
+        """Discard decisions and snapshots after ``iteration``. Called when a recovery has lost the later updates."""
         now = generation()
         history = now.roster.generation if now is not None else 0
         schedules = self.windows.strategy.schedules_after_rollback(self.checkpointer.history.all, iteration, history)
@@ -341,7 +344,10 @@ class Saving:
         return self.checkpointer.progress.persisted != NONE
 
     def recapture(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
-        """Recapture ``SS_iteration`` in a recovery that loses updates, and so may re-execute with other results.
+        """Capture ``SS_iteration`` anew, while a recovery executes iterations again.
+
+        Called only if the recovery has lost updates. Iterations then have other results than in their first execution,
+        so their first snapshots are useless.
 
         Args:
             iteration: iteration whose state is live, on every rank of the job.
@@ -364,8 +370,9 @@ class Saving:
     def oldest_needed(self, committed: int) -> int:
         """Return the oldest iteration whose logs and records a replay may need.
 
-        A replay from the newest persisted recoverable run determines this iteration. If no window was persisted for
-        long, the longest replay that any schedule plans for determines it.
+        This is the first iteration that a replay from the newest persisted recoverable run repeats. But it is never
+        older than the first iteration of the longest replay that the schedules plan for. Otherwise, logs would grow
+        without limit while no window is persisted.
         """
         reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
         if (run := self.checkpointer.needed)[0] != NONE:
@@ -386,7 +393,7 @@ class Saving:
     # After a failure
 
     def policy(self) -> Policy:
-        """Return the decisions that this rank has completed with its stage."""
+        """Return the newest decisions that this rank has completed. After a failure, ranks send them to each other."""
         return replace(
             self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
         )
@@ -422,7 +429,7 @@ class Saving:
         self.watch.forget_peers()
 
     def interrupted(self) -> None:
-        """Go back to the last completed decision, because the interruption may have cut off a newer one."""
+        """Go back to the last completed decision. Called after a failure, which may have interrupted a later one."""
         self.meter.interrupted()
         self._go_by(self._settled)
 
@@ -433,13 +440,14 @@ class Saving:
         self.checkpointer.history = ScheduleHistory(*policy.schedules)
 
     def take_start(self) -> None:
-        """Capture snapshots of the state that the job began from. This replacement was just built with that state.
+        """Capture snapshots of the state that the job began from. Called on a replacement that was just built.
 
-        The snapshots make the state recoverable, even if this rank fails before a snapshot of training reaches a peer.
+        A replacement is built with that state. If it fails before its first snapshot of training reaches a peer, its
+        rank is recovered from these snapshots.
         """
         schedule = self.checkpointer.history.oldest
         if schedule.start > self.began_at or self.began_at > 0:
-            return  # windows were persisted meanwhile, or the job began from a loaded state
+            return  # Windows were persisted since the job began, or the job began from a loaded state.
         # Peers do not accept snapshots that are too old for any restore point.
         first = max(schedule.start, self.checkpointer.oldest_needed)
         record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned(self._strategy())}

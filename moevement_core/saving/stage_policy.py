@@ -17,7 +17,7 @@ from moevement_core.policy.schedule import Schedule, is_other_window
 
 @dataclass(frozen=True)
 class Policy:
-    """Decisions of one stage."""
+    """Decisions of one stage about its windows and its order of operators."""
 
     window_start: int
     """First iteration of the newest window that the stage has decided on."""
@@ -33,12 +33,21 @@ class Policy:
     disk_job: str
     """Name of the job's start, which windows on disk carry; empty if the job has not used a folder yet."""
     needed: tuple[int, int]
-    """First and last snapshot of the recoverable run that is persisted on every rank; ``NONE`` for both without one."""
+    """First and last snapshot of the newest recoverable run that is persisted on every rank.
+
+    Both are ``NONE`` if no run is persisted.
+    """
     keeps_own_copies: bool
     """True if ranks keep their own snapshots after all peers have copies."""
 
     def with_windows_of(self, other: Policy) -> Policy:
-        """Return this policy with the newer windows of ``other``, but with this policy's order of operators."""
+        """Return this policy, extended by the windows that only ``other`` has decided on.
+
+        In these windows, operators keep the order of this policy.
+
+        Args:
+            other: policy of another stage, which has decided on later windows than this stage.
+        """
         newest, schedules = self.schedules[-1], list(self.schedules)
         for schedule in other.schedules:
             last = schedules[-1]

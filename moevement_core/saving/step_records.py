@@ -1,4 +1,4 @@
-"""Outcomes of recent iterations: a replay uses their gradient norms, and compares its own results with them."""
+"""Outcomes of recent steps. A replay clips by their gradient norms, and compares its own results with them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ class StepRecords:
         self._last = {**self._record_of(iteration), **outcome}
 
     def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
-        """Set the last record to the record of ``iteration``, the resume iteration; empty if it was left out."""
+        """Begin with the record of ``iteration``, from which the job resumes after a failure.
+
+        Args:
+            iteration: the resume iteration.
+            was_left_out: True if the trainer left the iteration out, so that it has no record.
+        """
         self._last = {} if was_left_out else self._record_of(iteration)
 
     def reexecuted(self, record: Mapping[str, Any]) -> None:
-        """Drop all outcomes: the job has rolled back and lost updates, so re-executed steps may have other outcomes.
+        """Drop all outcomes. Called after a recovery that lost updates: re-executed steps may have other outcomes.
 
         Args:
             record: record of the last re-executed iteration; empty without one.
@@ -56,7 +61,10 @@ class StepRecords:
         self._recent = {iteration: record["step"] for iteration, record in outcomes.items()} | self._recent
 
     def known(self, until: int) -> dict[int, Any]:
-        """Return the outcomes that this rank has in snapshots and records, and that of ``until``, by iteration."""
+        """Return all outcomes that this rank has, by iteration.
+
+        They come from its snapshots, from its records, and for the iteration ``until`` from the commit point.
+        """
         records = (snapshot.record()["iteration"] for snapshot in self._own.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}

@@ -27,7 +27,7 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """Source of the snapshots that this rank reports from the files of one window.
+    """Source of those snapshots in the files of one window that this rank reports to all ranks.
 
     Each rank reports the files with its own snapshots. The first rank of a folder also reports files in it whose owners
     use another folder.
@@ -76,7 +76,10 @@ class WindowFiles(SnapshotSource):
         return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot after a check of its record alone; None if the snapshot cannot be read."""
+        """Return one snapshot; None if it cannot be read.
+
+        Checks only the snapshot's record. The fetch checks the digests of its tensors.
+        """
         try:
             snapshot = read_snapshot(self._folder / file_name(owner, iteration))
             snapshot.check_record()
@@ -109,7 +112,10 @@ class JobWindows(SnapshotSource):
         return list(holdings.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """Return one snapshot after a check of its record alone; None if the snapshot cannot be read."""
+        """Return one snapshot from the newest readable file; None if no file can be read.
+
+        Checks only the snapshot's record. The fetch checks the digests of its tensors.
+        """
         files = (window for window in self._files if window.has(iteration))
         return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
 
@@ -123,7 +129,10 @@ class Resize:
     is_needed: Callable[[Manifest], bool]
     """Function that returns True if a window needs a resize. Other windows are loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
-    """Function that cuts a window for the current ranks. Every rank calls it; a RecoveryError comes on all ranks."""
+    """Function that distributes the state in a window to the current ranks.
+
+    Every rank calls it. If one rank raises RecoveryError, all ranks raise it.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Measurements for the decisions of a strategy, and agreement of all ranks on the decisions, window by window.
 
-This module makes all collectives for decisions. Ranks of a stage sum popularity; all ranks of the job agree on windows
-and host memory.
+This module makes all collectives for decisions. The ranks of a stage sum their token counts. All ranks of the job agree
+on windows and host memory.
 """
 
 from __future__ import annotations
@@ -165,13 +165,19 @@ class WindowDecisions:
         return statistics.median(step.train_s for step in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Pause or resume the counters for a replay. After lost updates, tokens are counted again, without a pause."""
+        """Pause token counting when a replay begins, and resume it when the replay ends.
+
+        Counting goes on during the replay if the recovery has lost updates, because their tokens must count again.
+        """
         for counter in self._counters:
             counter.paused = is_paused and not self._counts_again
 
     @property
     def tokens_owed(self) -> int:
-        """Number of lost tokens that extra capacity has not yet made up for in this stage; 0 without extra capacity."""
+        """Number of tokens whose updates a recovery lost, less the extra tokens that experts have processed since.
+
+        It counts this stage. It is 0 if experts get no extra capacity.
+        """
         return self.strategy.tokens_owed if self._room is not None else 0
 
     def give_room(self) -> None:
@@ -180,7 +186,9 @@ class WindowDecisions:
             self._room.open(self.strategy.boosted_experts())
 
     def roll_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Roll back to a restore point whose operators are of different iterations, and count later tokens again.
+        """Roll back to a restore point in which operators have state of different iterations.
+
+        From then on, routers count the tokens of repeated iterations again.
 
         Args:
             run: recoverable run of the stage.
@@ -296,7 +304,10 @@ class WindowDecisions:
         return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
 
     def _instead(self) -> list[tuple[str, Kept]]:
-        """Return protections that need less memory, the strongest first."""
+        """Return the flags that ask for weaker protection than the present flags, each with the copies that ranks keep.
+
+        The strongest protection comes first. An error message proposes flags whose copies fit into host memory.
+        """
         return [(flag, other.kept_bytes) for flag, other in self.topology.weaker()]
 
     # Later windows
@@ -441,7 +452,11 @@ class WindowDecisions:
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
     ) -> tuple[int, ...] | None:
-        """Return the largest window sizes that the measurements of any rank ask for; None without measurements."""
+        """Return the window sizes that the measurements ask for: at each position, the largest size of any rank.
+
+        Returns:
+            None if no rank has measurements.
+        """
         cost = self._cost_of_all()
         iteration_s, delay_s = self._measured_delay()
         own: Sequence[int] = ()

@@ -71,7 +71,9 @@ class WindowsOnDisk:
         self._lock: FolderLock | None = None
         """Lock of the folder, on the first rank that shares the folder; None on other ranks."""
         self._kept: Sequence[SnapshotLease] = ()
-        """Own snapshots of the newest window that is durable on every rank, if memory holds operators that files lack.
+        """Snapshots of this rank in the newest window that is durable on every rank.
+
+        They stay in memory only if their files leave out operators.
         """
         self._misses = self._wait = self._failed = 0
         """Numbers of consecutive failed tries, of windows until the next try, and of windows that were not written."""
@@ -89,9 +91,9 @@ class WindowsOnDisk:
 
     @property
     def durable_snapshots(self) -> dict[int, Snapshot]:
-        """Own snapshots of the newest durable window, by iteration, that this rank keeps in memory.
+        """Snapshots of this rank in the newest durable window, by iteration, as far as they are still in memory.
 
-        Memory may hold operators that the files leave out (MoC-System, section 5.1). Empty if files leave nothing out.
+        They stay in memory if their files leave out operators (MoC-System, section 5.1). Otherwise the result is empty.
         """
         return {lease.snapshot.iteration: lease.snapshot for lease in self._kept}
 
@@ -213,7 +215,7 @@ class WindowsOnDisk:
         self._wait = 1 << min(self._misses - 1, 6)
 
     def _keep(self, leased: Sequence[SnapshotLease]) -> None:
-        """Keep this rank's own snapshots of a durable window instead of those of the window before."""
+        """Keep this rank's own snapshots of a durable window in memory, and release those of the window before it."""
         before, own = self._kept, [lease for lease in leased if self._is_worth_keeping(lease.snapshot)]
         self._kept = own
         for lease in (*before, *(lease for lease in leased if lease not in own)):
@@ -225,7 +227,7 @@ class WindowsOnDisk:
         return header.rank == self.topology.rank and header.on_disk is not None and bool(header.on_disk.without)
 
     def forget_after(self, iteration: int) -> None:
-        """Release the kept snapshots after ``iteration``, because the job has rolled back to it."""
+        """Release the kept snapshots after ``iteration``. Called when the job has rolled back to ``iteration``."""
         later = [lease for lease in self._kept if lease.snapshot.iteration > iteration]
         self._kept = [lease for lease in self._kept if lease not in later]
         for lease in later:
@@ -252,5 +254,5 @@ class WindowsOnDisk:
 
 
 def _least(writing: Writing) -> Writing:
-    """Return the writing state of the rank whose writing is least advanced. Every rank calls it."""
+    """Return the smallest progress of any rank in writing the window. Every rank calls it with its own progress."""
     return Writing(min(all_gather_objects(writing, Writing)))
