@@ -34,7 +34,7 @@ class RunStatus(IntEnum):
     NEVER = 0
     """Status of an abandoned run, and of an iteration at which no run begins."""
     OPEN = 1
-    """Status of a run that peers do not have whole yet, but may still receive."""
+    """Status of a run that some peer has only in part so far, and may still receive whole."""
     PERSISTED = 2
     """Status of a run whose snapshots have all reached all peers."""
 
@@ -59,11 +59,11 @@ class Agreed:
     """Statuses of the job's runs, as all ranks agreed at one iteration."""
 
     iteration: int
-    """Iteration in which ranks made their proposals. Runs that begin in it or later have no status yet."""
+    """Iteration in which ranks proposed the statuses. Runs that begin in this iteration or later have no status yet."""
     statuses: Mapping[int, RunStatus]
-    """Status of each run, by its first snapshot. If a first snapshot is missing, the status of its run is NEVER."""
+    """Status of each run, by the iteration of its first snapshot. Runs that are not in this mapping are NEVER."""
     writing: Writing = Writing.NOTHING
-    """Least progress of all ranks with the window that they are writing to disk."""
+    """Progress of the rank that is least advanced in writing the window to disk."""
     is_winding_down: bool = False
     """True if any rank has received a request to end the job between two iterations."""
 
@@ -73,9 +73,9 @@ class Agreed:
         return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
-        """Return the first snapshot of the oldest open or persisted run that begins after ``after``.
+        """Return the first iteration after ``after`` at which an open or persisted run begins.
 
-        If there is no open or persisted run after ``after``, return the iteration of the proposals.
+        If no open or persisted run begins after ``after``, return :attr:`iteration`.
         """
         may = (start for start, status in self.statuses.items() if start > after and status)
         return min(may, default=self.iteration)
@@ -99,14 +99,14 @@ class Agreement(ABC):
 
     @abstractmethod
     def agreed(self) -> Agreed | None:
-        """Return what follows from the last proposals of all ranks; None if there are no proposals.
+        """Return the statuses that the last proposals of all ranks have led to; None if ranks have proposed nothing.
 
-        An implementation may return a result only once, and None from then on until the next proposals.
+        An implementation may return each result only once, and None until the next proposals.
         """
 
 
 class SingleRankAgreement(Agreement):
-    """Agreement of a job with a single rank, whose proposals are the result."""
+    """Agreement of a job with a single rank: the result is what this rank proposed."""
 
     def __init__(self) -> None:
         self._proposed: Agreed | None = None

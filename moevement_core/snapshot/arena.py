@@ -42,7 +42,7 @@ def in_pages(nbytes: int) -> int:
 
 
 WATCHED = 64
-"""Number of buffers after which :meth:`Arena.fit` relies on the peak since :meth:`Arena.watch`."""
+"""Number of buffers that must be acquired after :meth:`Arena.watch` before :meth:`Arena.fit` trusts the peak."""
 
 
 class Arena:
@@ -55,9 +55,10 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock of the arena. Code always takes the lock directly, never through :attr:`_freed`.
+        """Lock of the arena. Code writes ``with self._lock``, never ``with self._freed``.
 
-        The docstring of :mod:`moevement_core.util.gate` explains why.
+        The second form runs Python code between locking and the ``with`` block. The exception of a restart could come
+        there, and leave the lock locked forever (:mod:`moevement_core.util.gate`).
         """
         self._freed = threading.Condition(self._lock)
         self._resizing = threading.Lock()
@@ -99,7 +100,7 @@ class Arena:
                 self._freed.notify_all()
 
     def shrink(self, nbytes: int) -> bool:
-        """Release free slabs while ``nbytes`` stay allocated; return True if a later call has to release more.
+        """Release free slabs until about ``nbytes`` are allocated; return True if a later call has to release more.
 
         One call releases about :data:`RETURNED_AT_ONCE` bytes, and never a slab in use. If that is not enough, the call
         marks the slabs with the fewest used bytes. New buffers avoid marked slabs while other slabs have free pages.
@@ -138,8 +139,8 @@ class Arena:
     def reclaim(self, held: Iterable[Buffer]) -> None:
         """Free all memory that is in none of the buffers ``held``.
 
-        Called after a failure: its exception may have interrupted code between :meth:`acquire` and the storing of the
-        buffer. Nothing refers to such a buffer.
+        Called after a failure. The exception that interrupts training may come right after :meth:`acquire`, before the
+        caller stores the buffer. No variable then refers to the buffer, so nothing else would ever free it.
 
         Args:
             held: all buffers of this arena that are in use.

@@ -32,7 +32,10 @@ from moevement_core.snapshot.whole import Finish, begin_whole
 from moevement_core.util.gate import Gate
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Live tensor and the host pieces that receive its bytes, all flat uint8; the pieces together have its length."""
+"""Live tensor, and the pieces of host memory that receive its bytes.
+
+All are flat uint8. The pieces together are as long as the tensor.
+"""
 Part = tuple[torch.Tensor, torch.Tensor]
 """Part of a live tensor and the host memory that receives its bytes, both flat uint8 of the same length."""
 CHUNK_BYTES = 8 << 20
@@ -58,7 +61,10 @@ class Capture:
         self.whole: dict[str, str] = {}
         """Digest of each operator's whole state, for the operators in ``to_digest_whole``; empty until complete."""
         self.digests: list[str] = []
-        """Digest of each copied pair, the pairs of ``beside`` first; complete when :attr:`finished` is open."""
+        """Digest of each copied tensor: first ``beside``, then ``at_once`` (arguments of :meth:`CopyEngine.start`).
+
+        The list is complete when :attr:`finished` is open.
+        """
         self.copy_s = 0.0
         """Seconds that the copies took. A GPU measures from the start of the first copy to the end of the last one."""
         self.copy_cpu_s = 0.0
@@ -95,8 +101,8 @@ class Capture:
         """Make later work of the current stream wait for the copies.
 
         On a GPU the call blocks until all copies are issued; the copies may still run when the call returns. Without a
-        GPU the method does the same as :meth:`wait_copied`. It is only for captures without digests of the whole state,
-        because it does not wait for these.
+        GPU the method does the same as :meth:`wait_copied`. It does not wait for digests of the whole state. So a
+        capture that computes such digests needs :meth:`wait_copied`.
 
         Returns:
             Seconds that the call blocked.
@@ -143,8 +149,8 @@ class CopyEngine(ABC):
     """Engine that runs captures in order on a background thread, beside training.
 
     Args:
-        pause: pause during which the thread computes no digests, so that training can be timed without them.
-            :meth:`settle` and :meth:`end_pause` end the pause.
+        pause: switch that the training thread sets to time an iteration without digests. While it is set, the
+            background thread computes no digests. :meth:`settle` and :meth:`end_pause` end the pause.
     """
 
     def __init__(self, pause: Pause | None = None) -> None:
@@ -199,9 +205,9 @@ class CopyEngine(ABC):
         return capture
 
     def forget_error(self) -> None:
-        """Forget the error of the background thread, so that captures continue; called after a failure of a rank.
+        """Forget the error of the background thread, so that later captures can start. Called after a rank failed.
 
-        Without this call, a passing error, such as a lack of memory, would end all later captures.
+        Without this call, an error that has passed, such as a lack of memory, would stop all later captures.
         """
         self.error = None
 
@@ -217,7 +223,7 @@ class CopyEngine(ABC):
         over.wait()
 
     def end_pause(self) -> None:
-        """End a pause of the digests; called before a wait for digests."""
+        """End a pause, so that the thread computes digests again. Called before training waits for digests."""
         self._pause.end()
 
     def close(self) -> None:
@@ -281,7 +287,10 @@ class CopyEngine(ABC):
         return False
 
     def _digest_first(self, copied: deque[Capture | Gate]) -> None:
-        """Compute one digest for the first capture in ``copied``; if the first entry is a gate, open the gate."""
+        """Compute one digest for the first capture in ``copied``, and remove the capture after its last digest.
+
+        If the first entry is a gate, open and remove it: all captures before the gate are finished.
+        """
         first = copied[0]
         if isinstance(first, Gate):
             first.open()

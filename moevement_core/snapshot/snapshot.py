@@ -2,8 +2,8 @@
 
 The buffer holds raw tensors, each at a multiple of 64 bytes. The header is JSON with the offset, dtype and digest of
 each tensor; the capturing rank computes digests right after the copy. Peers and files hold the same form, so any holder
-can check a snapshot without knowing the model. A holder may free parts that no recovery needs. The sent or written form
-of the rest has no gaps.
+can check a snapshot without knowing the model. A holder may free tensors that no recovery needs. When it sends or
+writes the others, it closes the gaps.
 """
 
 from __future__ import annotations
@@ -81,8 +81,11 @@ class Part:
     without: tuple[str, ...]
     """Names of the operators that are left out."""
     of_stage: str = ""
-    """Contents of the part for all ranks of the stage, from the schedule. Ranks decide by it which older snapshots to
-    keep, so all of them keep the same ones. :attr:`contents` differs in operators without tensors on this rank."""
+    """Contents that the schedule gives to the part on every rank of the stage.
+
+    Ranks decide by this field which older snapshots to keep, so all ranks of a stage keep the same iterations. They
+    could not decide by :attr:`contents`: there, operators without tensors on this rank stay as in the whole snapshot.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +109,14 @@ class Header:
     from which the job starts.
     """
     whole: dict[str, str] | None = None
-    """Digest of the whole state of each requested operator, by name; None if the capture requested no digest.
+    """Digest of the whole live state of each requested operator, by name; None if the capture requested no digest.
 
-    A recovery checks its result with it. The snapshot itself may hold only a part of that state.
+    A recovery compares the replayed state with these digests. The snapshot may hold only a part of the digested state.
     """
     on_disk: Part | None = None
     """Part that is written to disk; None if the whole snapshot is written."""
     at_peers: Part | None = None
-    """Part that peers receive; None if they receive the whole snapshot. A peer's copy has this field too."""
+    """Part that peers receive; None if they receive the whole snapshot. Headers at peers have this field too."""
 
     @property
     def payload_bytes(self) -> int:
@@ -192,11 +195,11 @@ def _part_of(fields: Any) -> Part | None:
 def _checked(entry: Entry) -> Entry:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry.key} has dtype {entry.dtype[:20]!r}; needs a dtype of torch")
+        raise ValueError(f"{entry.key} has dtype {entry.dtype[:20]!r}, which is no dtype of torch")
     if entry.nbytes % dtype.itemsize or entry.offset % ALIGNMENT or entry.offset + entry.nbytes >= _MOST_BYTES:
         raise ValueError(
-            f"{entry.key} has {entry.nbytes} bytes at offset {entry.offset}; needs whole elements at an aligned offset "
-            "in a buffer of possible size"
+            f"{entry.key} has {entry.nbytes} bytes at offset {entry.offset}; it needs a whole number of "
+            "elements, and an aligned offset that is possible in a buffer"
         )
     return entry
 
@@ -229,7 +232,7 @@ class Snapshot:
 
     @property
     def contents_at_peers(self) -> Contents:
-        """Contents that peers receive, for all ranks of the stage, int8 ``[operators]``."""
+        """Part of each operator's state that peers receive, by the schedule of the stage, int8 ``[operators]``."""
         return self.contents if (part := self.header.at_peers) is None else contents_of(part.of_stage)
 
     @property

@@ -70,7 +70,7 @@ def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: t
     Args:
         words: integers as wide as a tensor's elements, ``[n]``.
         place: index of the first word, counted from 1 over all tensors.
-        multipliers: a multiplier of word indices for each sum.
+        multipliers: for each of the two sums, the number by which the indices of words are multiplied.
         total: int64 ``[2]``.
     """
     for piece in words.split(_PIECE):

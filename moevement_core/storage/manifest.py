@@ -56,13 +56,15 @@ class Manifest:
     first: int
     """First snapshot of the window, the same on every rank."""
     last: int
-    """Last snapshot of the window, with which every rank has its whole state."""
+    """Last snapshot of the window. The snapshots up to this one contain the whole state of every rank."""
     reaches: int
     """Iteration whose dense state the window restores."""
     progress: Mapping[str, int]
     """Iteration and consumed samples of the restored state."""
     settings: Mapping[str, Any]
-    """Settings of the job that wrote the window. A job that loads the window needs equal settings, except of the data.
+    """Settings of the job that wrote the window. A job that loads the window needs equal settings.
+
+    Only its settings of the data may differ (:data:`DATA_SETTINGS`).
     """
     arithmetic: tuple[str, ...] = ()
     """Processor and libraries of each rank that wrote the window, as :func:`moevement_core.util.arithmetic.arithmetic`
@@ -94,7 +96,10 @@ class Manifest:
         return [iteration for iteration in value if self.first < iteration <= self.reaches]
 
     def write(self, directory: Path) -> None:
-        """Write the manifest, first under another name; called when the window's files are durable on all ranks."""
+        """Write the manifest. Called when the window's files are durable on all ranks.
+
+        The file gets its final name last, so that no job reads a manifest that is cut off.
+        """
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         content = {name: value for name, value in asdict(self).items() if name != "is_sealed"}
@@ -257,7 +262,7 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
         job: name under which the job writes windows now. Windows of this name that are older than ``oldest`` are
             deleted.
         oldest: name of the oldest window of the job that stays.
-        replaced: names of other windows to delete.
+        replaced: names of further windows to delete, which an earlier start of the job or another job wrote.
     """
     for name in set(own_windows(directory)):
         if name in replaced or (name.endswith(f"_{job}") and name < oldest):
@@ -270,7 +275,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
     Args:
         directory: folder with the windows.
-        start: name under which the job writes windows, before or after any of its restarts.
+        start: name under which any start of the job wrote windows; windows of all its starts are deleted.
         but: name of the window that is being written, which stays.
     """
     for name in set(own_windows(directory)):
@@ -280,7 +285,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
 
 def is_of_job(name: str, start: str) -> bool:
-    """Return True if the window ``name`` belongs to the same job as ``start``, before or after any restart."""
+    """Return True if the window ``name`` was written by the same job as ``start``, in this or another start."""
     return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
 
 

@@ -42,7 +42,11 @@ from moevement_core.storage.manifest import (
 
 Report = Callable[[str], None]
 KEPT = 2
-"""Number of windows on disk. The second newest is needed if a node dies while nodes rename the newest manifest."""
+"""Number of windows that stay on disk.
+
+Nodes with their own folders each write a manifest of the newest window. If a node dies before it has done so, the job
+can load only the second newest window.
+"""
 
 
 _Identity = tuple[int, int, str]
@@ -55,7 +59,10 @@ class _Window:
 
     manifest: Manifest
     files: dict[_Identity, str]
-    """Files that this rank writes for the window, each with its content in the form of :attr:`Header.contents`."""
+    """Files that this rank writes for the window. The value says what state the file holds of each operator.
+
+    It has the form of :attr:`Header.contents`.
+    """
     older: dict[_Identity, str]
     """Files of the previous window to which this window has links, in the same form."""
     writing: Writing = Writing.BUSY
@@ -83,19 +90,19 @@ class WindowWriter:
         job: name under which the job writes windows, the same on all ranks.
         settings: settings for the manifest.
         arithmetic: arithmetic of the ranks for the manifest.
-        lease: function that takes the first and last iteration of a window, and lends the snapshots of the window:
-            this rank's own, and copies of other ranks' snapshots if each node has its own folder. It returns None if a
-            snapshot is missing.
+        lease: function that returns the snapshots of a window, given its first and last iteration. Each stays in memory
+            until the writer releases it. They are this rank's own snapshots, and copies of other ranks' snapshots if
+            each node has its own folder. The function returns None if a snapshot is missing.
         progress_of: function that returns iteration and consumed samples of the state that a snapshot holds.
         report: callback that receives one sentence for each problem.
         taken_over: function that returns the name of another job that has taken over the folder, or None. It may wait
             for the disk.
         left_behind: writers of earlier generations. While a stalled disk blocks one of them, this writer begins no
-            window. Otherwise more and more stalled writers would keep buffers leased.
+            window. Otherwise more and more stalled writers would keep snapshots in memory.
         leaves_out: True if files may leave out operators that older files hold.
-        keep: function that takes over the leases of each window once the window is durable on every rank; the writer's
-            thread calls it. A strategy needs it if a recovery prefers these whole snapshots in memory to the files,
-            which leave operators out. None: leases end when the files are written.
+        keep: function that takes over the snapshots of each window once the window is durable on every rank, so that
+            they stay in memory. The writer's thread calls it. Strategies need it if files leave out operators, because
+            a recovery then prefers the whole snapshots in memory. None to release snapshots when files are written.
     """
 
     def __init__(
@@ -228,8 +235,8 @@ class WindowWriter:
         """Give up the window that is being written, after a failure and without waiting for the disk.
 
         This rank writes no further file and no manifest for the window. When the job writes the next window, it deletes
-        the files of this one. Buffers stay leased until the write under way ends. A window that all ranks have already
-        found to be durable still gets its manifest.
+        the files of the abandoned one. Snapshots stay in memory until the present write ends. If all ranks have already
+        agreed that the window is durable, it still gets its manifest.
         """
         if (window := self._window) is not None:
             self._jobs.put(lambda: _release(window))
@@ -318,7 +325,7 @@ class WindowWriter:
                 _release(window)
 
     def _bring(self, identity: _Identity, folder: Path) -> None:
-        """Link a file of the newest durable window into ``folder``, or copy it on a disk without links."""
+        """Link a file of the newest durable window into ``folder``; if the disk has no hard links, copy the file."""
         assert self._durable is not None
         name = file_name(*identity[:2])
         before = self._folder.path / self._durable.manifest.name / name
@@ -328,9 +335,18 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Link a file of the previous window into ``folder`` if it has the wanted content; return True on success.
+        """Link a snapshot's file of the previous window into ``folder``, if that file holds the same state.
 
-        Successive windows that overlap share files by links. On a disk without links, each window has all its files.
+        Windows that overlap share the files of their common snapshots in this way. On a disk without hard links, each
+        window has its own files.
+
+        Args:
+            folder: folder of the new window.
+            identity: snapshot.
+            wanted: state that each file of the new window is to hold.
+
+        Returns:
+            False if the caller has to write the file.
         """
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
@@ -362,7 +378,7 @@ class WindowWriter:
         self._keep(leased)
 
     def _discard(self, window: _Window) -> None:
-        """Delete the files that this rank wrote for an abandoned window, so that a full disk does not stay full."""
+        """Delete this rank's files of a window that failed on some rank, so that a full disk does not stay full."""
         _release(window)
         folder = self._folder.path / window.manifest.name
         with suppress(OSError):  # the folder stays as long as it holds files of other ranks
@@ -391,7 +407,13 @@ def _identity(snapshot: Snapshot) -> _Identity:
 
 
 def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
-    """Return the content of a snapshot's file for all ranks of the stage, in the form of ``Header.contents``."""
+    """Return what state of each operator the file of ``snapshot`` holds, in the form of ``Header.contents``.
+
+    Args:
+        snapshot: snapshot to write.
+        is_whole: True if the file holds the whole snapshot. False if it holds the part ``Header.on_disk``; the result
+            is then the same on all ranks of the stage.
+    """
     header = snapshot.header
     if is_whole or header.on_disk is None:
         return header.contents
@@ -399,11 +421,11 @@ def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
 
 
 def _more_complete(content: str, before: str | None) -> str:
-    """Return the content with more full states.
+    """Return ``content`` or ``before``, whichever holds full state of more operators.
 
     Args:
-        content: content of the file to write.
-        before: content of the file with the same snapshot in the last window; None if there is none.
+        content: state that the schedule asks to write to the file of a snapshot.
+        before: state in the previous window's file of that snapshot; None if the window has no such file.
     """
     if before is None:
         return content
@@ -412,11 +434,13 @@ def _more_complete(content: str, before: str | None) -> str:
 
 
 def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:
-    """Return the older files that hold the newest full state of some operator, among the files of the same rank.
+    """Return the older files without which the new window would lack the full state of an operator.
+
+    A file is needed if it holds the newest full state of some operator, among all files of its rank.
 
     Args:
-        files: files of the new window, each with its content.
-        before: older files, each with its content.
+        files: files of the new window, each with the state that it holds.
+        before: older files, each with the state that it holds.
     """
     needed = {}
     for rank in {rank for rank, *_ in files}:
