@@ -1,6 +1,6 @@
 """Execution of a prepared recovery: stages without state replay, other stages feed them, and all ranks verify.
 
-Every rank calls :func:`execute` at the same point. An error that one rank finds is raised on all.
+Every rank calls :func:`execute` at the same point. If one rank finds an error, all ranks raise it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ def execute(
     Stages that keep their state feed those that replay, and wait.
 
     Args:
-        parts: parts of this rank.
+        parts: objects of this rank that a recovery uses.
         prepared: prepared recovery, with the snapshots of this rank.
         lost: tokens of this stage whose updates are missing in the restored state.
-        recapture: function that captures snapshots again; None if earlier snapshots stay valid.
+        recapture: function that captures the snapshots of re-executed iterations again, because the recovery has lost
+            updates; None if it has lost none, so that the earlier snapshots stay valid.
 
     Returns:
         Summary over all ranks, and the record of the last iteration that this rank re-executed. The record is empty if
         this rank re-executed none.
 
     Raises:
-        RecoveryError: the recovered state differs from the lost one (every rank raises this), or a snapshot belongs to
-            another model.
+        RecoveryError: the recovered state differs from the lost one without a known reason (every rank raises this), or
+            a snapshot belongs to another model.
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.own_plan
@@ -94,7 +95,13 @@ def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
 
 
 def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
-    """Return the first iteration in which a copy of the embedding is active; None if the embedding has one copy."""
+    """Return the first iteration of the replay in which a tied embedding is active on some stage.
+
+    Before this iteration, the replay knows only compute weights of the embedding. Every rank calls the function.
+
+    Returns:
+        None if the embedding is not tied, or if no stage that has a copy of it replays.
+    """
     if not parts.topology.pipeline.tied:
         return None
     index = parts.topology.table.index_of.get(EMBEDDING)

@@ -15,7 +15,7 @@ class Feeder(threading.Thread):
     """Thread that feeds one neighbour in one direction.
 
     Args:
-        parts: parts of this rank.
+        parts: objects of this rank that a recovery uses.
         peer: rank that is fed.
         direction: direction of the fed tensors.
         iterations: iterations that the neighbour replays.

@@ -30,7 +30,10 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """Result of a preparation: a plan for each segment of stages that replay together, and checked snapshots."""
+    """Result of a preparation: a plan for each segment of stages that replay together, and this rank's snapshots.
+
+    The snapshots were checked when they were fetched.
+    """
 
     plans: tuple[RecoveryPlan, ...]
     own_plan: RecoveryPlan | None
@@ -52,12 +55,13 @@ class Prepared:
     iterations again, because a window must not mix snapshots of both states.
     """
     keeps_first: bool = True
-    """True if this rank keeps the snapshots that the replay began from, because the next recovery may begin from them.
+    """True if this rank keeps the snapshots that the replay began from, so that a later recovery can use them.
 
-    False if processors with other arithmetic wrote these snapshots, because a replay here may differ from them.
+    False if processors with other arithmetic wrote these snapshots. A later replay on the present processors might not
+    reproduce the digests in them.
     """
     placed_since: int = NONE
-    """Iteration after which each rank has been on its present node and device, as far as any rank knows."""
+    """Iteration since which no rank has moved to another node or device, as far as any rank knows."""
     other_data: Sequence[str] = ()
     """Descriptions of the data flags that differ from those of the job that wrote the window."""
 
@@ -99,7 +103,8 @@ def prepare(
         until: iteration whose state is recovered; None for the newest dense state that snapshots lead to.
         transport: channel between ranks for fetches; None for a single rank.
         scope: stages to roll back; None for all stages.
-        lost_ranks: ranks that lost their state, if other ranks of their stages kept it.
+        lost_ranks: ranks that lost their state, so that the recovery may restore these alone. Other ranks of the same
+            stages may have kept their state. Empty if the recovery has to restore whole stages.
         may_redo: True if failed ranks may repeat their updates from logged gradients.
 
     Raises:
@@ -154,9 +159,10 @@ def _of_all(report: Report) -> list[Report]:
 def _plans(
     reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
 ) -> tuple[RecoveryPlan, ...]:
-    """Return one plan for the failed ranks alone, else one plan for each segment, else one plan for all stages.
+    """Return the plans of the recovery that makes the fewest ranks repeat work.
 
-    All stages roll back if a segment cannot recover alone.
+    If possible, this is a single plan for the failed ranks alone: from live replicas, or by redo. Otherwise there is a
+    plan for each segment. If a segment cannot recover alone, there is a single plan in which all stages roll back.
     """
     if until is not None and (from_replicas := plan_from_replicas(reports, until, lost_ranks)) is not None:
         return (from_replicas,)
@@ -235,10 +241,10 @@ def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Return the failed fetches whose source ranks do not ask again.
+    """Return the failed fetches that ranks do not repeat. They plan again without the snapshots at these sources.
 
-    A snapshot that arrived damaged is still intact at its source, so its fetch is repeated, up to :data:`ATTEMPTS`
-    times in all.
+    A snapshot that was damaged on the way is still intact at its source, so ranks fetch it again, up to
+    :data:`ATTEMPTS` times in all.
     """
     return {fetch for fetch in failed if not fetch.was_sent or attempt >= ATTEMPTS}
 

@@ -22,18 +22,18 @@ class Recapture(Protocol):
     """Type of :meth:`moevement_core.saving.saving.Saving.recapture`."""
 
     def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
-        """Capture snapshots again. Called on every rank when the state of ``iteration`` is live."""
+        """Capture the snapshot of ``iteration`` again. Every rank calls it when ``state@iteration`` is live."""
 
 
 class Reexecution(Observer):
     """Re-execution of iterations on one rank.
 
     Args:
-        parts: parts of this rank.
+        parts: objects of this rank that a recovery uses.
         prepared: prepared recovery.
         plan: plan of this rank.
-        recapture: function that captures the snapshot of a re-executed iteration again; None if earlier snapshots stay
-            valid. Every rank calls the function for each re-executed iteration but the last.
+        recapture: function that captures the snapshot of a re-executed iteration again, because the recovery has lost
+            updates. Every rank calls it for each re-executed iteration but the last. None if no updates are lost.
     """
 
     def __init__(self, parts: Parts, prepared: Prepared, plan: RecoveryPlan, recapture: Recapture | None) -> None:
@@ -45,7 +45,10 @@ class Reexecution(Observer):
         self._gradients_stay = True
 
     def adopt(self) -> None:
-        """Adopt the snapshots that the replay begins from, so that training can complete an unfinished window."""
+        """Make the fetched snapshots, from which the replay begins, this rank's own snapshots again.
+
+        Training can then complete the window that they belong to.
+        """
         parts, prepared, plan = self._parts, self._prepared, self._plan
         if not prepared.keeps_first:
             return
@@ -64,7 +67,7 @@ class Reexecution(Observer):
 
         Args:
             check: check that compares the result with the lost state.
-            shared_from: first iteration in which a copy of the embedding is active; None without copies.
+            shared_from: first iteration in which a tied embedding is active on some stage; None without one.
             with_all: True if all ranks replay; otherwise the other stages feed this one and wait.
 
         Returns:
@@ -108,7 +111,11 @@ class Reexecution(Observer):
 
     @override
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """Recapture snapshots that were lost with a rank, and those of unfinished windows."""
+        """Add the snapshot of ``iteration`` to this rank's own snapshots if it is missing there.
+
+        It may have been lost with the failed rank, or belong to a window that is not complete yet. If the recovery has
+        lost updates, the snapshot is captured again in any case.
+        """
         if self._take_again is not None and iteration in self._plan.iterations:
             self._lose(self._take_again, iteration, record)
             return

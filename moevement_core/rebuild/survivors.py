@@ -59,7 +59,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     """Compare the kept state of all survivors. Every rank calls it while ``state@until`` is live.
 
     Args:
-        parts: parts of this rank.
+        parts: objects of this rank that a recovery uses.
         until: iteration whose state the job resumes from.
         is_kept: True if this rank kept its state and re-executed nothing.
         replicas_are_known: True if the replay already compared the replicas.

@@ -19,7 +19,7 @@ from moevement_core.trainer.binding import Replicas
 
 @dataclass(frozen=True)
 class Part:
-    """Result of one rank's part of a recovery, in the form that the rank sends to all others."""
+    """Result of a recovery on one rank, in the form that the rank sends to all others."""
 
     recovery: Recovery
     lost: LostTokens
@@ -34,8 +34,9 @@ class Part:
 def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
     """Return the summary of the recovery over all ranks. Every rank calls it.
 
-    Before the call, each rank that replayed has compared the part of the state that it saves. A difference is only
-    reported if ``other_arithmetic`` explains it. Loaded state and replicas must be equal in any case.
+    Before the call, each rank that replayed has compared the part of the state that it saves. If ``other_arithmetic``
+    explains the differences, rank 0 logs them, and training continues. It explains no difference in state that was
+    loaded and not updated, and none between replicas.
 
     Args:
         own: result of this rank.

@@ -27,9 +27,10 @@ class AbortAll(Abort):
     Args:
         store: endpoints of the job's store; connections to it stay open, except those in ``groups``.
         groups: connections to the store that torch's process groups use; the abort shuts them down.
-        before: called first; it notes that all errors from now on are results of the abort.
-        leaving: account that records the beginning of each phase.
-        listeners: inodes of the sockets that listened before any process group was made; they stay open.
+        before: function that the abort calls first; it notes that all later errors are results of the abort.
+        leaving: account of how this rank leaves its generation; the abort tells it each phase that begins.
+        listeners: inodes of sockets that listened before any process group was made. The abort leaves them open,
+            because no process group uses them.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class AbortAll(Abort):
 def _destroy_user_buffers() -> None:
     """Destroy the buffers through which Transformer Engine overlaps matrix products with communication.
 
-    The ``AbortTransformerEngine`` of nvidia-resiliency-ext also resets the registry of FP8 scales. Modules that outlive
-    the abort would never register again, and their scales would stay constant for the rest of the job. This function
-    has not been tested on a GPU.
+    This function replaces ``AbortTransformerEngine`` of nvidia-resiliency-ext, which also empties the registry of FP8
+    scales. Modules outlive the abort and would not register again. Their scales would then stay constant for the rest
+    of the job. This function has not been tested on a GPU.
     """
     if (engine := sys.modules.get("transformer_engine.pytorch")) is not None:
         engine.module.base.destroy_ub()

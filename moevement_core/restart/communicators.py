@@ -24,8 +24,8 @@ def make_communicators(pipelines: Iterable[Any] = ()) -> int:
     Gloo needs no such call, because it connects a group when the group is made.
 
     Args:
-        pipelines: groups whose neighbours also send to each other, including the first and the last rank. NCCL has a
-            communicator for each such pair.
+        pipelines: pipeline groups, in which neighbouring ranks send to each other, and so do the first and the last
+            rank. NCCL makes a further communicator for each such pair.
 
     Returns:
         The number of groups and pairs that were used.

@@ -29,7 +29,7 @@ class Patience:
     idle_s: float = 0.02
     """Seconds from the first check until a connection on which no data moves counts as idle."""
     moved_s: float = 0.06
-    """Seconds without data after which a connection counts as idle, once it has moved data while ranks watch it.
+    """Seconds without data after which a connection counts as idle if data has moved on it since the first check.
 
     This limit is longer than ``idle_s``, because a sender may pause within a message to wait for a processor.
     """
@@ -80,7 +80,7 @@ def _watched() -> set[int]:
 
 
 def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:
-    """Shut down connections, each once the data under way on it has arrived.
+    """Shut down connections. Before it shuts one down, the function waits until the data under way on it has arrived.
 
     The function includes connections that are made during the call. Descriptors stay open. Their owners find that the
     connections are broken, and close them.

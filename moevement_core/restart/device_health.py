@@ -68,7 +68,7 @@ class DeviceHealth:
         self.number, self.identity = number, identity
         self._probe = probe or use_device
         self._errors: Errors | None = None
-        """Errors at the first check of the device; None before it."""
+        """Errors at the first check of the device; None until that check."""
 
     def check(self) -> DeviceFault | None:
         """Use the device, and ask NVML; return the fault, or None if there is none.

@@ -18,15 +18,17 @@ class Phase(StrEnum):
 
     START = "start"
     DECIDE = "decide"
-    """Decision on the order of operators and the size of the next window; other ranks may have completed it."""
+    """Decision of ranks on the order of operators and the size of the next window. The fault can hit this rank after
+    other ranks have completed the decision."""
     FORWARD = "forward"
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"
     """Accumulation of a gradient: it is in ``param.grad``, and was not yet added to the gradient buffer."""
     READY = "ready"
-    """Counting of ready gradients whose reduction overlaps with the backward pass."""
+    """Moment at which Megatron's overlapped gradient reduction is told that a gradient is ready."""
     FORK = "fork"
-    """Exit from a forked random state (attention dropout), after restoring the state and before restoring its name."""
+    """End of a forked random state (attention dropout): Megatron has restored the state from before the fork, but not
+    the name of that state."""
     REDUCE = "reduce"
     COPY = "copy"
     """Moment at which the optimizer has copied the gradients, before any reduction that uses the copy."""
@@ -41,7 +43,7 @@ class Phase(StrEnum):
     EVAL = "eval"
     SAVE = "save"
     GROUPS = "groups"
-    """Moment after a failure, before this rank makes process groups, for which the other ranks wait. The rank does not
+    """Moment after a failure, before this rank makes process groups. The other ranks wait for this rank, which does not
     know its iteration yet."""
     COMMUNICATORS = "communicators"
     """Moment after a failure at which process groups exist but are not used yet. The rank does not know its iteration
@@ -176,7 +178,7 @@ def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) ->
         ranks: number of ranks in the job.
         rank: rank that is killed.
         seed: seed; equal seeds give equal times.
-        life: number of the generation. Each generation has new random times, because a Poisson process has no memory.
+        life: number of the generation. Each generation draws new times, because a Poisson process has no memory.
     """
     draws = random.Random(f"{seed}/{rank}/{life}")
     time_s = 0.0

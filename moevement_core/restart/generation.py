@@ -92,7 +92,7 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 
 
 def is_aborting() -> bool:
-    """Return True if an abort has begun; it causes errors of communication, which are not worth a report."""
+    """Return True if an abort has begun. Callers then do not report errors of communication, which the abort causes."""
     return _generation is not None and _generation.aborting
 
 
@@ -130,9 +130,9 @@ def is_fault_of_others(in_generation: Generation | None = None, since_s: float |
 
 
 def atomic() -> AbstractContextManager[Any]:
-    """Wait until this process holds its lease, and return a context in which no interruption reaches it.
+    """Return a context in which no interruption reaches this process. Code in it must not wait for any other process.
 
-    Code in the context must not wait for any other process.
+    First, the function waits while the lease of this process's node has run out: a replacement may then have its rank.
     """
     wait_until_held()
     return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
@@ -145,9 +145,9 @@ def has_committed() -> None:
 
 
 def waiting_for_others() -> AbstractContextManager[Any]:
-    """Return a context in which this rank waits for working ranks, with ten times the usual limit on hangs.
+    """Return a context in which this rank waits for ranks that work, with ten times the usual limit on hangs.
 
-    If a working rank hangs, the guard of that rank notices it first.
+    If a rank that works hangs, the guard of that rank notices the hang first.
     """
     if _generation is None or _generation.guard is None:
         return nullcontext()
@@ -155,7 +155,7 @@ def waiting_for_others() -> AbstractContextManager[Any]:
 
 
 def connecting() -> AbstractContextManager[Any]:
-    """Return a context in which ranks make communicators, with the limit on hangs that applies after a commit."""
+    """Return a context in which ranks make communicators. The shorter limit on hangs applies, even before a commit."""
     now = _generation
     return now.guard.connecting() if now is not None and now.guard is not None else nullcontext()
 

@@ -31,11 +31,11 @@ from nvidia_resiliency_ext.inprocess.state import Mode, State
 LOOK_S = 0.25
 """Seconds between two checks that the main thread makes progress."""
 PATIENCE = 10
-"""Factor on the limit on hangs for a rank that waits for working ranks."""
+"""Factor by which the limit on hangs is longer while a rank waits for ranks that work."""
 
 
 class Outcome(Enum):
-    """Outcome of a guarded generation that has no result."""
+    """Value that :meth:`Guard.run` returns if the generation ended without a result."""
 
     INTERRUPTED = "interrupted"
 
@@ -66,7 +66,7 @@ class Guard:
     ) -> None:
         self._rank, self._store, self._hang_s = rank, store, hang_s
         self._usual_s = hang_s if set_up_s is None else set_up_s
-        """Limit on hangs outside of any context, in seconds."""
+        """Limit on hangs, in seconds, where no context sets another limit (:meth:`waiting_for_others` sets one)."""
         self._limited_s: float | None = None
         """Limit on hangs of the innermost context, in seconds; None outside of all contexts."""
         self._main_thread = threading.get_ident()
@@ -116,9 +116,9 @@ class Guard:
         self._usual_s = self._hang_s
 
     def waiting_for_others(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for working ranks, with a limit :data:`PATIENCE` times as long.
+        """Return a context in which this rank waits for ranks that work, with a limit of :data:`PATIENCE` x ``hang_s``.
 
-        If a working rank hangs, the guard of that rank notices it first.
+        If a rank that works hangs, the guard of that rank notices the hang first.
         """
         return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 

@@ -55,13 +55,16 @@ from moevement_core.util.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.util.exit_codes import BROKEN_DEVICE
 
 DUMP_AFTER = 1 / 3
-"""Share of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
+"""Part of the limit on hangs after which a rank that is still leaving its generation prints the stacks of its threads.
 
-The limit on hangs is six lease times, so the rank prints the stacks after two lease times. The job goes on without the
-rank after three lease times, or after twelve if members have devices.
+The limit on hangs is six lease times, so the rank prints the stacks after two lease times. If the rank has not left
+after three lease times (twelve in jobs with devices), the job goes on without it.
 """
 QUIET = 1 / 6
-"""Share of the limit on hangs (one lease time) after which a rank reports each phase of leaving to the coordinator."""
+"""Part of the limit on hangs (one lease time) for which a rank leaves its generation without a report.
+
+After this time, it reports each further phase of leaving to the coordinator.
+"""
 REPORT_S = 5.0
 """Longest time in seconds in which a process tries to report that it gives its rank back. After that, the process ends
 without the report, and only the exit code tells the reason."""
@@ -102,12 +105,15 @@ class Training(ABC):
 
     @property
     def grid(self) -> Grid | None:
-        """Grid of an elastic job; None for a job of fixed size."""
+        """Layout of the ranks of an elastic job, and the sizes that the job may have; None for a job of fixed size."""
         return None
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Sizes, above 1, of groups of consecutive ranks that communicate in every layer and should share a node."""
+        """Sizes of the groups of consecutive ranks that should share a node, because they communicate in every layer.
+
+        Sizes of 1 are left out.
+        """
         return ()
 
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
@@ -233,7 +239,7 @@ class _Restarts:
         faulthandler.cancel_dump_traceback_later()
 
     def _check_device(self, roster: Roster, rank: int) -> None:
-        """Give the rank back if its device cannot be used; called before the member acknowledges the roster."""
+        """Give the rank back if its device cannot be used. Called before this process accepts ``roster``."""
         number = roster.devices.get(rank)
         if number is None or not self._info.devices:
             return

@@ -14,7 +14,7 @@ class LeavingPhase(StrEnum):
     """Phase in which a rank leaves a generation; the phases follow in this order."""
 
     SHUT_DOWN = "shut_down"
-    """Phase that shuts down connections, each once the data under way on it has arrived."""
+    """Phase that waits until data under way has arrived, and shuts down connections."""
     DRAIN = "drain"
     """Phase in which background threads notice the broken connections."""
     ABORT = "abort"
@@ -29,8 +29,8 @@ class Leaving:
     """Account of the phases of one rank in one generation. Phases follow each other, on different threads.
 
     Args:
-        quiet_s: seconds from the beginning of the first phase. A phase that begins earlier is not reported, because a
-            rank usually leaves within this time.
+        quiet_s: seconds within which a rank usually leaves its generation. Phases that begin within this time after the
+            first phase are not reported.
         report: called with each phase that begins after ``quiet_s``; exceptions of the call are ignored.
         clock: returns monotonic seconds.
     """
