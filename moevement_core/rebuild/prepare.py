@@ -220,9 +220,9 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
 def _agreed_outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
     """Return the recorded outcomes of this rank's model replica, for iterations that every replica has recorded.
 
-    For all other iterations, the ranks recompute outcomes together. If a rank took a norm from its record there, the
-    others would wait for that rank in the reduction that computes the norm. Some replicas may have no records: without
-    a pipeline, all records of a failed rank's replica are lost.
+    For all other iterations, the ranks of all replicas compute the gradient norm together, in a reduction. A rank that
+    took the norm from a record instead would leave the others waiting in this reduction. Some replicas may have no
+    records: without a pipeline, all records of a failed rank's replica are lost.
     """
     known: dict[int, set[int]] = {}
     for report in reports:

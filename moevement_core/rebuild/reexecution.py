@@ -113,8 +113,8 @@ class Reexecution(Observer):
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Add the snapshot of ``iteration`` to this rank's own snapshots if it is missing there.
 
-        It may have been lost with the failed rank, or belong to a window that is not complete yet. If the recovery has
-        lost updates, the snapshot is captured again in any case.
+        The failed rank may have lost the snapshot, or training had not captured it for an unfinished window. If the
+        recovery has lost updates, the snapshot is captured again even if it is there.
         """
         if self._take_again is not None and iteration in self._plan.iterations:
             self._lose(self._take_again, iteration, record)
@@ -135,5 +135,5 @@ class Reexecution(Observer):
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:
-            raise NotImplementedError(f"{type(binding).__name__}: record() of the trainer has no step; implement it")
+            raise NotImplementedError(f"{type(binding).__name__}: record() of its Trainer returns no step; define it")
         recapture(iteration, {} if is_left_out else record, has_gradients=self._gradients_stay)

@@ -25,7 +25,7 @@ class SurvivorChecks:
     ranks: int
     """Number of ranks that kept their state."""
     in_part: int
-    """Number of survivors compared in part, because their snapshot has digests of the full state of some operators."""
+    """Number of survivors compared in part: their snapshot has digests of only some operators' full state."""
     whole: int
     """Number of survivors compared with digests of the whole state."""
 

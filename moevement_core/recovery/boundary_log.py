@@ -231,7 +231,7 @@ class BoundaryLog:
             self._buffers.trim()
 
     def interrupted(self) -> None:
-        """Drop the present iteration. Called after another thread raised an exception in this one, at any point."""
+        """Drop the present iteration. Called after a failure, whose exception may have interrupted any line here."""
         if (unfinished := self._iteration) is not None:
             self._iteration = None
             self._drop(unfinished)
@@ -261,7 +261,7 @@ class BoundaryLog:
                 self._told = True
                 self._report(
                     f"the boundary log has reached its cap of {self._cap_bytes() / 1e9:g} GB and drops its oldest "
-                    f"iterations, from iteration {old} on; a single stage cannot recover alone until the next window"
+                    f"iterations, beginning with {old}; a single stage cannot recover alone until the next window"
                 )
         assert buffer is not None
         return buffer

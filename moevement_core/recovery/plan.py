@@ -71,7 +71,7 @@ class RecoveryPlan:
     until: int
     """Iteration whose state the recovery is to reach."""
     begins: int
-    """Last iteration that is contained in the state of the first snapshots; the recovery repeats later iterations."""
+    """Iteration t if the first snapshots hold ``state@t``; the recovery repeats the iterations after t."""
     runs: Mapping[int, RecoverableRun]
     """Recoverable run of each stage."""
     fetches: tuple[Fetch, ...]
@@ -355,7 +355,8 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
 def _held_by_all(places: Sequence[Sequence[Place]]) -> Contents:
     """Return the contents that the snapshots of all ranks have in common.
 
-    A rank's snapshot may lie in several places. The place where the snapshot lacks the fewest operators counts.
+    A snapshot may be in several places, and lack some operators in one of them. This function looks only at the place
+    where the snapshot lacks the fewest operators.
     """
     contents: Contents | None = None
     for of_rank in places:

@@ -30,7 +30,7 @@ class Summed:
     members: tuple[int, ...]
     """Ranks of the group."""
     size: tuple[int, int]
-    """Numbers of members and of parity blocks of the code.
+    """Numbers of members and of parity blocks for which the erasure code has coefficients.
 
     See :attr:`~moevement_core.replication.parity.groups.Group.size`.
     """

@@ -29,7 +29,7 @@ from moevement_core.restart.generation import Generation, generation
 _INJECTED = "injected/{}"
 _BEGAN = "injected/began"
 MOST_WAIT_S = 60.0
-"""Seconds for which a rank with the signal WAIT stays in its phase, until another rank fails."""
+"""Longest time in seconds for which a rank with the signal WAIT stays in its phase and waits for another to fail."""
 
 
 class Injector:

@@ -66,7 +66,7 @@ class Reports:
                 return
             self._from_threads.append(_FromThread(text, generation(), time.monotonic(), is_from_thread))
         if is_first:
-            try:  # no daemon, so that the last line of a process is logged
+            try:  # The thread is no daemon. So a process that ends still logs its last line.
                 threading.Thread(target=self._say_in_turn, name="moevement-report", daemon=False).start()
             except RuntimeError:  # the host has no thread left, or the process ends
                 self._say_in_turn()

@@ -127,7 +127,10 @@ class Resize:
     free: Collection[str]
     """Settings that may differ from those of the job that wrote the window."""
     is_needed: Callable[[Manifest], bool]
-    """Function that returns True if a window needs a resize. Other windows are loaded unchanged."""
+    """Function that returns True if :attr:`prepare` has to distribute a window's state to the current ranks.
+
+    Windows for which it returns False are loaded unchanged.
+    """
     prepare: Callable[[WindowFiles, Manifest], Prepared]
     """Function that distributes the state in a window to the current ranks.
 

@@ -131,7 +131,10 @@ class WindowDecisions:
         self.strategy.settled = policy.settled
 
     def join(self, policy: Policy) -> None:
-        """Continue with the decisions of a stage on a replacement. Other processes have logged the kind of recovery."""
+        """Continue with the decisions of a stage on a replacement.
+
+        The kind of recovery is not logged again, because other processes have logged it.
+        """
         self.adopt(policy)
         self._said = self.strategy.reason_prefix(policy.schedules[-1])
 
@@ -506,7 +509,7 @@ class WindowDecisions:
     ) -> tuple[float, float]:
         """Return the bytes per second of copies from the device, and of the links to all peers together."""
         slots, _ = checkpointer.memory.slots_at_peer(now)
-        # Snapshots may use only a share of the link rate. At the rate ``needed``, that share is just enough.
+        # Snapshots may use only a share of the link rate. If the link has the rate ``needed``, this share suffices.
         needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
         rate = self._link_rate.take(senders, needed)
         network = self._budget.network_bytes_per_s or rate

@@ -199,7 +199,7 @@ def _checked(entry: Entry) -> Entry:
     if entry.nbytes % dtype.itemsize or entry.offset % ALIGNMENT or entry.offset + entry.nbytes >= _MOST_BYTES:
         raise ValueError(
             f"{entry.key} has {entry.nbytes} bytes at offset {entry.offset}; it needs a whole number of "
-            "elements, and an aligned offset that is possible in a buffer"
+            "elements, an aligned offset, and an end within the largest possible buffer"
         )
     return entry
 
@@ -359,7 +359,7 @@ class SnapshotLease:
 
 
 def contents_of(text: str) -> Contents:
-    """Return the contents of which :func:`contents_text` returned ``text``."""
+    """Return the contents that :func:`contents_text` has turned into ``text``."""
     return np.frombuffer(text.encode(), dtype=np.int8) - np.int8(ord("0"))
 
 

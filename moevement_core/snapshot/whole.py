@@ -19,7 +19,7 @@ from moevement_core import log
 Finish = Callable[[], dict[str, str]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 21
-"""Words that torch adds at a time. A word needs 40 bytes of device memory, which torch's allocator does not return."""
+"""Words that torch adds at a time. Each needs 40 bytes of device memory, which torch's allocator keeps afterwards."""
 _MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 
 
@@ -27,8 +27,8 @@ def begin_whole(operators: Mapping[str, Sequence[torch.Tensor]]) -> Finish:
     """Begin to compute a digest of each operator over its tensors in order.
 
     For tensors on a GPU, this call issues the work on the current stream, and the returned function waits for its end.
-    For host tensors, the returned function does all the work. Any thread may call that function, but before the tensors
-    change.
+    For host tensors, the returned function does all the work. Any thread may call the returned function. It must do so
+    before the tensors change.
 
     Returns:
         Function that returns the digest of each operator, by name.

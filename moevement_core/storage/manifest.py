@@ -154,7 +154,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _check(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest with impossible values. Manifests of version 1 may have them, because no digest protects these.
+    """Refuse a manifest with impossible values. A manifest of version 1 may have some, because it has no digest.
 
     Raises:
         SnapshotError: a value is impossible.
@@ -171,7 +171,7 @@ def _check(path: Path, manifest: Manifest) -> None:
             f"{path}: progress is {str(manifest.progress)[:60]}; needs a mapping of names to numbers of 0 or more"
         )
     if not isinstance(manifest.settings, dict):
-        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs values by name of the setting")
+        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs values by setting name")
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
         raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs a list of names")
     if path.name != f"{manifest.name}.json":
@@ -275,7 +275,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
     Args:
         directory: folder with the windows.
-        start: name under which any start of the job wrote windows; windows of all its starts are deleted.
+        start: name of any start of the job. Unfinished windows of all starts of that job are deleted.
         but: name of the window that is being written, which stays.
     """
     for name in set(own_windows(directory)):
