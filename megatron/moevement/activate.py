@@ -28,7 +28,7 @@ class Point:
     """Function of Megatron, with the wrapper that replaces it."""
 
     modules: tuple[str, ...]
-    """Modules or classes that have the function under the name below; the first one defines the function."""
+    """Paths of the modules or classes that have the function as attribute ``name``; the first defines the function."""
     name: str
     wrapper: Wrapper
     reason: str
@@ -44,7 +44,10 @@ def process() -> Process:
 
 
 def activate() -> None:
-    """Replace the functions of :func:`points` before a training script imports Megatron; repeated calls do nothing."""
+    """Replace the functions of :func:`points`, before a training script imports Megatron.
+
+    A repeated call does nothing.
+    """
     platform.install()
     check_names()
     for point in points():

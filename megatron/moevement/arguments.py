@@ -44,7 +44,7 @@ class RunConfig:
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
-        """Return a run's configuration from parsed flags, and set the mode of files that this process makes."""
+        """Return a run's configuration from parsed flags, and apply ``--moevement-file-mode`` to this process."""
         use_file_mode(args.moevement_file_mode)  # The file mode also applies without sparse checkpointing.
         return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
 
@@ -93,9 +93,10 @@ def add_arguments(parser: Parser) -> Parser:
 
 
 def _allow_fp8_masters(parser: Parser) -> None:
-    """Allow FP8 master weights, row 5 of MoEvement's table 7.
+    """Add ``fp8`` to the values of ``--main-params-dtype``, for row 5 of table 7 in the paper.
 
-    Transformer Engine's Adam does not support them, but this project's stand-in for that Adam does.
+    Transformer Engine's Adam does not support FP8 master weights. This project's Adam, used without Transformer Engine,
+    does.
     """
     for action in parser._actions:
         if "--main-params-dtype" in action.option_strings:
@@ -274,7 +275,11 @@ def _fill_data(args: argparse.Namespace) -> None:
 
 
 def describe_filled_in(args: argparse.Namespace) -> list[str]:
-    """Return lines for rank 0's log: defaults set here, guarantees on GPUs, and a missing checkpoint."""
+    """Return lines for rank 0's log.
+
+    They name the flags that this module set without being asked, what is exact after a recovery on GPUs, and a
+    ``--load`` folder that has no checkpoint.
+    """
     from megatron.moevement.data import embedded
 
     lines = []

@@ -59,17 +59,26 @@ class MegatronBinding(Binding):
         self.on_step: Callable[[], Any] = lambda: None
         """Function that executes an optimizer step in training; ``restart/built.py`` sets it to the session's step."""
         self.on_build: Callable[[Any], bool] = lambda shared: False
-        """Function that builds model and optimizer on a replacement, from a survivor's :attr:`parameter_keys`."""
-        self.on_resume: Callable[[int], None] = lambda until: None
-        """Function that is called with the resume iteration, before data is opened."""
-        self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
-        """Function that is called inside the training loop, once the state of the resume iteration is live."""
-        self.parameter_keys: list[Any] = []
-        """Keys of parameters that ranks exchanged when the optimizer was built."""
-        self.groups: list[Groups] = []
-        """Process groups that live objects refer to, with one entry for each generation.
+        """Function that builds model and optimizer on a replacement, from the :attr:`parameter_keys` of a survivor.
 
-        There are several generations if a failure interrupted :meth:`regroup`.
+        It returns True if the built objects have the state from which the job started.
+        """
+        self.on_resume: Callable[[int], None] = lambda until: None
+        """Function that continues the run's record from the resume iteration, before Megatron opens data."""
+        self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
+        """Function that is called after a recovery, inside Megatron's training loop, before the next iteration.
+
+        Its arguments are those of :meth:`on_recovered`.
+        """
+        self.parameter_keys: list[Any] = []
+        """Parameter keys that all ranks gathered when Megatron built the optimizer.
+
+        A replacement that builds its optimizer alone takes these keys from a survivor instead.
+        """
+        self.groups: list[Groups] = []
+        """Process groups to which model and optimizer refer, with one entry for each generation.
+
+        There are several entries if a failure interrupted :meth:`regroup`; otherwise there is one.
         """
         self.groups_now: Groups | None = None
         """Process groups of this generation, recorded before model and optimizer are built."""
@@ -100,7 +109,10 @@ class MegatronBinding(Binding):
 
     @cached_property
     def views(self) -> OperatorViews:
-        """Live state of every operator; not to be accessed before the optimizer has the tensors that it trains."""
+        """Views of the state of every operator, built at the first access.
+
+        At that time, the optimizer must already hold the tensors that it updates in training.
+        """
         check_supported(self.live.optimizer)
         return operator_views(self._chunks(), self.live.optimizer)
 
@@ -213,9 +225,9 @@ class MegatronBinding(Binding):
 
     @override
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Make Megatron exit after the next iteration, by setting ``--exit-interval``; or cancel this plan.
+        """Make Megatron exit after iteration ``committed + 1``, by setting ``--exit-interval``; or cancel the exit.
 
-        At the exit, Megatron saves if ``--save`` names a folder, and ends with code 0.
+        At the exit, Megatron saves a checkpoint if ``--save`` names a folder, and ends with code 0.
         """
         from megatron.training import get_args
 
@@ -330,7 +342,7 @@ class MegatronBinding(Binding):
             Restore(self.live.model or [], self.live.optimizer, self.views).gather_replicas()
 
     def forget_loop(self) -> None:
-        """Drop the reference to a training loop that has ended, or that has completed its recovery."""
+        """Drop :attr:`on_back`, which refers to a training loop, once the recovery or the loop has ended."""
         self.on_back = lambda until, outcome, is_between: None
 
     @override
@@ -359,10 +371,10 @@ class MegatronBinding(Binding):
 
 
 def _embedding_ranks() -> tuple[int, ...]:
-    """Return the ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy.
+    """Return the ranks, this one included, whose copies of an embedding share gradients; empty if there are no copies.
 
-    Megatron sums them when it finalizes gradients. Copies exist if output layers are tied to the embedding, or if the
-    model predicts several tokens ahead.
+    Megatron sums the gradients of all copies when it finalizes gradients. Copies exist if output layers are tied to the
+    embedding, or if the model predicts several tokens ahead.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

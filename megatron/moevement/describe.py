@@ -211,7 +211,10 @@ def _chunks(config: Any, virtual: int | None) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
-    """Provide Megatron's process groups of the first rank of ``stage``, in a job of as few ranks as the shapes need."""
+    """Make the process groups of the first rank of ``stage``, without communication, for a ``with`` block.
+
+    The pretended job has as few ranks as the parallel sizes allow.
+    """
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -240,7 +243,7 @@ def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _meta_device() -> Iterator[None]:
-    """Create tensors without memory, even where Megatron asks for the current CUDA device."""
+    """Create tensors without memory in a ``with`` block, even where Megatron asks for the current CUDA device."""
     current_device = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     try:
@@ -252,7 +255,7 @@ def _meta_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Restore arguments, environment, random states and Megatron's parallel state at the end of the block."""
+    """Restore ``sys.argv``, environment, random states and Megatron's parallel state at the end of a ``with`` block."""
     from megatron.core import parallel_state
 
     argv, environment, hook = sys.argv, dict(os.environ), sys.excepthook

@@ -58,7 +58,7 @@ def owned_by_ranks(
 
     Args:
         args: Megatron's validated arguments.
-        chunks: unwrapped virtual stages of the pipeline stage; they need no memory.
+        chunks: unwrapped virtual stages of the pipeline stage; they may be on the meta device.
         stage: number of the pipeline stage.
         in_fp8: parameters that are kept in FP8.
     """
@@ -81,7 +81,12 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 def _ranges(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Return equal ranges of every parameter for the replicas, as runs without the distributed optimizer save them."""
+    """Return the elements that each data-parallel rank saves in a job without the distributed optimizer.
+
+    All data-parallel ranks have the same state, so each saves an equal range of every parameter. ``counts`` gives the
+    number of data-parallel ranks, for experts (True) and for all other parameters (False). The result is by the same
+    kind and by data-parallel rank.
+    """
     owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         kind = _is_expert(parameter)
@@ -94,7 +99,11 @@ def _ranges(
 def _shards(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Return the shards of the distributed optimizer, which divides every bucket of a buffer into equal parts."""
+    """Return the elements that each data-parallel rank owns in a job with the distributed optimizer.
+
+    This optimizer divides every bucket of Megatron's gradient buffers into equal shards, one for each rank. Arguments
+    and result are those of :func:`_ranges`.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 
@@ -127,7 +136,10 @@ def _shards(
 
 
 def _as_stored(parameter: torch.nn.Parameter, is_in_fp8: bool) -> torch.nn.Parameter:
-    """Return an FP8 stand-in for a parameter that is kept in FP8, because all parameters of a buffer have one dtype."""
+    """Return a tensor of FP8 dtype in place of a parameter that is kept in FP8; other parameters as they are.
+
+    Megatron groups parameters by dtype when it lays out buffers.
+    """
     if not is_in_fp8:
         return parameter
     stored = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float8_e4m3fn))

@@ -42,7 +42,7 @@ class Declared:
     """Declaration of a name that is replaced on an object, or temporarily."""
 
     owner: str
-    """Owner as ``module`` or ``module:Class``; the class is the one that defines the method."""
+    """Module, or ``module:Class`` for a method; the class that defines the method, not a subclass."""
     name: str
     reason: str
 

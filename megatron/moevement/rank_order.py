@@ -1,9 +1,10 @@
-"""Sums over ranks in rank order, and the size of the largest sum that NCCL computes in its own order.
+"""Sums over ranks that a replacement on another node does not change.
 
 NCCL adds along rings and trees that it builds over nodes and devices. So a replacement on another node changes the last
 bits of every sum of more than two ranks. With ``--moevement-sums-in-rank-order``, every rank gathers the terms of small
-sums (the gradient norm, gradients of norms and routers, losses) and adds them in rank order. For gradients over
-data-parallel ranks, Megatron's own ``--ddp-reduce-scatter-with-fp32-accumulation`` does the same.
+sums (the gradient norm, gradients of norms and routers, losses) and adds them in rank order. Megatron's
+``--ddp-reduce-scatter-with-fp32-accumulation`` does so for gradients over data-parallel ranks. :func:`widest_sum` finds
+the largest sum whose order NCCL still chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
 
 
 def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``torch.distributed.all_reduce`` that adds small sums in rank order, if the job asks for it."""
+    """Return an ``all_reduce`` of torch that adds small sums in rank order under ``--moevement-sums-in-rank-order``."""
 
     @functools.wraps(original)
     def all_reduce(
@@ -62,7 +63,10 @@ def arithmetic_of(args: Namespace) -> Arithmetic:
 
 
 def widest_sum(args: Namespace) -> int:
-    """Return the largest number of ranks in a sum that NCCL adds in its own order; at least :data:`SAFE_SUM`."""
+    """Return the largest number of ranks in a sum that NCCL adds in its own order.
+
+    The result is at least :data:`SAFE_SUM`, the number of ranks whose sum has equal bits in every order.
+    """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     stages, expert_tensor = args.pipeline_model_parallel_size, args.expert_tensor_parallel_size or tensor
     widths = [tensor, context, expert_tensor]

@@ -57,7 +57,10 @@ def job_digest(live: Live) -> dict[str, Any]:
 
 
 def members(optimizer: Any) -> list[Any]:
-    """Return the members of a chained optimizer (dense and expert), or the optimizer alone; empty for None."""
+    """Return the optimizers in a chained optimizer: that of dense weights and that of experts.
+
+    The result has one optimizer if ``optimizer`` is not chained, and is empty if ``optimizer`` is None.
+    """
     if optimizer is None:
         return []
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
@@ -81,9 +84,9 @@ def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[
 
 
 def _other_buffers(live: Live) -> list[dict[str, Any]]:
-    """Return all buffers except those of routers, and the FP8 scales, for each virtual stage.
+    """Return the buffers of each virtual stage by name, without those of routers, but with the FP8 scales.
 
-    Scales are added because Transformer Engine's layers do not register them as buffers.
+    The function adds the scales because Transformer Engine's layers do not register them as buffers.
     """
     buffers = named_tensors(live, "named_buffers", lambda name: not _is_router(name))
     return [{**named, **scales} for named, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]

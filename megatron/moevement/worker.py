@@ -2,7 +2,8 @@
 
 The script runs as the main module, and Python records this module as the origin of the main module. A spawned process
 (a checkpoint writer, a data worker) imports its parent's main module again under the name ``__mp_main__``, and so
-imports this module. This module first installs the platform, and then executes the script's definitions.
+imports this module. In a spawned process, this module first installs the replacements for machines without a GPU
+(:mod:`megatron.moevement.platform`), and then executes the script's definitions.
 """
 
 from __future__ import annotations
