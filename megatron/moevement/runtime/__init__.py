@@ -1,1 +1,1 @@
-"""Runtime of a training run: its record, its retained state, and its dense checkpoints."""
+"""Wrappers and objects that a rank uses while it trains: metrics, boundary state, replay and dense checkpoints."""

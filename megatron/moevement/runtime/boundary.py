@@ -19,8 +19,9 @@ from moevement_core.errors import RecoveryError
 def boundary_state(live: Live) -> dict[str, Any]:
     """Return the boundary state as plain data and live tensors.
 
-    It has random states, router buffers, FP8 scales, loss scalers, the schedule and consumed samples. The caller has to
-    copy the tensors before the next iteration begins, because a forward pass changes buffers and scales.
+    It has random states, router buffers, FP8 scales, loss scalers, the learning-rate schedule, step counts, the
+    iteration and consumed samples. The caller has to copy the tensors before the next iteration begins, because a
+    forward pass changes buffers and scales.
     """
     return {
         "rng": _compact(random_states()),
@@ -43,10 +44,10 @@ def boundary_copy(live: Live) -> dict[str, Any]:
 
 
 def boundary_after(live: Live) -> dict[str, Any]:
-    """Return a copy of the boundary state after the current iteration, as far as it is known before its optimizer step.
+    """Predict the boundary state after the current iteration, right before the iteration's optimizer step.
 
-    The optimizer step itself changes loss scalers, step counts and the schedule. Their values in the result are those
-    from before the step.
+    Iteration and consumed samples have their values from after the step. Loss scalers, step counts and the
+    learning-rate schedule have their values from before the step, because the step itself changes them.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import (
@@ -72,19 +73,20 @@ def boundary_after(live: Live) -> dict[str, Any]:
 
 
 def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schedule's state after the update, computed from the result of :func:`boundary_after`."""
+    """Return the state of the learning-rate schedule after the step, from the result of :func:`boundary_after`."""
     schedule = dict(boundary["scheduler"])
     schedule["num_steps"] += boundary["samples"]
     return schedule
 
 
 def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`boundary_state`. Random states come last: other restorations may draw numbers.
+    """Restore the result of :func:`boundary_state` on this rank.
 
-    Every loss scaler of the chained optimizers gets its own state, because the states may differ.
+    Random states are restored last, because restoring the rest may draw random numbers. Each optimizer in a chained
+    optimizer has a loss scaler, and the states of these scalers may differ.
 
     Raises:
-        RecoveryError: the boundary state belongs to another job.
+        RecoveryError: the boundary state is from a job with another model.
     """
     _put_buffers(_router_buffers(live), boundary["router_buffers"])
     Scales(live.model or []).put(boundary)
@@ -100,7 +102,7 @@ def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
 
 
 def put_progress(live: Live, state: Mapping[str, int]) -> None:
-    """Restore the result of :func:`megatron.moevement.state_digest.progress`."""
+    """Restore the iteration and the consumed samples, as :func:`megatron.moevement.state_digest.progress` gave them."""
     from megatron.training import get_args
 
     args = get_args()
@@ -113,7 +115,7 @@ def put_progress(live: Live, state: Mapping[str, int]) -> None:
 
 
 def put_random_states(states: Mapping[str, Any]) -> None:
-    """Restore every random generator that training uses."""
+    """Restore the states of all random generators, as :func:`boundary_state` gave them."""
     from megatron.core import tensor_parallel
 
     version, numbers, gauss = states["python"]
@@ -146,10 +148,10 @@ def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
 
 
 def put_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Restore a schedule from its ``state_dict``, including its position.
+    """Restore the learning-rate schedule from a ``state_dict`` of Megatron's scheduler, or from some entries of it.
 
-    The scheduler's own ``load_state_dict`` compares its settings with the saved ones. Here they may differ, because a
-    job may train for longer than first planned.
+    Megatron's ``load_state_dict`` refuses saved settings that differ from the present ones. This function accepts them,
+    because a job may train for longer than first planned.
     """
     for name, value in state.items():
         setattr(scheduler, name, value)
@@ -157,9 +159,9 @@ def put_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
 
 
 def _compact(states: dict[str, Any]) -> dict[str, Any]:
-    """Return the states with Python's generator as an array.
+    """Return the random states, with the state of Python's generator as an array.
 
-    Its 625 numbers, one by one, would take longer to save than everything else.
+    This state has 625 numbers. As single numbers, they would take longer to save than the rest of the boundary state.
     """
     version, numbers, gauss = states["python"]
     return {**states, "python": [version, np.array(numbers, dtype=np.uint32), gauss]}

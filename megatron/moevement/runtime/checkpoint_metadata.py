@@ -31,7 +31,7 @@ _ALLOWED = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
 }
-"""Classes that such a file may name. They only hold data. Each ``torch.<dtype>`` is also allowed."""
+"""Classes that a ``.metadata`` file may name; they only hold data. Each ``torch.<dtype>`` is also allowed."""
 
 
 class RefusedClass(Exception):

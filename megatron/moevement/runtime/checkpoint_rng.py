@@ -1,10 +1,11 @@
 """Random states of every rank in Megatron's dense checkpoints.
 
-Megatron saves one set of random states for each tensor- and pipeline-parallel rank, and gives it to all data-parallel
-ranks. These include expert-parallel ranks, each of which has its own random state for experts. After a resume, all
-expert-parallel ranks would draw the same numbers. With ``--data-parallel-random-init``, Megatron saves the states of
-every data-parallel rank, but that flag also changes the initial weights. This module sets the flag only while Megatron
-collects the states, and selects this rank's states when Megatron loads them.
+For each tensor- and pipeline-parallel rank, Megatron saves the random states of one data-parallel rank, and gives them
+to all data-parallel ranks when it loads them. Among these are expert-parallel ranks, and each of them needs its own
+random state for experts. So after a resume, all expert-parallel ranks would draw the same numbers. With
+``--data-parallel-random-init``, Megatron saves the states of every data-parallel rank, but that flag also changes the
+initial weights. This module sets the flag only while Megatron collects the states, and selects this rank's states when
+Megatron loads them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from megatron.moevement.runtime.job import Process
 
 
 def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``get_rng_state`` that collects all data-parallel ranks' states under expert parallelism."""
+    """Return a wrapper of ``get_rng_state`` that collects the states of every data-parallel rank.
+
+    Without expert parallelism, the wrapper collects what Megatron collects.
+    """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -36,10 +40,10 @@ def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Cal
 
 
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``dist_checkpointing.load`` that returns this rank's own random states instead of those of the first.
+    """Return a ``dist_checkpointing.load`` that gives each data-parallel rank the random states that it had saved.
 
-    A checkpoint of stock Megatron, or of fewer data-parallel ranks, has fewer states than there are ranks. Ranks
-    without a state of their own use the last state of the checkpoint.
+    Megatron's own function leaves every rank with the states of the first data-parallel rank. A checkpoint of stock
+    Megatron, or of a job with fewer data-parallel ranks, has too few states; the ranks beyond them use the last.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Checks that find a torn dense checkpoint on disk, and name its defect, before Megatron loads it."""
+"""Checks that find an incomplete dense checkpoint on disk, and name its defect, before Megatron loads it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def complaints(folder: Path, step: int | None) -> Iterator[str]:
-    """Yield the reasons why the checkpoint that ``--load`` and ``--ckpt-step`` name cannot be loaded.
+    """Yield the reasons why Megatron could not load the checkpoint that ``--load`` and ``--ckpt-step`` name.
 
-    A folder without a tracker file is no fault: Megatron then starts from fresh weights, as at a first start.
+    A folder without Megatron's tracker file (:data:`TRACKER`) gives no reason, because Megatron then starts from fresh
+    weights.
 
     Args:
         folder: value of ``--load``.
@@ -39,9 +40,10 @@ def complaints(folder: Path, step: int | None) -> Iterator[str]:
 
 
 def torn(checkpoint: Path) -> str | None:
-    """Return what is missing from a checkpoint in Megatron's ``torch_dist`` format; None if all its bytes are there.
+    """Return what is missing from a dense checkpoint; None if nothing is.
 
-    Other formats have no list of their bytes, so only their folder is checked.
+    A checkpoint in Megatron's ``torch_dist`` format lists the bytes that it needs. Checkpoints in other formats do not,
+    so only the existence of their files is checked.
     """
     if not checkpoint.is_dir():
         return f"no folder {checkpoint.name}"
@@ -67,9 +69,10 @@ def torn(checkpoint: Path) -> str | None:
 
 
 def mend_tracker(folder: Path) -> None:
-    """Write the newest whole checkpoint into a tracker file that an interrupted writer left without an iteration.
+    """Repair Megatron's tracker file, if a writer was interrupted before it wrote an iteration into the file.
 
-    The tracker file is removed if no checkpoint in ``folder`` is whole.
+    The function writes the iteration of the newest complete checkpoint in ``folder``. Without a complete checkpoint, it
+    removes the tracker file.
     """
     tracker = folder / TRACKER
     if not tracker.exists():
@@ -84,7 +87,7 @@ def mend_tracker(folder: Path) -> None:
 
 
 def listed_bytes(metadata: Any) -> dict[str, int]:
-    """Return the bytes that each file needs, by its name, to hold all pieces that ``.metadata`` lists."""
+    """Return the least size in bytes of each file of a checkpoint, by file name, according to its ``.metadata``."""
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -60,7 +60,8 @@ def _mark(save: Path, iteration: int, name: str) -> None:
         origin.mark_saved(save, iteration, name, get_args())
     except OSError as error:  # The only effect is that a restart of the job will not use this checkpoint.
         log.warning(
-            f"a restart will not use the checkpoint of iteration {iteration}, which cannot be marked: {error.strerror}"
+            f"a restart of the job will not use the checkpoint of iteration {iteration}, because no mark of this job "
+            f"can be written into it: {error.strerror}"
         )
 
 
@@ -79,9 +80,9 @@ def finalize_or_report(process: Process) -> Wrapper:
 
 
 def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of a function that starts a process and waits for it; no restart interrupts the wrapper.
+    """Return a wrapper that protects ``original``, which starts a process and waits for its start, from interruptions.
 
-    An interruption would leave the process half started, and nothing would end it.
+    A restart that interrupted the start would leave a half-started process, and nothing would end it.
     """
 
     @functools.wraps(original)
@@ -93,10 +94,10 @@ def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Reported:
-    """Context that reports and suppresses the error that Megatron raises on every rank if a save fails on any rank.
+    """Context around a dense save. If the save fails on any rank, it reports the failure and suppresses the error.
 
-    Any other exception leaves the context and interrupts the save. ``Live.is_saving`` then stays True until the
-    leftovers of the save are removed.
+    Megatron raises this error, a ``CheckpointException``, on every rank. Any other exception interrupts the save and
+    leaves the context. ``Live.is_saving`` then stays True until the recovery removes what the save left behind.
     """
 
     def __init__(self, job: Job, iteration: int | None) -> None:

@@ -21,14 +21,14 @@ from moevement_core.rendezvous.status_page import own_page
 from moevement_core.topology.wind_down import is_asked_for
 
 _NEVER, _AT_ONCE = 1e12, 1e-12
-"""Values for ``--exit-duration-in-mins``, in minutes."""
+"""Minutes for ``--exit-duration-in-mins`` with which Megatron never ends an evaluation, or ends it at once."""
 
 
 def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``evaluate_and_print_results`` that restores the random states of all generators afterwards.
+    """Return an ``evaluate_and_print_results`` that restores the random states from before the evaluation.
 
-    These are the states of Python, NumPy, torch, the device and Megatron's tracker. An interrupted evaluation restores
-    nothing: before training continues, the recovery restores the random states from the boundary record.
+    These are the states of Python, NumPy, torch, the device and Megatron's tracker. If a failure interrupts the
+    evaluation, the wrapper restores nothing, because the recovery restores the random states from the boundary record.
     """
 
     @functools.wraps(original)
@@ -42,12 +42,13 @@ def leaving_generators(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``evaluate`` that ends within an iteration if the job is asked to end.
+    """Return a wrapper that ends ``evaluate`` after its current iteration if the job is asked to end.
 
-    If ``--exit-duration-in-mins`` is given, Megatron checks after each iteration of an evaluation whether the duration
-    is over on any rank. The wrapper always sets this flag. On a rank that is asked to end, the wrapper sets a duration
-    that is already over. Megatron then returns early and skips its last steps, because it expects to exit at once. The
-    wrapper does these steps, because training continues for one or two iterations until ranks have agreed where to end.
+    With ``--exit-duration-in-mins``, Megatron checks after each iteration of an evaluation whether the duration is over
+    on any rank. So the wrapper gives this flag a value if it has none, and a duration that is already over on a rank
+    that is asked to end. Megatron then returns from ``evaluate`` and skips its last steps, because it expects to exit
+    soon. The wrapper does these steps, because the job trains one or two more iterations until ranks have agreed where
+    to end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Job that this process takes part in; the replaced functions of Megatron share it.
+"""State of a rank that the replaced functions of Megatron share: its job, and what outlives this job.
 
 Each process has one :class:`Process`. :mod:`megatron.moevement.activate` builds it and passes it to all replaced
 functions, because Megatron passes no such object to them.
@@ -27,7 +27,7 @@ from moevement_core.session.session import Session
 
 @dataclass
 class Job:
-    """Job in this process, until :meth:`Process.start_over` replaces it by a new one."""
+    """A rank's objects for one job: model, metrics, binding and session; :meth:`Process.start_over` makes new ones."""
 
     live: Live = field(default_factory=Live)
     ledger: Ledger = field(init=False)
@@ -36,25 +36,28 @@ class Job:
     session: Session | None = None
     """Fault tolerance of this rank; None without sparse checkpointing."""
     rejoined: Rejoined | None = None
-    """Agreement of all ranks on how to restore the state; None except between a failure and the resumed training."""
+    """Agreement of all ranks on how to restore the state after a failure; None once training continues."""
     has_begun: bool = False
     """True if training has begun, so that this rank has state to keep through a failure."""
     resumed_in: int = -1
-    """Newest generation in which training continued, with all earlier failures recovered."""
+    """Newest generation in which this rank began or continued training; -1 before the first."""
 
     resized: Resized | None = None
-    """State that a resize of an elastic job brought to this rank; None once training is entered."""
+    """State with which this rank continues after an elastic job changed its size; None once training continues."""
     stand: RankPosition | None = None
-    """Position of this rank when its model was built."""
+    """Parallel position of this rank when its model was built."""
     formation: Formation | None = None
-    """Positions of all ranks of the job."""
+    """Parallel positions of all ranks of the job."""
     loads: RoutedLoads | None = None
-    """Loads of experts in slots; None without slots."""
+    """Counter of the tokens that experts received; None without expert slots."""
 
     place_of_failure: int = 0
-    """Position in the flow of an iteration at which values were first not finite; see ``runtime/results.py``."""
+    """Position in the order of an iteration's computation at which this rank's values were first not finite.
+
+    ``runtime/results.py`` numbers these positions.
+    """
     config_before: dict[str, Any] = field(default_factory=dict)
-    """Values of the configuration fields that training overwrites, from before training."""
+    """Values, from before training, of the fields of the model's configuration that training overwrites."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
@@ -69,29 +72,32 @@ class Job:
         self.session = self.rejoined = self.loads = None
 
     def event(self, event: Event) -> None:
-        """Append an event to the run's record, on the rank that keeps the record."""
+        """Append an event to the run's record; a rank without the record does nothing."""
         if self.live.record is not None:
             self.live.record.event(event)
 
 
 class Process:
-    """State of this process that outlives its job."""
+    """State of a process that is kept when the process begins a new :class:`Job`."""
 
     def __init__(self) -> None:
         self.job = Job()
         self.lineage = ""
-        """Name of the job's start (:attr:`JobNames.start`) whose training led to this process's state."""
+        """Name of the start of the job (:attr:`JobNames.start`) from which this process's state was trained."""
         self.survivor: SurvivorState | None = None
-        """State that this rank brings to the reassembly of an elastic job; None outside of a reassembly."""
+        """State that this rank keeps while an elastic job changes its ranks; None at all other times."""
         self.before: Sequence[FormationSnapshots] = ()
-        """Snapshots from before the job's last resize, kept until a window of the present size is persisted."""
+        """Snapshots that this process has from before the last change of the elastic job's ranks.
+
+        They are kept until the ranks have persisted a window since the change.
+        """
         self.rejected_at = 0
-        """Last iteration whose result this process rejected, because it was not finite, before computing it again."""
+        """Newest iteration in which this process rejected a result, with ``--rerun-mode disabled``."""
         self.transient_failures = 0
-        """Number of results that this process rejected, and that were finite when it computed them again."""
+        """Number of times that this process was the first with a bad result, and a second pass gave another result."""
 
     def start_over(self) -> Job:
-        """Free the memory of the job, and return a new empty job."""
+        """Free the memory of this process's job, and make a new empty job in its place."""
         self.job.free()
         self.job = Job()
         return self.job

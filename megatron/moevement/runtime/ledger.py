@@ -18,10 +18,10 @@ from moevement_core.session.run_directory import number
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Data that one rank has about the last committed iteration, whose metrics line may be missing after a failure."""
+    """Report of one rank after a failure, from which ranks find the missing metrics of the last committed iteration."""
 
     written: int
-    """Newest iteration whose line the rank has written."""
+    """Newest iteration whose metrics line the rank has written; 0 on ranks that write none."""
     is_last_stage: bool
     has_losses: bool
     """True if the rank has the losses of each micro-batch of the last committed iteration."""
@@ -40,18 +40,19 @@ class Ledger:
         """Seconds that the last training step of this rank took."""
         self.last_loss: float | str | None = None
         self.micro_batch_losses: tuple[int, Any] = (0, None)
-        """Iteration of the last forward and backward passes, and what Megatron's schedule returned for them."""
+        """Iteration of this rank's last forward and backward passes, and the losses that they returned."""
         self.held_out: dict[str, Any] = {}
         """Last loss on the validation set and on the test set, by the name of the set."""
         self.evaluated_set = "validation"
         self._live = live
         self._replayed: dict[int, dict[str, Any]] = {}
-        """Lines of replayed iterations, by iteration; the failure may have come before the last rank wrote them."""
+        """Metrics of replayed iterations, by iteration, because the last rank may have failed before it wrote them."""
 
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
-        """Keep the line of an iteration that was re-executed or restored.
+        """Keep the metrics of an iteration that this rank replayed or redid, until :meth:`complete` writes them.
 
-        The caller first restores the learning-rate schedule and the loss scalers to their state after this iteration.
+        The function reads learning rate and loss scale from the optimizer, so the caller first restores both to their
+        values after this iteration.
         """
         self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
 
@@ -71,7 +72,7 @@ class Ledger:
         Args:
             iteration: iteration that was committed.
             losses: losses by name.
-            checkpointing: further entries of the line.
+            checkpointing: metrics of sparse checkpointing in this iteration; empty without sparse checkpointing.
             learning_rate: learning rate of the step.
             loss_scale: loss scale of the step.
             skipped: True if the step was skipped.
@@ -101,7 +102,7 @@ class Ledger:
         )
 
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
-        """Return the sums of losses over this rank's micro-batches, on the host.
+        """Return each loss as a sum over this rank's micro-batches and a number of tokens, on the host.
 
         The result is None in three cases: the last iteration that this rank executed is not ``iteration``, the rank has
         no losses, or Megatron's schedule returned means instead of sums, as it does for old scripts.
@@ -119,7 +120,7 @@ class Ledger:
         """Write the missing metrics lines up to iteration ``until`` after a failure. Collective.
 
         Args:
-            until: last committed iteration; the live state is the state after it.
+            until: last committed iteration; model and optimizer already have the state after it.
             outcome: outcome of the optimizer step of ``until``.
         """
         from megatron.core import parallel_state
@@ -160,7 +161,7 @@ class Ledger:
             )  # fmt: skip
 
     def _line_of(self, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
-        """Return the metrics of an iteration as Megatron's trainer logs them right after it."""
+        """Return the metrics that Megatron's trainer logs right after an iteration, with the current learning rate."""
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
         optimizer = self._live.optimizer
@@ -174,7 +175,7 @@ class Ledger:
 
 
 def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None) -> None:
-    """Write the scalars that Megatron's trainer would have written to TensorBoard, with its names."""
+    """Write an iteration's metrics to TensorBoard, under the names that Megatron's trainer uses."""
     from megatron.training import get_args
     from megatron.training.global_vars import get_tensorboard_writer
 
@@ -194,8 +195,8 @@ def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str,
 def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Average the losses of an iteration's micro-batches. Collective over the ranks of the last stage.
 
-    For each micro-batch, Megatron's schedule returns the sum over tokens and the number of tokens. For old scripts, it
-    returns the mean.
+    For each micro-batch, Megatron returns each loss as its sum over tokens and the number of tokens. If the training
+    script has an old form of loss function, Megatron returns the mean.
     """
     from megatron.core import parallel_state
 

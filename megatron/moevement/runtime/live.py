@@ -17,7 +17,7 @@ from moevement_core.util.undo import UndoStack
 
 @dataclass(frozen=True, slots=True)
 class TrainLoop:
-    """Arguments of Megatron's ``train`` that training steps need."""
+    """Arguments of Megatron's ``train`` with which a replay calls ``train_step``."""
 
     forward_step_func: Any
     config: Any
@@ -36,21 +36,24 @@ class Live:
     datasets: list[Any] = field(default_factory=list)
     """Training, validation and test set of each virtual stage; None on ranks that read no data."""
     datasets_asked: int = 0
-    """Number of virtual stages that have asked for data sets since training was last entered."""
+    """Number of virtual stages for which Megatron has asked for data sets since the start or the last failure."""
     loop: TrainLoop | None = None
     """Arguments of the training loop; None before it begins."""
     iteration: int = 0
     """Last committed iteration; 0 before the first."""
     num_tokens: Any = None
-    """Tokens of the current iteration's batch, a tensor on the device; None without per-token loss."""
+    """Number of tokens in the current iteration's batch, as a tensor on the device; None without per-token loss."""
     is_saving: bool = False
     """True while a dense save runs on the main thread; an interruption leaves it True."""
     samples_are_known: bool = False
-    """True if the numbers of consumed samples were restored, so that a zero among them is a real count."""
+    """True if a recovery restored the numbers of consumed samples, so that zero means that none were consumed."""
     boundary_log: BoundaryLog | None = None
     """Log of what this rank sends over stage boundaries; None without sparse checkpointing or with one stage."""
     feeds: Feeds | None = None
-    """Feeds of logged tensors, which replace neighbouring stages in a replay; None in training."""
+    """Tensors from boundary logs, which this rank receives in a replay instead of tensors from its neighbours.
+
+    None in training, and in a replay of all stages.
+    """
     record: RunRecord | None = None
     """Record to which this rank writes events; None on ranks that write none, and without ``--run-dir``."""
     undo: UndoStack = field(default_factory=UndoStack)

@@ -115,7 +115,7 @@ def record_iteration(process: Process) -> Wrapper:
 
 
 def record_evaluation(process: Process) -> Wrapper:
-    """Return a wrapper of ``evaluate_and_print_results`` that notes the data set for :func:`record_evaluated`."""
+    """Return a wrapper of ``evaluate_and_print_results`` that tells :func:`record_evaluated` which data set is used."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -129,7 +129,7 @@ def record_evaluation(process: Process) -> Wrapper:
 
 
 def record_evaluated(process: Process) -> Wrapper:
-    """Return a wrapper of ``evaluate`` that records its losses."""
+    """Return a wrapper of ``evaluate`` that writes the loss of the evaluation to the run's events."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -149,7 +149,7 @@ def record_evaluated(process: Process) -> Wrapper:
 
 
 def resume_record(job: Job, args: Namespace) -> None:
-    """Continue the run's record on the last rank after a failure; that rank may have a replacement process."""
+    """Open the run's record again on the last rank after a failure, if a replacement process has this rank."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
@@ -157,7 +157,10 @@ def resume_record(job: Job, args: Namespace) -> None:
 
 
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
-    """Begin the record of the run. Collective; the last rank, which has the directory's lock, writes from now on."""
+    """Begin the record of the run in its run directory. Collective.
+
+    From now on the last rank writes the record. Only the last rank gets a ``lock`` of the directory.
+    """
     run_dir = RunConfig.from_args(args).run_dir
     _spare_training_its_writer()
     if run_dir is not None:
@@ -165,7 +168,10 @@ def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
 
 
 def _spare_training_its_writer() -> None:
-    """Suppress the errors that TensorBoard's writer raises after its thread has met a full disk, and log the first."""
+    """Keep errors of TensorBoard's writer away from training: log the first, and then write nothing more.
+
+    The writer raises such errors after its thread has met a full disk.
+    """
     from megatron.training.global_vars import get_tensorboard_writer
 
     file_writer = getattr(get_tensorboard_writer(), "file_writer", None)
@@ -193,7 +199,7 @@ def _spare_training_its_writer() -> None:
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:
-    """Write this project's figures to TensorBoard. Only the last rank has Megatron's writer and the run's record."""
+    """Write metrics of sparse checkpointing and recoveries to TensorBoard; only the last rank has a writer for it."""
     from megatron.training.global_vars import get_tensorboard_writer
 
     if (writer := get_tensorboard_writer()) is None or (record is None and not checkpointing):

@@ -1,4 +1,4 @@
-"""Trainer that a replay drives: Megatron's own ``train_step`` on batches that are read again."""
+"""Execution of a replay's iterations on a rank, by Megatron's ``train_step`` and on the original batches."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class MegatronTrainer(Trainer):
         live: Megatron's objects on this rank.
         ledger: ledger that gets the metrics line of every replayed iteration.
         views: views of this rank's operators.
-        commit: commit point of this rank's optimizer; it only repeats steps during the replay.
+        commit: commit point of this rank's optimizer; during the replay, it repeats steps and commits nothing new.
         shared_from: first iteration in which a copy of a tied embedding is active on any stage; None if there are no
-            copies. From then on all copies compute gradients, because the gradient of the active copy is a sum over all
-            copies.
-        feeding: input from other stages that keep their state; None if all stages replay.
+            copies. From this iteration on, frozen copies also compute gradients, because the gradient of the active
+            copy is a sum over all copies.
+        feeding: tensors from the boundary logs of stages that keep their state; None if all stages replay.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class MegatronTrainer(Trainer):
         self._step = Replay(live.optimizer, views.trained)
         self._gradients = {tensor.key: tensor.tensor for state in views.states.values() for tensor in state.gradient}
         self._restored: tuple[int, Mapping[str, Any]] | None = None
-        """Last iteration whose update was repeated, with its record; None once its boundary state is restored."""
+        """Last iteration that a redo repeated, with its record; None once the ledger has the iteration's metrics.
+
+        The metrics need the boundary state after the iteration, which is restored later.
+        """
         self._record: Mapping[str, Any] = {}
         self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
@@ -161,7 +164,7 @@ class MegatronTrainer(Trainer):
         return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
-        """Log again what this rank sends, because the earlier log may be lost."""
+        """Begin to log again what this rank sends, because its log may be lost, and to read other stages' logs."""
         if self._live.boundary_log is not None:
             self._live.boundary_log.begin(iteration)
         if self._live.feeds is not None:
@@ -188,7 +191,7 @@ class MegatronTrainer(Trainer):
     def _batches_from(self, consumed: int) -> Any:
         """Return data iterators in the form that Megatron's ``train_step`` expects.
 
-        The iterators of the last replayed iteration are reused if they stand at sample ``consumed``.
+        The batches begin at sample ``consumed``. If the last replayed iteration ended there, its iterators are reused.
         """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -204,7 +207,10 @@ class MegatronTrainer(Trainer):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Set aside everything that would disturb the replay or be disturbed by it, and restore it afterwards."""
+        """Prepare Megatron for a replay in a ``with`` block, and undo the preparation at the end of the block.
+
+        For example, a replay uses neither overlapped reductions nor communication with stages that do not replay.
+        """
         undo = self._live.undo
         try:
             for put_aside in (
@@ -220,7 +226,10 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Restore the job's progress after the replay, which repeats no evaluations and so lacks their samples."""
+        """Restore iteration and consumed samples after the replay.
+
+        A replay repeats no evaluations, so it does not count the samples that evaluations consumed.
+        """
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -238,17 +247,17 @@ class MegatronTrainer(Trainer):
         undo.push(back)
 
     def _own_schedule(self, undo: UndoStack) -> None:
-        """Restore the planned schedule after the replay.
+        """Restore the job's present learning-rate schedule after the replay, except for the position in it.
 
-        A replay uses the schedule of the original iterations. If the job now trains for longer than first planned, its
-        present schedule differs from that schedule.
+        A replay uses the schedule of the original iterations. The present schedule differs from it if the job now
+        trains for longer than first planned.
         """
         scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
         undo.push(lambda: put_schedule(scheduler, planned))
 
     def _own_metrics(self, undo: UndoStack) -> None:
-        """Set aside the losses of routers and of multi-token prediction, which Megatron collects for the log."""
+        """Prevent that Megatron's log counts losses of routers and of multi-token prediction from the replay."""
         from megatron.core.transformer.moe import moe_logging
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -258,7 +267,7 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Turn off Megatron's check for results that do not repeat, which involves all ranks after every step."""
+        """Turn off Megatron's check whether results repeat, because it communicates with all ranks after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
@@ -282,7 +291,7 @@ class MegatronTrainer(Trainer):
         undo.set(self._live, "feeds", self._feeding.feeds())
 
     def _group_of_this_rank(self) -> Any:
-        """Return a group that has only this rank; it ends with the replay."""
+        """Return a process group that has only this rank; it is destroyed when the replay ends."""
         if self._single is None:
             single = self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
@@ -295,7 +304,10 @@ class MegatronTrainer(Trainer):
         return self._single
 
     def _without_reductions(self, undo: UndoStack) -> None:
-        """Replace the reductions of a step by its record, because other ranks may not repeat this update."""
+        """Prevent reductions over ranks in the redo of a step, because other ranks may not redo this step.
+
+        The results of these reductions come from the step's record.
+        """
         for member in members(self._live.optimizer):
             if getattr(member, "grad_scaler", None) is not None:
                 undo.set(member, "grad_stats_parallel_group", self._group_of_this_rank())
@@ -319,7 +331,10 @@ class MegatronTrainer(Trainer):
                 undo.set(config, name, False)
 
     def _training_config(self, undo: UndoStack) -> None:
-        """Set the fields that ``train`` sets in the model's configuration before its first step, without overlap."""
+        """Set the functions that Megatron's ``train`` sets in the model's configuration before its first step.
+
+        The functions for overlapped communication stay unset.
+        """
         from megatron.training import training
 
         config, optimizer = self._loop.config, self._live.optimizer
@@ -351,5 +366,5 @@ class MegatronTrainer(Trainer):
 
 
 def megatrons_own(function: Any) -> Any:
-    """Return Megatron's original of ``function``, which may be this project's replacement."""
+    """Return Megatron's original if ``function`` is a replacement by this project; otherwise ``function`` itself."""
     return getattr(function, "_moevement_original", function)

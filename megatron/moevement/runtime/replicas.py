@@ -1,4 +1,4 @@
-"""Digests of compute weights that several ranks have; a recovery compares survivors with ranks that replayed."""
+"""Digests of compute weights that several ranks hold; a recovery compares survivors with ranks that replayed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moevement_core.trainer.binding import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Return digests of this rank's compute weights, one for each data-parallel group whose ranks have equal weights.
+    """Return digests of this rank's compute weights: of dense weights, of experts, and of each expert in several slots.
 
-    Dense weights and experts have different groups. The function does not communicate; it reads all compute weights and
-    waits for the device. Gathered weights are included, so the digests also show whether a gather gave all ranks the
-    same weights. Weights that are equal on tensor-parallel ranks (norms, routers) are not compared across
-    tensor-parallel ranks.
+    Each digest comes with the data-parallel ranks that must have an equal digest. The function does not communicate. It
+    reads all compute weights and waits for the device. With the distributed optimizer, weights come from a gather, so
+    the digests also show whether the gather gave all ranks equal weights. There is no comparison of tensor-parallel
+    ranks, although their norms and routers are equal.
     """
     from megatron.core import parallel_state
 
@@ -37,7 +37,7 @@ def replica_digests(live: Live) -> list[Replicas]:
 
 
 def _experts_in_slots(live: Live) -> list[Replicas]:
-    """Return digests of experts that are in several slots, one digest for each such slot of this rank."""
+    """Return a digest of each expert on this rank that has further replicas; empty without expert slots."""
     digests: list[Replicas] = []
     if (expert_slots := slots()) is None:
         return digests

@@ -1,14 +1,15 @@
 """Handling of results that are not finite, in a job that continues after failures.
 
 Megatron validates losses and local gradients, and computes an iteration a second time if it rejects one of them. Then
-it ends the job, so that a scheduler can start it on other devices: with exit code 17 if the second result differs, and
-with 16 if it is equal. In this project no rank ends. If the second result differs, the ranks compute the iteration
-again from its beginning. If it is equal, they find the rank whose results became non-finite first, and a spare on
-another node replaces it (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). If results are not finite
-even after these replacements, the batch is at fault, and the job stops.
+it ends the job, so that a scheduler can start it on other devices: with exit code 17 if the second result differs from
+the first, and with 16 if both are equal. In this project no rank ends. If the second result differs, the ranks compute
+the iteration again from its beginning. If both are equal, they find the rank whose results became non-finite first, and
+the coordinator replaces this rank by a spare on another node
+(:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`). If results are not finite even after replacements, the
+batch is at fault, and the job stops.
 
-The search for that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
-boundaries: values that are not finite flow forward through the stages to the loss, and from there backward.
+Ranks search only after a result is rejected. Then each rank reads the tensors that it sent to other stages: values that
+are not finite flow forward through the stages to the loss, and from there backward.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 NEVER = 1 << 30
 """Position of a rank whose results are all finite."""
 _GRADIENTS = "bucket"
-"""Word that only messages of Megatron's gradient checks contain; all other checks are of losses."""
+"""Word that is in the messages of Megatron's gradient checks, and not in those of its loss checks."""
 TRANSIENT = 2
-"""Number of transient bad results at which a process is replaced. A transient result is one that the second pass did
-not repeat."""
+"""Number of transient bad results after which a process is replaced.
+
+A bad result is transient if the second pass over the iteration gives another result.
+"""
 
 
 def validate_first_iteration() -> None:
-    """Have Megatron validate the next iteration like every other one.
+    """Make Megatron validate the next iteration, although it may be the first since this process started.
 
-    Megatron does not validate the first iteration after a start, because it could not save a checkpoint before the
-    first update. A job that continues after failures needs no such checkpoint, and its first iteration after a recovery
-    is the one that failed.
+    Megatron does not validate the first iteration, because it could not save a checkpoint before it. Fault-tolerant
+    jobs need no such checkpoint. After a recovery, the first iteration is often the one whose result was rejected.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -50,10 +52,10 @@ def validate_first_iteration() -> None:
 
 
 def locate_on_recomputation(process: Process) -> Wrapper:
-    """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before a second pass.
+    """Return a wrapper of ``should_run_forward_backward`` that locates non-finite values before the second pass.
 
-    The second pass overwrites these values. It also sends over stage boundaries again, so the wrapper drops the first
-    pass's tensors from the boundary log.
+    The second pass overwrites these values. It also sends all tensors to other stages again, so the wrapper drops the
+    tensors of the first pass from the boundary log.
     """
 
     def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -97,10 +99,11 @@ def interrupt_instead_of_exit(process: Process) -> Wrapper:
 
 
 def refuse_without_second_pass(process: Process) -> Wrapper:
-    """Return a wrapper of ``validate_result`` that interrupts the iteration for ``--rerun-mode disabled``.
+    """Return a wrapper of ``validate_result`` that handles rejected results under ``--rerun-mode disabled``.
 
-    In that mode, only the rank that rejects a result raises. The ranks compute the iteration again after the
-    interruption. If the same process then rejects a result of this iteration again, the process is replaced.
+    In this mode, the rank that rejects a result raises an error, and no other rank notices. The wrapper raises
+    :class:`ResultError` instead, which interrupts all ranks, and they compute the iteration again. If the same process
+    then rejects a result of this iteration again, a spare replaces the process.
     """
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -124,7 +127,7 @@ def refuse_without_second_pass(process: Process) -> Wrapper:
 
 
 def _place(job: Job, machine: Any) -> int:
-    """Return the position in the flow of an iteration at which values of this rank were first not finite.
+    """Return the position in the order of an iteration's computation at which this rank's values were first not finite.
 
     Positions count the stages in the order of the forward pass, chunk by chunk; then the loss; then the stages in the
     order of the backward pass; then gradients of weights, which no stage receives. The result is :data:`NEVER` if all
@@ -181,7 +184,9 @@ def _what(job: Job, machine: Any) -> str:
 
 
 def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None:
-    """Interrupt the generation: the lowest suspected rank raises for all suspects, and the other ranks wait.
+    """Interrupt all ranks. Collective: ranks find the suspects, the lowest suspect raises, and all others wait.
+
+    Suspects are the ranks whose values were the first that were not finite.
 
     Raises:
         ResultError: on the lowest suspected rank.

@@ -1,8 +1,8 @@
-"""Queue of a dense save's results from the writer to its rank, served by a process that imports nothing.
+"""Queue by which the writer process of a dense save reports to its rank, with a server process that imports nothing.
 
-Megatron starts the server with ``spawn``, which imports the training script again, and with it torch and Megatron. The
-server would also import torch to unpickle results. The first save of each rank and of each replacement would wait
-seconds for these imports. Each host would also hold hundreds of megabytes for each rank, for lists that are read once.
+Megatron starts the queue's server with ``spawn``, which imports the training script again, and with it torch and
+Megatron. The server would also import torch to unpickle results. The first save of each rank and of each replacement
+would wait seconds for these imports, and each server would take hundreds of megabytes of host memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moevement_core.restart.generation import atomic
 
 
 class PickledQueue:
-    """Queue whose manager sees only bytes, because each side pickles or unpickles the results itself.
+    """Queue whose server sees only bytes, because writer and reader pickle and unpickle the results themselves.
 
     Args:
-        queue: a manager's proxy of a queue.
+        queue: proxy of a queue in a server process of ``multiprocessing``.
     """
 
     def __init__(self, queue: Any) -> None:
@@ -41,9 +41,9 @@ class PickledQueue:
 
 
 def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``get_write_results_queue`` that starts a server without imports; no restart interrupts it.
+    """Return a ``get_write_results_queue`` that starts a server without imports.
 
-    If a restart interrupted it, nothing would end the half-started server.
+    No restart interrupts the start, because nothing would end a half-started server.
     """
 
     @functools.wraps(original)

@@ -25,15 +25,15 @@ SETTINGS = (
     "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_group_topk", "moe_token_dispatcher_type",
     "calculate_per_token_loss", "iterations_to_skip",
 )  # fmt: skip
-"""Flags on which replayed iterations depend; a job that loads a window needs the same values."""
+"""Flags on which replayed iterations depend; a job that loads a window from disk needs the values of its writer."""
 DATA = (
     "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "split", "train_samples",
     "train_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "mock_data",
 )  # fmt: skip
 """Flags that decide which samples come next.
 
-A job that loads a window may change them if the order of samples stays the same throughout the replay. An example is a
-larger number of iterations over data that are read once.
+A job that loads a window from disk may have other values than the job that wrote it, if both read the same samples in
+the iterations of the replay. For example, it may train for more iterations, if no sample is read twice.
 """
 
 

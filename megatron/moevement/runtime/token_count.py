@@ -1,4 +1,4 @@
-"""Record of each batch's token count. Only the last stage counts, but other stages may replay without that stage."""
+"""Record of each batch's token count. Only the last stage counts, and other stages may have to replay without it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.moevement.runtime.job import Process
 
 
 def keep_token_count(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of ``finalize_model_grads`` that records the token count after its sum over the job."""
+    """Return a wrapper of ``finalize_model_grads`` that keeps the token count of the batch, summed over all ranks."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -60,7 +60,10 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
 
 
 def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a schedule that also stores its losses in the ledger, because an interruption may lose its result."""
+    """Return a forward and backward function that also stores its losses in the ledger.
+
+    If a failure interrupts the rank later in the iteration, the function's result is lost, but the ledger keeps it.
+    """
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         result = schedule(*args, **kwargs)
