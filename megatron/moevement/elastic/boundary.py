@@ -1,4 +1,7 @@
-"""Conversion of boundary records and iteration records from other ranks, so that this rank can use them."""
+"""Conversion of records from ranks in another formation of an elastic job, so that this rank can use them.
+
+There are two kinds: boundary records, and records of an iteration's step (its losses and outcome).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from megatron.moevement.state_digest import members, random_states
 
 
 def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Convert the boundary record of another rank of this stage to one that this rank can restore.
+    """Convert the boundary record of another rank of this stage to a record that this rank can restore.
 
-    A job with one data-parallel rank has a single Megatron optimizer. Larger jobs have a second optimizer for experts.
-    If the two ranks have different numbers of optimizers, every optimizer gets the first loss scaler.
+    A rank has one Megatron optimizer if the job has one data-parallel rank; otherwise it has a second one for experts.
+    If the record is from a rank with another number of optimizers, all optimizers of this rank get the record's first
+    loss scaler.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))
@@ -31,12 +35,12 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: bool) -> dict[str, Any]:
-    """Convert the iteration record of another rank of this stage to one that this rank can use.
+    """Convert the record that another rank of this stage made of an iteration's step, so that this rank can use it.
 
     Args:
-        record: iteration record of the other rank; empty if there is none.
+        record: record of the other rank; empty if the other rank made none.
         optimizer: Megatron's optimizer.
-        is_comparable: True if the recovery reproduces the first execution bit for bit; False to leave out the losses.
+        is_comparable: True to keep the losses, because the recovery reproduces them bit for bit.
     """
     if not record:
         return {}
@@ -51,10 +55,10 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
 
 
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``rng`` with this rank's own state of the generator for expert weights; ``rng`` itself without slots.
+    """Return ``rng`` with this rank's present state of the generator for expert weights; ``rng`` itself without slots.
 
-    Expert-parallel ranks have different states of this generator. Megatron draws from the generator only when it builds
-    a model.
+    Expert-parallel ranks have different states of this generator, so the state in ``rng``, from another rank, does not
+    apply. Megatron draws from the generator only when it builds a model.
     """
     from megatron.core import tensor_parallel
 

@@ -1,4 +1,4 @@
-"""Transfer of an elastic job's state to the present ranks, and the log line and event about the new size."""
+"""Transfer of state between the ranks of an elastic job that has changed its size, and the event about the new size."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from moevement_core.run.events import Resized as ResizedEvent
 def bring_live_state(
     live: Live, stand: RankPosition, iteration: int, survivor: SurvivorState | None, *, is_verified: bool
 ) -> Exchanged:
-    """Fill the optimizer state and the weights of a newly built model. Collective.
+    """Fill a newly built model and its optimizer with the state that survivors bring. Collective.
 
     Args:
         live: Megatron's objects.
         stand: position of this rank in the resized job.
-        iteration: newest iteration that any rank has committed; the state after it is transferred.
+        iteration: newest iteration that any rank has committed. Ranks transfer the state after this iteration.
         survivor: state that this rank brings; None if the rank brings no state.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
@@ -56,7 +56,8 @@ def bring_live_state(
 def equalize_replicas(live: Live, stand: RankPosition) -> None:
     """Copy the state of each expert's first replica to the other replicas of the expert. Collective.
 
-    Every rank calls it when the job starts. The first replica has the state that was built or loaded.
+    Every rank calls it when the job starts, because Megatron may build or load the replicas of an expert with different
+    state.
     """
     from megatron.core.utils import unwrap_model
 
@@ -82,7 +83,7 @@ def _make_weights(live: Live) -> None:
 
 
 def report_resized(job: Job, resized: Resized) -> None:
-    """Write the event about a change of the job's size; rank 0 also logs the event. Collective."""
+    """Write an event that says how the job's size has changed; rank 0 also logs the event. Collective."""
     now = generation()
     assert now is not None
     roster = now.roster

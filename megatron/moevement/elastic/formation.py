@@ -1,4 +1,4 @@
-"""Snapshots from before the latest change of the job's ranks. A rank can send them to other ranks after the change."""
+"""Snapshots that a rank still has from before an elastic job changed its ranks, and can send to the present ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Formation:
-    """Ranks of a job in one generation, with their positions."""
+    """Number of a generation, and the parallel positions that the job's ranks have in it."""
 
     generation: int
-    """Number of the generation; -1 for the ranks that wrote windows on disk.
+    """Number of the generation; -1 if the snapshots are from disk.
 
-    The number distinguishes formations of equal size: a job may return to an earlier size with other state.
+    The number distinguishes formations of equal size, because a job may return to an earlier size with newer state.
     """
     stands: tuple[RankPosition, ...]
     """Positions of all ranks of the formation, in rank order."""
@@ -30,10 +30,10 @@ class FormationSnapshots:
 
     formation: Formation
     own: int
-    """Rank of this process in the formation; -1 if the process had no rank."""
+    """Rank of this process in the formation; -1 if the snapshots are from disk."""
     holdings: Sequence[Holding]
     open: Callable[[Holding], Snapshot | None]
-    """Function that opens a snapshot without a check of digests; None means that the snapshot is not readable."""
+    """Function that opens a snapshot without a check of its digests; it returns None for an unreadable snapshot."""
 
     @staticmethod
     def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> FormationSnapshots:

@@ -1,4 +1,4 @@
-"""Loading of windows on disk, if the job that wrote the windows had another number of ranks."""
+"""Loading of a window on disk by an elastic job that has another number of ranks than the job that wrote the window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.storage.manifest import Manifest
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """Return the rules for loading windows of a job with another number of ranks; None if the job is not elastic.
+    """Return what loads a window from a job with another number of ranks; None if this job is not elastic.
 
     Args:
         args: Megatron's arguments.
@@ -27,9 +27,10 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
         return None
 
     def is_needed(manifest: Manifest) -> bool:
-        """Return True if the window has to be cut for the ranks of this job.
+        """Return True if the window's snapshots have to be divided anew among the ranks of this job.
 
-        With slots this is always necessary, because the ranks that wrote the window may have held other experts.
+        With expert slots this is always necessary, because each rank may have held other experts when the window was
+        written.
         """
         return slots() is not None or manifest.settings.get("world_size") != args.world_size
 

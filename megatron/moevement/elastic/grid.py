@@ -11,9 +11,9 @@ from moevement_core.util.flags import from_args
 
 
 def grid_of(args: Namespace) -> Grid | None:
-    """Return the sizes that the job may have, in units of a stage; None if the job is not elastic.
+    """Return the sizes that the job may have, as numbers of units in each stage; None if the job is not elastic.
 
-    A process calls it before the job's first change of size, because ``args`` must have the size at the start.
+    The caller needs the arguments from the start of the job, because a change of size changes ``args``.
 
     Raises:
         ConfigError: a flag has an invalid value.
@@ -53,7 +53,7 @@ def blocks_of(args: Namespace) -> tuple[int, ...]:
 
 
 def can_train(args: Namespace, replicas: int) -> bool:
-    """Return True if Megatron can divide every batch among this number of data-parallel replicas."""
+    """Return True if Megatron can divide training and evaluation batches among ``replicas`` data-parallel replicas."""
     micro_batches, rest = divmod(args.global_batch_size, args.micro_batch_size * replicas)
     is_interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
     stages = args.pipeline_model_parallel_size

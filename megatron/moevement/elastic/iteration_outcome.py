@@ -19,7 +19,7 @@ from moevement_core.comms.exchange import all_gather_objects
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """Losses and step outcome of one iteration, for the iteration's line of ``metrics.jsonl``."""
+    """Losses and outcome of the optimizer step of one iteration, for the iteration's line of ``metrics.jsonl``."""
 
     losses: Mapping[str, torch.Tensor]
     """Mean losses by name; empty if a rank that had computed a part of the losses failed."""

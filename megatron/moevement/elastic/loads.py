@@ -17,7 +17,9 @@ from moevement_core.restart.generation import Regroup
 
 
 class RoutedLoads:
-    """Counter of tokens by expert, for this rank's layers with slots. All ranks of a stage have the same counts.
+    """Counter of the tokens that each expert receives, for this rank's layers with expert slots.
+
+    Each rank of a stage counts the tokens of all ranks of the stage, so these ranks have equal counts.
 
     Args:
         chunks: this rank's virtual stages.
@@ -29,9 +31,9 @@ class RoutedLoads:
         self._layers = {layer.layer_number - 1: layer.token_dispatcher for layer in slot_layers(chunks)}
         self._slots, self._interval = slots, interval
         self._committed: dict[int, torch.Tensor] = {}
-        """Tokens of each expert by layer, on the device, since the last check that kept the placement."""
+        """Tokens that each expert received since the last check that kept the placement, by layer, on the device."""
         self._last: dict[int, torch.Tensor] = {}
-        """Tokens of each expert by layer in the last iteration, on the device."""
+        """Tokens that each expert received in the last iteration, by layer, on the device."""
 
     def committed(self) -> None:
         """Add the token counts of the iteration that was just committed."""
@@ -64,7 +66,7 @@ class RoutedLoads:
         return float(np.mean(shares)) if shares else None
 
     def forget_replayed(self) -> None:
-        """Drop the token counts of re-executed iterations, so that no iteration is counted twice."""
+        """Drop the token counts of replayed iterations, because these iterations were counted before the failure."""
         for dispatcher in self._layers.values():
             dispatcher.routed = None
 
@@ -73,7 +75,7 @@ class RoutedLoads:
         return {layer: tokens.tolist() for layer, tokens in self._committed.items()}
 
     def regroup_if_uneven(self, committed: int) -> None:
-        """Check the loads if iteration ``committed`` ends an interval. Collective.
+        """Check the loads of experts if iteration ``committed`` ends an interval. Collective.
 
         Raises:
             Regroup: a new allocation of experts is worth the migration; every rank raises this exception.

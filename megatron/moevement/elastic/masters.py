@@ -1,8 +1,9 @@
 """Dense checkpoints of FP32 master weights, if a rank may hold two replicas of an expert.
 
 A checkpoint stores each tensor of a rank once, so it omits the second replica
-(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron stores masters in lists, where an omitted entry would
-shift all later entries. A dictionary by number keeps every entry at the same key.
+(:mod:`megatron.moevement.transformer.elastic_moe`). Megatron stores the master weights of a rank as a list, and an
+omitted entry would shift all later entries. This module stores them as a dictionary by position in the list, so that
+an omitted entry leaves a gap.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``sharded_state_dict`` that stores FP32 masters in dictionaries, by group and number."""
+    """Return a ``sharded_state_dict`` that stores FP32 master weights in dictionaries, by group and position."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Exchange of reports between the ranks of an elastic job about the state that memory still holds.
+"""Meeting of the ranks of an elastic job, in which they report what state the memory of each rank still holds.
 
-Ranks meet after a failure, before the job grows, and at a rebalance. Memory may hold replicas and shards of the state
-after the newest committed iteration, and snapshots. A process may get another rank, so it keeps the state of the old
-model and drops the model.
+Ranks meet after a failure, before the job grows, and before experts move between ranks. A rank's memory may hold a
+replica or a shard of the state after the newest committed iteration, and snapshots. The process may get another rank,
+so it copies this state to host memory and drops the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moevement_core.trainer.commit import Mark
 
 @dataclass(frozen=True)
 class _Standing:
-    """Report about a rank's state that the rank sends to all other ranks."""
+    """Report that a rank sends to all other ranks: its newest committed iteration and its parallel position."""
 
     lineage: str
     committed: int
@@ -41,7 +41,7 @@ class _Standing:
 
 @dataclass(frozen=True)
 class OfferedState:
-    """State that a rank brings into the new formation of the job."""
+    """Description of the state that a rank brings into the resized job; the state itself is transferred later."""
 
     stand: RankPosition | None = None
     """Position of the rank before the meeting; None if the rank does not hold the newest iteration."""
@@ -52,7 +52,7 @@ class OfferedState:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Result of the exchange, equal on all ranks."""
+    """Result of :func:`meet`, equal on all ranks."""
 
     lineage: str
     is_between: bool
@@ -63,19 +63,19 @@ class Meeting:
     run_totals: float
     """Floating-point operations that the job has executed so far."""
     held: Sequence[OfferedState]
-    """State that each rank brings, by rank."""
+    """Description of the state that each rank brings, by rank."""
     newest_outcome: IterationOutcome | None = None
     """Outcome of the newest iteration, which ``metrics.jsonl`` may lack; None if no survivor has it."""
 
 
 def meet(process: Process) -> Meeting | None:
-    """Exchange reports about the state that is left, and bring survivors to the newest iteration.
+    """Exchange reports about the state that ranks still have, and bring survivors to the newest iteration.
 
-    Collective: every rank calls it as soon as process groups are usable. Afterwards the state of a survivor is in
-    ``process.survivor``.
+    Collective: every rank calls it as soon as process groups are usable. Afterwards ``process.survivor`` has the state
+    of this rank, if the rank is a survivor.
 
     Returns:
-        The result of the exchange; None on every rank if no rank has state left.
+        The result of the meeting; None on every rank if no rank has state left.
     """
     own = _standing(process)
     known: list[_Standing] = [report for report in all_gather_objects(own, _Standing | None) if report is not None]
@@ -100,7 +100,7 @@ def meet(process: Process) -> Meeting | None:
 def _agree(survivor: SurvivorState | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
     """Exchange descriptions of the state that ranks bring. Collective.
 
-    A rank that has not committed ``iteration`` brings nothing; for example, it was a spare in the meantime.
+    A rank that has not committed ``iteration`` brings nothing. For example, its process was a spare for some time.
     """
     committed = -1 if survivor is None or survivor.mark is None else survivor.mark.iteration
     held = (
@@ -128,7 +128,7 @@ def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankP
     The record has no optimizer state, which :func:`~megatron.moevement.elastic.bring.bring_live_state` transfers.
 
     Args:
-        meeting: result of the exchange.
+        meeting: result of :func:`meet`.
         survivor: state that this rank brings; None if the rank brings no state.
         stand: position of this rank in the resized job.
 
@@ -145,12 +145,13 @@ def live_boundary(meeting: Meeting, survivor: SurvivorState | None, stand: RankP
 def nearest_of_stage(
     offered: Mapping[RankPosition, Mapping[str, Any]], stand: RankPosition
 ) -> Mapping[str, Any] | None:
-    """Return a record of this rank's stage, preferably from this rank's parallel position in the stage. Collective.
+    """Choose a boundary or snapshot record for this rank from those that all ranks offer. Collective.
 
+    The record is from this rank's stage, and from the same tensor- and expert-parallel rank if there is one.
     Data-parallel replicas draw the same random numbers, so all replicas can continue with the record of one replica.
 
     Args:
-        offered: records that this rank offers, by the position at which each was made.
+        offered: records that this rank offers, by the position of the rank that made each record.
         stand: position of this rank in the resized job.
 
     Returns:
@@ -176,7 +177,7 @@ def _number_of_start(name: str) -> int:
 
 
 def _standing(process: Process) -> _Standing | None:
-    """Return the report of this rank; None if the rank is new.
+    """Return the report of this rank; None if the rank has no state.
 
     A rank whose optimizer step was interrupted halfway reports no committed iteration, but may still have snapshots.
     """
@@ -206,7 +207,10 @@ def _standing_of(lineage: str, mark: Mark | None, stand: RankPosition, *, may_fo
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
-    """Apply the update of iteration ``newest`` as other ranks did; this rank had finished the step's reductions."""
+    """Commit iteration ``newest`` on this rank, which had finished the reductions of the step before the failure.
+
+    The rank applies the update with the outcome of a rank that had committed the iteration.
+    """
     assert job.session is not None
     assert job.stand is not None
     # Replicas of a stage have the same gradients, and all ranks of a model replica clip by the same norm.

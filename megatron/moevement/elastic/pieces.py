@@ -1,4 +1,8 @@
-"""Pieces of a rank's optimizer state. Their names do not depend on the number of data-parallel replicas."""
+"""Division of a rank's optimizer state into pieces, which ranks exchange when an elastic job changes its size.
+
+A piece is a range of one tensor, with the tensor's name. Names do not depend on the number of data-parallel replicas,
+so ranks of a resized job find the pieces that they need.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class RankPosition:
     stage: int
     """Pipeline stage of the rank."""
     tensor: int
-    """Tensor-parallel rank for dense parameters; ``expert_tensor`` is the one for experts."""
+    """Tensor-parallel rank for dense parameters; ``expert_tensor`` is the tensor-parallel rank for experts."""
     expert: int
     """Position of the rank in its expert-parallel group."""
     expert_tensor: int
@@ -53,7 +57,7 @@ class RankPosition:
 
         Args:
             settings: settings as :func:`~megatron.moevement.runtime.settings.settings_of` returns them.
-            rank: rank in that job.
+            rank: rank in the job that has these settings.
         """
         world = settings["world_size"]
         expert_tensor = settings["expert_tensor_parallel_size"] or 1
@@ -73,9 +77,9 @@ class RankPosition:
 
 
 def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: RankPosition) -> list[Piece]:
-    """Return views of all master weights and optimizer state of this rank.
+    """Return all master weights and optimizer state of this rank as pieces, which are views of the live tensors.
 
-    With the distributed optimizer the views cover this rank's shard, otherwise whole tensors.
+    With the distributed optimizer, a piece is this rank's shard of a tensor. Without it, a piece is a whole tensor.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -106,8 +110,8 @@ def snapshot_pieces(snapshot: Snapshot, stand: RankPosition) -> Iterator[Piece]:
     """Yield the state of the operators in a snapshot, as pieces.
 
     Args:
-        snapshot: snapshot that some rank captured.
-        stand: position of that rank.
+        snapshot: snapshot of any rank.
+        stand: position of the rank that captured the snapshot.
     """
     for entry in snapshot.header.entries:
         if entry.operator != BOUNDARY and entry.nbytes:
@@ -118,7 +122,8 @@ def snapshot_pieces(snapshot: Snapshot, stand: RankPosition) -> Iterator[Piece]:
 def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
     """Return a tensor of a snapshot as a piece.
 
-    Full state gets the same name as in :func:`state_pieces`. For any other kind of state, the name includes the kind.
+    Full state has the names that :func:`state_pieces` gives. The name of any other state (compute weights, gradients)
+    includes its kind.
 
     Args:
         saved: tensor with its operator, kind of state, and key.
@@ -135,7 +140,7 @@ def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the name, the first index, and the flat elements of this rank's part of each tensor."""
+    """Yield this rank's part of each state tensor of a parameter: the tensor's name, the part's begin, its elements."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor
     for what, tensor in part.state.items():

@@ -1,4 +1,4 @@
-"""Reassembly of an elastic job after a failure, when the job grows, and at a rebalance."""
+"""Rebuilding of an elastic job on its present ranks: after a failure, when it grows, and when experts move."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
         process: this process.
         setup: Megatron's function that builds model, optimizer and scheduler.
         groups: process groups of this generation.
-        first: progress in Megatron's arguments when this process first started.
+        first: iteration and consumed samples in Megatron's arguments when this process first started.
 
     Returns:
         True if the job is rebuilt. False on every rank if memory does not hold the whole state; the caller then starts
@@ -96,7 +96,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 def _bring(
     job: Job, survivor: SurvivorState | None, meeting: Meeting, *, is_verified: bool
 ) -> tuple[Resized, Prepared | None]:
-    """Transfer the newest state from replicas and shards. If these are incomplete, prepare a recovery from snapshots.
+    """Transfer the newest state from survivors. If survivors do not have all of it, prepare a recovery from snapshots.
 
     Returns:
         The state for :func:`take_up_resized`, and the prepared recovery. The recovery is None if the state was
@@ -137,7 +137,11 @@ def _bring(
 
 
 def take_up_resized(process: Process, resized: Resized) -> None:
-    """Continue from the state that :func:`reassemble` brought. Collective; every rank calls it in the training loop."""
+    """Restore the rest of the state after :func:`reassemble`, and begin training. Collective.
+
+    Every rank calls it at the beginning of Megatron's training loop. If :func:`reassemble` prepared a recovery from
+    snapshots, the recovery runs here.
+    """
     job = process.job
     assert job.session is not None
     if resized.boundary is not None:

@@ -1,10 +1,10 @@
-"""Rebuild of lost state from snapshots that ranks captured before the job had the present size.
+"""Rebuild of an elastic job's lost state from snapshots that ranks captured before the job changed its size.
 
-The rebuild is needed if some part of the state has no replica or shard left. Snapshots of a window are cut for the
-present ranks: each rank gets the snapshots that it would have captured if the job had always had this size. Each rank
-then recovers inside the training loop as usual: by redo from logged gradients, or by replay of a sparse window. Redo
-reproduces the lost state bit for bit with any number of ranks, because an update is elementwise. Replay gives the state
-that a job of the present size computes from the window. It may differ from the lost state in the last bits.
+Ranks rebuild if no survivor has some part of the newest state. They divide the snapshots of a window anew: each rank
+gets the snapshots that it would have captured if the job had always had the present size. Each rank then recovers
+inside the training loop as usual: by redo from logged gradients, or by replay of a sparse window. Redo reproduces the
+lost state bit for bit with any number of ranks, because an update is elementwise. Replay gives the state that a job of
+the present size computes from the window. This state may differ from the lost state in the last bits.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class _Kind:
     contents: str
     state: int
     saved: Mapping[str, Saved]
-    """Kind of state that the snapshots hold, by operator."""
+    """Kind of state (full state, compute weights or gradients) that the snapshots hold, by operator."""
     places: Mapping[str, int]
-    """Position of each operator in the stage's table. Snapshots of version 2 state no positions."""
+    """Index of each operator in ``contents``; operators are missing if old snapshots (format 2) do not say it."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """Yield each operator whose state is still in the snapshots, with the kind of that state."""
+        """Yield each operator whose state ``contents`` lists as saved, with the kind of the state."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
@@ -71,7 +71,7 @@ class _Kind:
 
 @dataclass(frozen=True, eq=False)
 class Rebuilt:
-    """Result of the rebuild, from which a rank recovers."""
+    """Result of :func:`prepare_from_snapshots`, from which this rank recovers inside the training loop."""
 
     prepared: Prepared
     boundary: Mapping[str, Any]
@@ -126,9 +126,10 @@ def prepare_from_snapshots(
 def _agree(
     kept_snapshots: Sequence[FormationSnapshots], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
-    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank sends.
+    """Choose a plan on which all ranks agree, and open the snapshots that this rank sends for it. Collective.
 
-    If snapshots turn out to be damaged, all ranks make a new plan without them.
+    If a rank finds that a snapshot is damaged, all ranks make a new plan without it. The result is the plan, the
+    formation that captured the plan's snapshots, and the snapshots that this rank sends.
     """
     usable = {held.formation: list(held.holdings) for held in kept_snapshots}
     while True:
@@ -152,7 +153,10 @@ def _agree(
 def _plan(
     kept_snapshots: Sequence[FormationSnapshots], usable: Mapping[Formation, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Holding]]:
-    """Return the plan, the formation whose snapshots it uses, and the snapshots that this rank has to send."""
+    """Return the plan that reaches the newest iteration, its formation, and the snapshots that this rank has to send.
+
+    Collective. A plan uses the snapshots of a single formation.
+    """
     gathered = all_gather_objects(
         [(held.formation, held.own, tuple(usable[held.formation])) for held in kept_snapshots],
         list[tuple[Formation, int, tuple[Holding, ...]]],
@@ -190,7 +194,7 @@ def _plan(
 
 
 class _Recut:
-    """Snapshots of an old formation, cut into the snapshots that this rank would have captured."""
+    """Maker of the snapshots that this rank would have captured, from snapshots of an old formation."""
 
     def __init__(
         self,
@@ -207,11 +211,11 @@ class _Recut:
         self._is_verified = is_verified
 
     def of_iteration(self, iteration: int, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, Exchanged]:
-        """Return this rank's snapshot of one iteration. Collective.
+        """Make this rank's snapshot of one iteration from those that ranks of the old formation captured. Collective.
 
         Args:
             iteration: iteration of the snapshot.
-            snapshots: snapshots of that iteration that this rank sends.
+            snapshots: snapshots of this iteration whose state this rank sends to other ranks.
 
         Returns:
             The snapshot, and the result of the exchange.
@@ -245,7 +249,7 @@ class _Recut:
         return Snapshot(header, Buffer(buffer)), exchanged
 
     def _kind(self, snapshots: Sequence[Snapshot]) -> _Kind:
-        """Return the header fields that the snapshots of this rank's stage share. Collective."""
+        """Return the header fields that the sent snapshots of this rank's stage share. Collective."""
         kinds: list[_Kind] = []
         for of_rank in all_gather_objects(_kinds(snapshots, self._stands), list[tuple[int, _Kind]]):
             kinds += [kind for stage, kind in of_rank if stage == self._stand.stage]

@@ -1,7 +1,7 @@
-"""Reduction of gradients over the replicas of an expert, and norms that count each expert once.
+"""Sum of an expert's gradients over its replicas in slots, and norms that count each expert once.
 
-The rank of the first replica sums the gradients in the order of ranks and slots, and sends the sum to all replicas. All
-replicas of an expert therefore have identical gradients, and jobs with the same placement reproduce them bit for bit.
+The rank of an expert's first replica sums the gradients in the order of ranks and slots, and sends the sum to all
+replicas. So all replicas of an expert have equal gradients, and two jobs with equal placements have equal bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.moevement.elastic.slots import Table, slots
 from megatron.moevement.optimizer.views import parts_of
 
 SHARED = "shared"
-"""Name of Megatron's attribute that marks a parameter as a duplicate. Norms leave duplicates out."""
+"""Attribute by which Megatron marks a parameter as a duplicate, so that norms count the parameter once."""
 
 
 def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def local_parameters(layer: Any) -> list[list[Any]]:
 
 @torch.no_grad()
 def reduce_gradients(chunks: Sequence[Any]) -> None:
-    """Sum the gradients of experts over their replicas, after all other reductions.
+    """Sum the gradients of each expert over its replicas, after all other reductions of gradients.
 
     Collective over the ranks of the stage.
 
@@ -136,7 +136,7 @@ def _first_slots(table: Table) -> dict[int, tuple[int, int]]:
 
 
 def _slots_owned_by(table: Table, owner: dict[int, tuple[int, int]], rank: int, target: int) -> list[int]:
-    """Return the slots of ``rank`` whose expert has its first replica on the other rank ``target``."""
+    """Return the slots of ``rank`` whose expert has its first replica on rank ``target``; empty for equal ranks."""
     if rank == target:
         return []
     return [slot for slot, expert in enumerate(table[rank]) if owner[expert][0] == target]

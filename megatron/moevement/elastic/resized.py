@@ -1,4 +1,4 @@
-"""State that a resize brought to a rank, kept until training continues from it."""
+"""State that a rank has after an elastic job changed its size, kept until training continues from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.elastic.exchange import Exchanged
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """State that a resize brought to one rank, and from which that rank continues training."""
+    """State from which this rank continues training after an elastic job changed its size."""
 
     iteration: int
     """Iteration from which all ranks continue."""

@@ -1,4 +1,4 @@
-"""Setup of expert slots, according to the flags of an elastic job."""
+"""Setup of expert slots from the flags of an elastic job, and the placement of experts in these slots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def put_experts_in_slots(args: Namespace) -> None:
 def begin_placement(args: Namespace, *, is_restart: bool) -> None:
     """Place experts at the start of a job, according to ``--moevement-expert-placement``.
 
-    Layers for which this function sets no table are later placed for equal loads.
+    A layer that the flag's file does not place is placed later, as if all its experts had equal loads.
 
     Args:
         args: Megatron's arguments.
@@ -51,13 +51,13 @@ def begin_placement(args: Namespace, *, is_restart: bool) -> None:
 
 
 def place_experts(meeting: Meeting) -> dict[int, list[int]]:
-    """Place experts on the present ranks, so that as few experts as possible move.
+    """Place experts in the slots of the present ranks, so that as few experts as possible move.
 
-    Every rank calls it after a failure and at a rebalance.
+    Every rank calls it after a failure, and when uneven loads make experts move.
 
     Returns:
-        For each layer of this rank's stage, the token counts of the experts, which determine the placement. The result
-        is empty without slots.
+        The recent token counts of the experts in each layer of this rank's stage; empty without slots. The placement
+        follows from these counts.
     """
     expert_slots = slots()
     if expert_slots is None:
@@ -75,7 +75,7 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
 
 
 def _of_stage(meeting: Meeting, stage: int) -> list[OfferedState]:
-    """Return what ranks bring that were in a stage before the meeting."""
+    """Return the reports of the ranks that were in ``stage`` before the meeting."""
     return [brought for brought in meeting.held if _was_in(brought, stage)]
 
 
@@ -84,9 +84,13 @@ def _was_in(brought: OfferedState, stage: int) -> bool:
 
 
 def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> StageExperts:
-    """Return loads and held experts of a stage that now has these ranks. With slots, a stage is a block of ranks.
+    """Return loads of the experts of ``stage``, and the experts that each rank holds which is in the stage now.
 
-    A layer without counted tokens is placed for equal loads.
+    Args:
+        meeting: reports of all ranks.
+        stage: pipeline stage.
+        ranks: ranks that the stage has now.
+        experts: number of experts in each layer. Without counted tokens, they all get equal loads.
     """
     of_stage = _of_stage(meeting, stage)
     layers = sorted({layer for brought in of_stage for layer in brought.experts})
@@ -121,7 +125,7 @@ def record_placement(record: RunRecord | None, iteration: int) -> None:
 
 
 def read_placement(file: str, own_slots: Slots, ranks: int) -> dict[int, Table]:
-    """Return the table of each layer from a file that an elastic job wrote.
+    """Return the table of each layer (its expert in each slot) from a file that an elastic job wrote.
 
     Args:
         file: value of ``--moevement-expert-placement``.

@@ -2,7 +2,8 @@
 
 A rank has the same number of slots in every layer with experts. Expert parallelism spans all data-parallel replicas, so
 a job may have any number of replicas. Megatron passes no shared object to its layers. A process therefore has one
-:class:`Slots` object, which layers look up when they are built. Letters are those of the Lazarus paper.
+:class:`Slots` object, which layers look up when they are built. *Lazarus* is the paper whose allocation of experts this
+package follows.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ class Slots:
     """Slots in the MoE layers of this rank's stage, with the expert in each slot."""
 
     experts: int
-    """Number of experts in each layer; E in Lazarus."""
+    """Number of experts in each layer; E in the Lazarus paper."""
     of_rank: int
-    """Number of slots of a rank in each layer; c in Lazarus."""
+    """Number of slots that a rank has in each layer; c in the Lazarus paper."""
     floor: int
-    """Least number of replicas of an expert, each on another node if slots and nodes suffice; f in Lazarus."""
+    """Least number of replicas of an expert, on different nodes if slots and nodes suffice; f in the Lazarus paper."""
     tables: dict[int, Table] = field(default_factory=dict)
-    """Tables by number of the layer in the model, counted from 0."""
+    """Expert in each slot of each rank of the stage, by number of the layer in the model, counted from 0."""
 
     def table(self, layer: int, nodes: Sequence[str]) -> Table:
-        """Return the table of a layer.
+        """Return the expert in each slot of a layer, by rank.
 
-        A layer without a table for this number of ranks gets a table for equal loads of all experts.
+        If the layer has not been placed for this number of ranks, the function places it as if all its experts had
+        equal loads.
 
         Args:
             layer: number of the layer in the model, counted from 0.
@@ -54,11 +56,11 @@ class Slots:
         self.tables = tables_of(stage, others, self.of_rank, self.floor)
 
     def expert(self, layer: int, rank: int, slot: int) -> int:
-        """Return the expert in a slot."""
+        """Return the expert in slot ``slot`` of expert-parallel rank ``rank``."""
         return self.tables[layer][rank][slot]
 
     def is_first(self, layer: int, rank: int, slot: int) -> bool:
-        """Return True if the slot holds the first replica of its expert, in the order of ranks and slots."""
+        """Return True if a slot holds the first replica of its expert, in the order of ranks and slots."""
         expert = self.expert(layer, rank, slot)
         return (rank, slot) == next(
             (other, number)
@@ -77,6 +79,6 @@ def slots() -> Slots | None:
 
 
 def use_slots(slots_: Slots | None) -> None:
-    """Use these slots in this process from now on; None if experts are not in slots."""
+    """Make ``slots_`` the slots of this process; None if its experts are not in slots."""
     global _slots
     _slots = slots_

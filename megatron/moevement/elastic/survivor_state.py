@@ -16,16 +16,19 @@ from moevement_core.trainer.commit import Mark
 
 @dataclass(frozen=True, eq=False)
 class SurvivorState:
-    """State of one rank after an iteration: live state and snapshots."""
+    """State that one survivor brings: its optimizer state after an iteration, and the snapshots in its memory."""
 
     lineage: str
-    """Name of the job's start (:attr:`JobNames.start`) whose training led to this state."""
+    """Name of the start of the job (:attr:`JobNames.start`) from which this state was trained."""
     mark: Mark | None
-    """Newest iteration that the rank has committed, with boundary record; None if only snapshots hold state."""
+    """Newest iteration that the rank has committed, with its boundary record.
+
+    None if a failure interrupted the rank in the middle of an update; the rank then brings only snapshots.
+    """
     pieces: Sequence[Piece]
     """Pieces of the optimizer state after the iteration of ``mark``, in host memory."""
     stand: RankPosition
-    """Position of the rank when it reached this state."""
+    """Parallel position that the rank had when it reached this state."""
     run_totals: float
     """Floating-point operations that the job has executed so far."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -33,9 +36,9 @@ class SurvivorState:
     loads: Loads = field(default_factory=dict)
     """Recent token counts of the experts in the rank's layers."""
     losses: Mapping[str, torch.Tensor] | None = None
-    """Losses of the iteration of ``mark`` by name: the sum over this rank's micro-batches, and the number of tokens.
+    """Losses of the iteration of ``mark``, by name; None if this rank has no losses.
 
-    None if this rank has no losses.
+    Each loss is a tensor of two numbers: the sum over this rank's micro-batches, and the number of tokens.
     """
     kept_snapshots: Sequence[FormationSnapshots] = ()
     """Snapshots that this rank captured or keeps for peers, by formation of the job.

@@ -1,4 +1,4 @@
-"""Transfer of pieces of state to the ranks that need the pieces, over connections made for this purpose."""
+"""Transfer of pieces of state (ranges of tensors) to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from moevement_core.topology.address import own_address
 
 
 def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
-    """Fill the wanted pieces from the pieces that ranks hold. Collective.
+    """Fill the pieces that each rank wants from the pieces that ranks hold. Collective.
 
-    Arguments and errors are those of :func:`~moevement_core.elastic.exchange.exchange`. If a rank wants two replicas of
-    an expert, the exchange fills the first replica, and this function copies it to the second.
+    The function opens connections for the transfer and closes them afterwards. Arguments and errors are those of
+    :func:`~moevement_core.elastic.exchange.exchange`. If a rank wants two replicas of an expert, the exchange fills the
+    first replica, and this function copies it to the second.
     """
     first: dict[tuple[str, int], Piece] = {}
     copies: list[tuple[Piece, Piece]] = []
