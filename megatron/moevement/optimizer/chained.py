@@ -1,9 +1,9 @@
-"""Conversion of optimizer state between runs with and without expert parallelism.
+"""Loading of a dense checkpoint's optimizer state by a job with more or less expert parallelism than its writer.
 
-With expert parallelism, Megatron chains two optimizers, dense and expert. A checkpoint then has one common part for
-each optimizer (options of the parameter groups, loss scaler), under the optimizer's number. Without expert parallelism,
-a checkpoint has a single common part and no number. Tensors are stored by parameter name and fit in both cases, so only
-common parts are converted.
+With expert parallelism, Megatron chains two optimizers: for dense weights and for experts. A checkpoint then has a
+common part (options of the parameter groups, loss scaler) for each optimizer, under the optimizer's number. Without
+expert parallelism, it has a single common part and no number. Tensors are stored by parameter name and fit in both
+cases, so this module converts only common parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TENSORS = "param_state"
 
 
 def across_expert_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``ChainedOptimizer.load_state_dict`` that converts state of another number of optimizers."""
+    """Return a ``ChainedOptimizer.load_state_dict`` that accepts state saved by another number of optimizers."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Commit point of Megatron's chained optimizer: one replacement of its step, with several modes.
+"""Commit point of Megatron's chained optimizer, whose step this module replaces.
 
-Megatron's chained step mixes reductions, updates and gathers. The replacement orders them:
+Megatron chains an optimizer for dense weights and one for experts. The step of this chain mixes reductions, updates and
+gathers. The replacement orders them:
 
-1. All reductions come first, and may be interrupted. Their results are copied to the host, because a later wait for a
-   device with an unfinished reduction would be a wait for other ranks.
-2. The rank asks the job's store whether the generation was interrupted, because the result of an aborted reduction may
-   be garbage.
-3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, gradients are clipped,
-   every chained optimizer executes its step, compute weights are copied, and the rank sets its mark (the newest
+1. All reductions come first, and a restart may interrupt them. The rank copies their results to the host at once: if it
+   read a result from the device later, it might wait for a reduction, and so for other ranks.
+2. The rank asks the job's store (a key-value store that all ranks reach) whether a failure has interrupted the
+   generation, because the result of an aborted reduction may be garbage.
+3. The update section follows. No restart interrupts it, and it waits for no other rank. In it, the rank clips
+   gradients, executes the step of every chained optimizer, copies compute weights, and sets its mark (the newest
    committed iteration).
-4. Parameters are gathered. The gather may be interrupted and repeated.
+4. Ranks gather parameters. A restart may interrupt the gather, and ranks can repeat it.
 
 See :mod:`moevement_core.trainer.commit`.
 """
@@ -60,20 +61,21 @@ def check_supported(optimizer: Any) -> None:
 
 
 class CommittedOptimizer(Commit):
-    """Commit point around the step of one optimizer, from its construction on.
+    """Commit point of one optimizer. Its construction replaces the optimizer's step and reductions.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.
-        boundary: function that returns a copy of the boundary state after the current iteration. What the step itself
-            changes (loss scalers, step counts, the schedule) has its value from before the step.
-        advance: function that returns the schedule's state after an update, from that boundary state.
+        boundary: function that returns a copy of the boundary state after the current iteration. Loss scalers, step
+            counts and the learning-rate schedule in it have their values from before the step.
+        advance: function that returns the state of the learning-rate schedule after the step, from the result of
+            ``boundary``.
         vote: function that returns once every rank of the job has called it. It returns at once if a reduction of the
-            step already proves that every rank has come this far.
-        step: replacement for the trainer's ``optimizer.step()`` in training; it calls :meth:`step`.
+            step already proves that every rank has reached the commit point.
+        step: function that Megatron's trainer calls instead of ``optimizer.step()`` in training; it calls :meth:`step`.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
         num_tokens: function that waits for the device and returns the number of tokens by which gradients were divided;
             None without per-token loss.
-        validates: True if an update with a norm that is not finite is refused.
+        validates: True to refuse an update if the norm of the gradients is not finite.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class CommittedOptimizer(Commit):
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
-        """Mode that determines the results of reductions; a replay sets another mode for its duration."""
+        """Mode that supplies the results of reductions (``modes.py``); a replay sets another mode for its duration."""
         self.again: Mapping[str, Any] = {}
         """Outcome of the last step that a replay executed."""
         self._prepared: Mapping[str, Any] = {}
@@ -113,7 +115,7 @@ class CommittedOptimizer(Commit):
         self._replace(step, last=REDUCTIONS[2] if clips else REDUCTIONS[1])
 
     def _replace(self, step: Callable[[], Any], last: str) -> None:
-        """Replace the optimizer's step and its reductions by those of this object."""
+        """Replace the optimizer's step and its reductions; ``last`` is the reduction after which the update begins."""
 
         def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
             @functools.wraps(original)
@@ -137,7 +139,10 @@ class CommittedOptimizer(Commit):
                 replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
 
     def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
-        """Return a reduction whose result the mode determines; the last reduction also begins the update section."""
+        """Return a wrapper of a reduction that asks :attr:`mode` for the result.
+
+        After the last reduction of a step, the wrapper also begins the update section.
+        """
 
         @functools.wraps(original)
         def reduction() -> Any:
@@ -162,11 +167,11 @@ class CommittedOptimizer(Commit):
         return reduction
 
     def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
-        """Return a ``count_zeros`` that returns an earlier count when it is called inside the update section.
+        """Return a ``count_zeros`` that, inside the update section, returns a count from before the section.
 
-        Megatron counts zeros after it clips gradients, which is inside the section, where no rank may wait for another.
-        The count needs a reduction, so this class counts before the section. The result differs from Megatron's count
-        only if clipping rounds a gradient down to zero.
+        The count needs a reduction, and no rank may wait for another inside the section. But Megatron counts there,
+        after it clips gradients. So this class counts before the section. The result differs from Megatron's count only
+        if clipping rounds a gradient down to zero.
         """
 
         @functools.wraps(original)
@@ -190,9 +195,9 @@ class CommittedOptimizer(Commit):
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
 
     def _replace_copies(self) -> None:
-        """Move the computation of FP8 weights from the update, which waits for no other rank, to the gather.
+        """Move the computation of FP8 weights out of the update section, to the gather of parameters.
 
-        The computation reduces the weights' scales over all replicas.
+        The computation waits for other ranks, because it reduces the weights' scales over all replicas.
         """
         for member in self._gathering():
             if weights.is_quantised(member):
@@ -268,20 +273,20 @@ class CommittedOptimizer(Commit):
             weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
 
     def making(self) -> AbstractContextManager[None]:
-        """Return the context in which FP8 weights are computed from the current master weights.
+        """Return the context in which the caller computes FP8 weights from the current master weights.
 
-        If the newest committed iteration made no update, the context keeps the scales of the existing FP8 codes, so
-        the codes do not change.
+        If the newest committed iteration skipped its update, the context keeps the scales of the existing weights, so
+        that the weights do not change.
         """
         outcome = self.mark.outcome if self.mark is not None else {}
         is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
         return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
-        """Recompute the weights with the scales of the last commit, which the mark holds.
+        """Compute FP8 weights from master weights, with the scales of the newest committed iteration.
 
-        An interrupted iteration may have changed the live scales. The computation updates the live amax histories, and
-        the function copies the updated histories into the mark.
+        These scales are in the rank's mark, because an interrupted iteration may have changed the live scales. The
+        computation updates the amax histories, and the function copies the updated histories into the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)
@@ -295,10 +300,10 @@ class CommittedOptimizer(Commit):
 
     @override
     def interrupted(self) -> None:
-        """Reset the update section, the mode and the deferral of gathers, which an interruption may have left.
+        """Reset the update section, the mode and the deferral of gathers, if an interruption left them in use.
 
-        With a section that is left, a replay's step would block all restarts from then on. With deferred gathers, a
-        replay would train on weights that were not gathered.
+        Otherwise, a step of a replay would enter the old update section, which no restart interrupts, and never leave
+        it. With gathers still deferred, a replay would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -306,7 +311,7 @@ class CommittedOptimizer(Commit):
 
     @override
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
-        """Execute the update from another rank's outcome; parameters are not gathered yet."""
+        """Execute and commit the update of an iteration with the outcome of another rank, without a gather."""
         for member, state in zip(members(self._optimizer), common["loss_scalers"], strict=True):
             if state:
                 member.grad_scaler.load_state_dict(_copied(state))
@@ -318,16 +323,17 @@ class CommittedOptimizer(Commit):
                 self._section = None
 
     def redo(self, mode: Redo) -> None:
-        """Repeat an update from logged gradients; parameters are not gathered.
+        """Repeat an update from logged gradients, without a gather of parameters.
 
-        The call waits for no other rank, unless a chained optimizer reduces its overflow flag over a group.
+        The call waits for no other rank, if each optimizer with a loss scaler reduces its overflow flag over this rank
+        alone.
         """
         with self.in_mode(mode), self._gathers_deferred():
             self._step()
 
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:
-        """Let ``mode`` determine the results of reductions inside the context."""
+        """Make ``mode`` supply the results of reductions in a ``with`` block."""
         before, self.mode = self.mode, mode
         try:
             yield
@@ -338,8 +344,9 @@ class CommittedOptimizer(Commit):
 def norm_spans_job(optimizer: Any, world: int) -> bool:
     """Return True if every rank of the job contributes to every norm of a step.
 
-    Such a norm proves that all ranks have reached it. Without the distributed optimizer, a norm covers one model
-    replica. With several instances of the distributed optimizer, a norm covers one instance.
+    A rank that has such a norm knows that all ranks have reached the commit point. Without the distributed optimizer,
+    only the ranks of a model replica contribute; with several instances of this optimizer, only the ranks of an
+    instance.
     """
     groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
     return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)

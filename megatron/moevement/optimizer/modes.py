@@ -1,14 +1,16 @@
-"""Modes that supply the results of the reductions in Megatron's chained step, by reducing or from records.
+"""Modes of an optimizer step: training, replay, redo, following. A mode supplies the results of the step's reductions.
 
-A **replay** repeats the original update for active operators alone. Frozen operators have no gradient (a zero gradient
-would still move the weights by momentum and weight decay), so Adam skips them. Two results of the original step come
-from the record, because they depended on all gradients: whether gradients overflowed, and the norms by which they were
-clipped.
+In **training**, Megatron executes the reductions.
+
+A **replay** repeats the original update for active operators alone. Frozen operators have no gradient, so Adam skips
+them; a zero gradient would still move their weights by momentum and weight decay. Two results of the original step come
+from its record, because they depended on the gradients of all operators: whether gradients overflowed, and the norms by
+which they were clipped.
 
 A **redo** repeats the update from logged gradients.
 
-A rank **follows** a step if it had finished every reduction of the step and other ranks have executed the update. It
-then executes the update with the reduction results of those ranks.
+A survivor **follows** a step if it had finished every reduction of the step before the failure, and other ranks have
+executed the update. It then executes the update with the reduction results of these ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megatron.moevement.optimizer.views import Trained
 from megatron.moevement.state_digest import members
 
 _DECOUPLED = "decoupled_grad"
-"""Attribute with gradients of another dtype than the updated tensor (``--use-precision-aware-optimizer``)."""
+"""Attribute in which ``--use-precision-aware-optimizer`` keeps a gradient whose dtype is not that of the weights."""
 
 
 class Train:
@@ -118,7 +120,7 @@ class Replay(Train):
         self.frozen: frozenset[str] = frozenset()
         """Operators that are not updated."""
         self.outcome: Outcome | None = None
-        """Outcome of the original step; None if the replay computes its own."""
+        """Outcome of the original step; None if the replay computes the results of the reductions itself."""
 
     @override
     def prepare_grads(self, original: Callable[[], bool]) -> bool:
@@ -153,10 +155,10 @@ class Replay(Train):
 class Redo(Replay):
     """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
-    An FP32 gradient was logged after it was unscaled and clipped in place. A narrower gradient was logged as the
-    reduction left it. So the mode puts all gradients into their buffers twice: once for narrow gradients, before
-    Megatron unscales and clips, and once for FP32 gradients, after that. The second time has no effect on narrow
-    gradients, because the optimizer has already copied them.
+    Megatron unscales and clips FP32 gradients in place before a rank logs them. It copies narrower gradients first, so
+    a rank logs them as the reduction left them. Therefore this mode fills the gradient buffers twice. The first time,
+    before Megatron unscales and clips, is for narrow gradients. The second time, afterwards, is for FP32 gradients, and
+    has no effect on narrow gradients, because the optimizer has already copied them.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 Norm = float | torch.Tensor | None
-"""Norm as a double or as an FP32 tensor; None if there was no update."""
+"""Norm of gradients, as a double or as an FP32 tensor; None if no norm was computed."""
 
 
 def recorded(norm: Any) -> Norm:
     """Return ``norm`` as records keep it: a tensor as a copy on the host, any other number as a double.
 
-    The tensor keeps its shape and dtype. The call waits for the device, and so for the reduction that computes the
-    norm. It must not be called inside the update section, where nothing may wait for another rank.
+    The copy has the tensor's shape and dtype. The call waits for the device, and so for the reduction that computes the
+    norm. The caller must not be inside the update section, where no rank may wait for another.
     """
     if isinstance(norm, torch.Tensor):
         return norm.detach().to("cpu", copy=True)
@@ -40,5 +40,5 @@ def as_clipped_by(norm: Norm) -> Any:
 
 
 def as_logged(norm: Norm) -> float | None:
-    """Return the norm as Megatron's trainer logs it: the transfer between stages rounds it to FP32."""
+    """Return the norm as Megatron's trainer logs it: rounded to FP32, because stages send it to each other in FP32."""
     return None if norm is None else torch.as_tensor(norm, dtype=torch.float32).item()

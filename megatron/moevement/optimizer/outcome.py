@@ -1,4 +1,4 @@
-"""Outcome of the reductions of a step, which a replay or a following rank reads from a record."""
+"""Outcome of an optimizer step's reductions, with which a replay, or a rank that follows the step, repeats the step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ Outcome = Mapping[str, Any]
 
 @dataclass
 class Reduced:
-    """Results of a step's reductions, each copied to the host as soon as it is complete.
+    """Results of a step's reductions. Each is copied to the host as soon as its reduction ends.
 
-    A later copy would wait for the device inside the update, which must not wait.
+    A later copy would make the rank wait for the device inside the update section, where it must not wait.
     """
 
     found_inf: Sequence[bool | None] = ()
-    """True for each chained optimizer whose gradients overflowed; None for one without a loss scaler."""
+    """Overflow flag of each chained optimizer; None for an optimizer without a loss scaler."""
     clip_norm: Norm = None
-    """Norm that clipping used, in full precision; the trainer prints it rounded to FP32."""
+    """Norm by which gradients are clipped, in full precision; Megatron's log has it rounded to FP32."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
     num_tokens: int | None = None
-    """Tokens of the batch, if gradients are divided by them."""
+    """Number of tokens in the batch, by which gradients are divided; None without per-token loss."""
     zeros: int | None = None
-    """Number of zeros in the gradients, if the job logs it."""
+    """Number of zeros in all gradients; None if the job does not log it."""
 
     def take(self, name: str, result: Any, optimizer: Any) -> None:
-        """Record the result of the reduction ``name`` of ``optimizer``; the call waits for the device."""
+        """Copy the result of the reduction ``name`` of ``optimizer`` to the host; the call waits for the device."""
         match name:
             case "prepare_grads":
                 self.found_inf = [
@@ -49,11 +49,11 @@ class Reduced:
                 self.clip_norms_by_group = all_recorded(result)
 
     def check_finite(self) -> None:
-        """Refuse norms that are not finite. All ranks that contribute to a norm have the same value, on the host.
+        """Refuse norms that are not finite.
 
         Raises:
-            ResultError: a norm is not finite. Local gradients were validated before, so the sum or the communication is
-                at fault.
+            ResultError: a norm is not finite. All ranks that contribute to the norm raise this error. Megatron has
+                validated the gradients of each rank before, so the sum over ranks or the communication is at fault.
         """
         for norm in (self.clip_norm, *self.clip_norms_by_group.values()):
             if norm is not None and not math.isfinite(norm):
@@ -81,8 +81,8 @@ def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
 def step_counts(optimizer: Any) -> list[list[Any]]:
     """Return copies of the step counts of Apex's and Transformer Engine's Adam, one for each parameter group.
 
-    Torch's Adam counts in the state of each parameter, so its groups have no count. An optimizer whose step can be
-    captured in a graph keeps its count in a tensor, and changes the tensor in place.
+    The count is None for torch's Adam, which counts steps in the state of each parameter. A count may be a tensor that
+    the optimizer changes in place, if a CUDA graph can capture the optimizer's step; so the function copies it.
     """
     return [
         [_copied(group.get("step")) for group in member.optimizer.param_groups]
@@ -92,7 +92,10 @@ def step_counts(optimizer: Any) -> list[list[Any]]:
 
 
 def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
-    """Restore the result of :func:`step_counts`; each later step adds 1 to all counts, even if operators are frozen."""
+    """Restore the step counts that :func:`step_counts` returned.
+
+    Each later step adds 1 to all counts, also to those of groups whose operators are frozen.
+    """
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for inner_optimizer, of_groups in zip(inner, counts, strict=True):
         for group, count in zip(inner_optimizer.param_groups, of_groups, strict=True):

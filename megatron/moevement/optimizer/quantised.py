@@ -1,4 +1,4 @@
-"""Raw buffers of FP8 parameters, which have the same names in Transformer Engine's tensors and in this project's."""
+"""Codes and scales of FP8 parameters: of Transformer Engine's tensors, and of this project's, with equal names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
 
 
 def quantised_buffers(parameter: torch.Tensor) -> QuantisedBuffers[torch.Tensor] | None:
-    """Return the live buffers of a parameter that is kept in FP8; None for any other parameter.
+    """Return the codes and scales of a parameter that is kept in FP8, as live tensors; None for any other parameter.
 
-    Column-wise codes are a separate form only if blocks are not square (MXFP8). Otherwise Transformer Engine computes
-    them from the row-wise codes after every gather.
+    Codes by columns are included only for MXFP8. For all other recipes, Transformer Engine computes them from the codes
+    by rows after every gather.
     """
     for codes_name, scales_name in _FORMS:
         codes, scale = getattr(parameter, codes_name, None), getattr(parameter, scales_name, None)

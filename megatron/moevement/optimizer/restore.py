@@ -19,7 +19,7 @@ from moevement_core.snapshot.snapshot import Snapshot, as_bytes
 class Restore:
     """Loader of snapshots into the live tensors of one rank.
 
-    All data-parallel replicas load the same operators at the same point of a recovery.
+    All data-parallel replicas of a stage load the same operators at the same time.
 
     Args:
         chunks: this rank's virtual stages in their data-parallel wrappers.
@@ -39,14 +39,14 @@ class Restore:
 
     @torch.no_grad()
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
-        """Load full state or compute weights of some operators; all compute weights of this rank are valid afterwards.
+        """Load full state or compute weights of some operators, and recompute all compute weights of this rank.
 
-        If ``is_shared`` is False, the rank loads only the part that it saves itself, and waits for no other rank;
-        :meth:`gather_replicas` completes the state.
+        If ``is_shared`` is False, the rank loads only the part of the state that it had saved, and waits for no other
+        rank. The caller completes the state by :meth:`gather_replicas`.
 
         Args:
             snapshot: snapshot of this rank.
-            loads: kind of state to load of each operator.
+            loads: kind of state to load (full state or compute weights), by operator.
             is_shared: True if all replicas of the stage load together, and send each other the parts that they saved.
 
         Raises:
@@ -76,7 +76,7 @@ class Restore:
 
     @torch.no_grad()
     def gather_replicas(self) -> None:
-        """Send each replica's range of the full state, and the compute weights, to all replicas.
+        """Send the range of the full state that each replica loaded to all replicas, and gather compute weights.
 
         Collective over the ranks of the stage. Survivors take part, and their state does not change.
         """
@@ -85,7 +85,10 @@ class Restore:
         self._gather()
 
     def _masters_of_frozen(self, operators: Sequence[str]) -> None:
-        """Set the masters of frozen operators to their weights, because Megatron copies masters over weights."""
+        """Copy compute weights of frozen operators into their master weights.
+
+        Megatron later copies all master weights over compute weights, and must not change those of frozen operators.
+        """
         for name in operators:
             for trained in self._views.trained.get(name, ()):
                 if trained.master is not None and trained.weights is not None:
@@ -101,7 +104,7 @@ class Restore:
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:
-    """Send the range that each replica has loaded to all other replicas."""
+    """Send the range of each tensor that a replica has loaded to all other replicas. Collective over the replicas."""
     by_group: dict[int, list[Replicated]] = {}
     for tensor in tensors:
         by_group.setdefault(id(tensor.group), []).append(tensor)

@@ -1,4 +1,4 @@
-"""FP8 scales that a forward or backward pass leaves for the next one (delayed scaling)."""
+"""FP8 scales of delayed scaling, which an iteration leaves for the next iteration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SCALE = ".scale"
 _MADE_IN_FORWARD = tuple(f"{direction}.{what}" for direction in _DIRECTIONS for what in ("scale", "amax_history"))
 """Endings of the names of tensors that Transformer Engine creates in a module's first forward pass."""
 _PER_PRODUCT = 3
-"""Scales of Transformer Engine for each matrix product of the forward pass: for input, weight and output."""
+"""Number of scales that Transformer Engine has for each matrix product of the forward pass: input, weight, output."""
 
 
 class Scales:
     """Scales and amax histories of a rank's virtual stages.
 
-    Each call looks the tensors up, because Transformer Engine creates a module's tensors in the first forward pass of
-    the module.
+    Each method looks the tensors up again, because Transformer Engine creates a module's tensors in the first forward
+    pass of the module.
 
     Args:
         chunks: virtual stages, with or without their wrappers.
@@ -35,22 +35,22 @@ class Scales:
         self._chunks = list(chunks)
 
     def state(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Return the live tensors, as a part of the boundary state."""
+        """Return the live scales and amax histories, as a part of the boundary state."""
         return {KEY: fp8_scales(self._chunks)}
 
     def copies(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Return copies of the tensors, as a part of the boundary state."""
+        """Return copies of the scales and amax histories, as a part of the boundary state."""
         return {KEY: [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in fp8_scales(self._chunks)]}
 
     @torch.no_grad()
     def put(self, boundary: Mapping[str, Any]) -> None:
-        """Set scales and histories to those of ``boundary``, which has none for recipes without scales.
+        """Set scales and amax histories to those in the boundary state ``boundary``.
 
-        On a replacement, whose modules have not run yet, the call creates the tensors first. Modules whose first run
-        came after the boundary get their initial values.
+        On a replacement, modules have not run yet, so the method creates their tensors first. A module that ran for the
+        first time after ``boundary`` was recorded gets its initial values. Only delayed scaling has these tensors.
 
         Raises:
-            RecoveryError: the boundary state belongs to another job.
+            RecoveryError: the boundary state is from a job with another model.
         """
         every = boundary.get(KEY, [{} for _ in self._chunks])
         for chunk, saved in zip(self._chunks, every, strict=False):
@@ -67,12 +67,12 @@ class Scales:
 
 
 def _fits(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return True if ``saved`` has all names of ``live``, except those of modules that had not run before the save."""
+    """Return True if ``saved`` has all names of ``live``; names may be missing if their module had not run before."""
     return list(saved) == [name for name in live if name in saved or not name.endswith(_MADE_IN_FORWARD)]
 
 
 def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
-    """Have Transformer Engine's modules create the tensors that ``saved`` has, as their first forward pass would."""
+    """Make Transformer Engine's modules create the tensors in ``saved``, as their first forward pass would."""
     for name, module in chunk.named_modules():
         meta = getattr(module, "fp8_meta", None)
         scale = saved.get(f"{name}.{_FORWARD}{_SCALE}")
@@ -85,7 +85,7 @@ def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def fp8_scales(chunks: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
-    """Return live scales and amax histories of each virtual stage, by name; empty for recipes without history.
+    """Return live scales and amax histories of each virtual stage, by name; empty unless scaling is delayed.
 
     The tensors belong to this project's layers, or to the ``fp8_meta`` of Transformer Engine's layers.
     """

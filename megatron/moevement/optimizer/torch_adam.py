@@ -4,8 +4,9 @@ Apex and Transformer Engine create an optimizer's state on request, and count st
 creates the state at the first step, and counts steps in each parameter's state. Megatron's checkpoints mix the two
 conventions: a fresh process fails to load a checkpoint, or loads a wrong step count, which makes all later weights
 slightly wrong.
-The functions here give every parameter its initial state and a separate step count. The count comes only from the group
-in which the checkpoint keeps it.
+
+The functions here give every parameter its initial state and a separate step count, which they take from the place
+where the checkpoint has it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NO_SHARD = "no parameter of this rank"
 
 
 def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``sharded_state_dict`` of an optimizer around torch's Adam that first creates missing state."""
+    """Return a ``sharded_state_dict`` that first creates the state that torch's Adam creates at its first step."""
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,10 +32,10 @@ def with_adam_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``DistributedOptimizer.state_dict`` for ranks whose shard has no parameter.
+    """Return a ``DistributedOptimizer.state_dict`` that also works on a rank whose shard has no parameter.
 
-    The original reads the common step count from the state of its parameters, and asserts that there is one. The count
-    of such a rank does not enter a checkpoint, because data-parallel rank 0 writes its own.
+    Megatron's original reads the step count from the state of the rank's parameters, and asserts that there is a count.
+    The wrapper supplies a count of zero. It does not enter a checkpoint, because data-parallel rank 0 writes its count.
     """
 
     @functools.wraps(original)
@@ -67,9 +68,9 @@ def make_adam_state(optimizer: Any) -> None:
 
 
 def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``load_state_dict`` of an optimizer around torch's Adam that accepts a missing step count.
+    """Return a ``load_state_dict`` that supplies a missing step count for torch's Adam.
 
-    A checkpoint from before the first step leaves out the common step count because it is zero, but torch needs one.
+    A checkpoint from before the first step has no step count, because Megatron leaves out a count of zero.
     """
 
     @functools.wraps(original)
@@ -86,9 +87,10 @@ def with_step_zero(original: Callable[..., Any]) -> Callable[..., Any]:
 def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer._set_main_param_and_optimizer_states`` that needs no step count per tensor.
 
-    The fully reshardable format keeps one step count for all parameters, and the count is set before this call. The
-    original setter asks for the count of each tensor, and skips values that are not tensors, such as None. With FP32
-    weights, it writes into a view of the weights, which autograd permits only under ``no_grad``.
+    Megatron's original expects a step count for each tensor. But checkpoints in the fully reshardable format have one
+    count for all parameters, which Megatron sets earlier. So the wrapper passes None as the count, which the original
+    skips. With FP32 weights, the original writes into a view of the weights, which autograd permits only under
+    ``no_grad``.
     """
 
     @functools.wraps(original)
@@ -102,8 +104,8 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer.load_state_dict`` that gives every parameter its own step count.
 
-    The original gives one tensor to all parameters, and torch's Adam counts in place. After a resume, each step would
-    count once for every parameter of the shard, and the bias correction would be wrong from then on.
+    Megatron's original gives all parameters the same tensor as their count, and torch's Adam counts in place. After a
+    resume, each step would add 1 for every parameter of the shard, and all later bias corrections would be wrong.
     """
 
     @functools.wraps(original)

@@ -31,7 +31,7 @@ _MASTERS = ("/master", "/upper", "/weight")
 
 @dataclass(frozen=True)
 class Part:
-    """Part of one parameter that this rank owns."""
+    """Range of one parameter that this rank owns, with the master weights and optimizer state of this range."""
 
     start: int
     end: int
@@ -40,45 +40,48 @@ class Part:
     master: torch.Tensor | None = None
     """Tensor that the inner optimizer updates, in its own shape; None if the optimizer does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole state, flat, if each data-parallel replica owns one range of it."""
+    """State of the whole parameter, flat, if every data-parallel rank has it; empty with the distributed optimizer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Parameter with the tensor that this rank's inner optimizer updates for it."""
+    """Parameter, with the master weights that this rank's inner optimizer (Adam) updates for it."""
 
     parameter: torch.nn.Parameter
     master: torch.Tensor | None
-    """Tensor that this rank's optimizer updates; None if it updates no part of the parameter."""
+    """Tensor that this rank's optimizer updates; None if the optimizer updates no part of the parameter."""
     weights: torch.Tensor | None
-    """Range of the parameter that is computed from ``master``, flat; for FP8 the attribute :data:`HALF`, or None."""
+    """Range of the parameter that Megatron computes from ``master``, flat.
+
+    For MXFP8, the BF16 values of the range (:data:`HALF`); None for other FP8 recipes.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    """State that every data-parallel replica has; each replica saves one range of it."""
+    """State tensor that every data-parallel rank has. Each of these ranks saves one range of it."""
 
     operator: str
     saved: Saved
     tensor: torch.Tensor
     """Whole tensor, flat."""
     group: Any
-    """Process group of the replicas."""
+    """Process group of the data-parallel ranks that have the tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorViews:
-    """Live state of the operators of one rank, without copies; it stays valid through training."""
+    """Live state of the operators of one rank, as views of Megatron's tensors, which training changes in place."""
 
     states: dict[OperatorId, OperatorState]
-    """State that this rank saves of each operator."""
+    """State of each operator that this rank saves."""
     trained: dict[str, list[Trained]]
     """Parameters of each operator, by its name."""
     replicated: list[Replicated]
 
 
 Whose = Callable[[Any], int]
-"""Function that takes a group of replicas, and returns the index of the replica whose part is viewed."""
+"""Function that takes a group of data-parallel ranks, and returns the index of the rank whose part is viewed."""
 
 
 def _own(group: Any) -> int:
@@ -88,16 +91,17 @@ def _own(group: Any) -> int:
 def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> OperatorViews:
     """Return views of every operator that this rank holds.
 
-    It must be called after a checkpoint is loaded, when the optimizer has the tensors that training will use. For
-    torch's Adam, it creates the state that the first step would create.
+    The caller must have loaded any checkpoint before, because loading may replace the optimizer's tensors. The function
+    creates optimizer state that Adam would otherwise create at its first step.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
         optimizer: Megatron's optimizer.
-        whose: choice of the replica whose part of replicated state is viewed; this rank by default.
+        whose: function that chooses the data-parallel rank whose part is viewed, if all of them have the whole state;
+            this rank by default.
 
     Raises:
-        OperatorError: an optimizer or a layout of experts has tensors that cannot be assigned to operators.
+        OperatorError: a tensor holds several experts, or a parameter is not contiguous.
     """
     from megatron.core import parallel_state
 
@@ -154,9 +158,10 @@ def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
 
 
 def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str) -> Iterator[StateTensor]:
-    """Yield the reduced gradient of a range, in the buffer and the precision in which the reduction left it.
+    """Yield the view of the gradient buffer that has the reduced gradient of a range.
 
-    The optimizer unscales, clips and consumes an FP32 buffer directly; it copies a narrower one first.
+    The optimizer unscales and clips FP32 gradients in this buffer. It copies gradients of other dtypes before that, so
+    the buffer keeps them as the reduction left them.
     """
     buffer = getattr(parameter, "main_grad", None)
     if buffer is not None:
@@ -197,7 +202,7 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
-    """Return a function that maps a parameter to the part that a rank owns, or to None if other ranks own all of it."""
+    """Return a function that maps a parameter to the part of it that a rank owns; to None if the rank owns no part."""
     parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
@@ -228,10 +233,10 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
 
 
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the tensor that the distributed optimizer updates for a parameter, and its state as it is stored.
+    """Return the tensor that the distributed optimizer updates for a parameter, and the state of that tensor by name.
 
-    An optimizer that keeps master weights itself, which ``--use-precision-aware-optimizer`` permits, updates a range of
-    the parameter. If the optimizer keeps only the remainders of master weights, that range has their upper halves.
+    Under ``--use-precision-aware-optimizer``, Adam may keep master weights in its state and update a range of the
+    parameter. If Adam keeps only the lower 16 bits of master weights, this range has the upper 16 bits.
     """
     group, place = member.model_param_group_index_map[parameter]
     inner = member.optimizer
@@ -253,7 +258,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
 
 
 def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """Yield each parameter with this rank's range of it; every replica has the full state."""
+    """Yield each parameter of a job without the distributed optimizer, with the range that this rank owns."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
         for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
@@ -271,7 +276,7 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
-    """Return the range of a replicated parameter that one replica saves."""
+    """Return the range of a parameter that one data-parallel rank saves, if all of them have the whole parameter."""
     group = _replicas_of(parameter)
     return range_of(parameter.numel(), whose(group), group.size())
 
@@ -291,7 +296,7 @@ def live_replicas(chunks: list[Any], optimizer: Any) -> frozenset[int]:
 
 
 def part_of_rank(rank: int) -> Whose:
-    """Return a function that chooses the part of ``rank``, which must be in all groups of replicas of this rank."""
+    """Return a function that chooses the part of ``rank``, which must have the same state as this rank."""
     return lambda group: dist.get_process_group_ranks(group).index(rank)
 
 
@@ -301,7 +306,7 @@ def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _replicas_of(parameter: torch.nn.Parameter) -> Any:
-    """Return the group of ranks that have this parameter."""
+    """Return the data-parallel group whose ranks have this parameter."""
     from megatron.core import parallel_state
 
     if getattr(parameter, "allreduce", True):
@@ -310,9 +315,9 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 
 
 def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the scales of a parameter whose codes another rank owns.
+    """Yield the scales of an FP8 parameter of which other ranks own all codes.
 
-    MXFP8 parameters have none here, because this rank computes both of their forms from gathered values.
+    Nothing is yielded for MXFP8, because this rank computes codes and scales from gathered BF16 values.
     """
     quantised = quantised_buffers(parameter)
     if quantised is not None and quantised.is_one_form:
@@ -321,7 +326,10 @@ def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield compute weights of a range as they are stored: quantised ones as raw bytes and scales, never converted."""
+    """Yield compute weights of a range without conversion: FP8 weights as codes and scales, others as they are.
+
+    MXFP8 weights are an exception: they are saved as the BF16 values from which they are computed.
+    """
     quantised = quantised_buffers(parameter)
     if quantised is None:
         if not parameter.data.is_contiguous():

@@ -1,8 +1,8 @@
 """Computation of compute weights from master weights, and their gather, at the end of an update or a restore.
 
-The scales of FP8 weights (``--fp8-param-gather``) depend on the largest master weights of all replicas. So FP8 weights
-are computed at the gather of parameters, which may be interrupted and repeated. The update does not compute them,
-because it waits for no other rank.
+The scales of FP8 weights (``--fp8-param-gather``) depend on the largest master weights of all replicas, so a rank waits
+for other ranks when it computes FP8 weights. The update section of a step must not wait for other ranks. Therefore
+ranks compute FP8 weights later, when they gather parameters. A restart may interrupt this, and ranks can repeat it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ HALF = "moevement_half"
 
 
 def is_quantised(member: Any) -> bool:
-    """Return True if an optimizer's compute weights are in FP8 and their scales are reduced over replicas."""
+    """Return True if an optimizer's compute weights are in FP8, so that their scales are reduced over replicas."""
     config = getattr(member, "ddp_config", None)
     return bool(getattr(config, "fp8_param_gather", False)) and not getattr(config, "use_megatron_fsdp", False)
 
 
 def gathers_by_gradients(member: Any) -> bool:
-    """Return True if an optimizer gathers compute weights through gradient buffers, which loses the gradients."""
+    """Return True if an optimizer gathers compute weights through gradient buffers, which overwrites the gradients."""
     return bool(getattr(getattr(member, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
 @torch.no_grad()
 def copy_masters(member: Any) -> None:
-    """Copy master weights over this rank's range of the compute weights, as Megatron does after a step.
+    """Compute this rank's range of the compute weights from master weights, as Megatron does after a step.
 
-    Collective over the replicas if :func:`is_quantised`.
+    Collective over the data-parallel replicas if :func:`is_quantised`.
     """
     if getattr(member, "is_stub_optimizer", False):
         return
@@ -50,9 +50,9 @@ def copy_masters(member: Any) -> None:
 
 
 def _write_weights(inner: Any) -> None:
-    """Write weights from master weights that the optimizer keeps.
+    """Compute weights from the master weights that Adam keeps in its state.
 
-    A weight that is the upper half of its master needs no write.
+    If Adam keeps only the lower 16 bits of master weights, the weights are the upper 16 bits and need no computation.
     """
     for group in inner.param_groups:
         for weight in group["params"]:
@@ -63,9 +63,10 @@ def _write_weights(inner: Any) -> None:
 
 @torch.no_grad()
 def round_masters(member: Any) -> None:
-    """Round masters to the BF16 values from which MXFP8 weights are computed.
+    """Round master weights to the BF16 values from which MXFP8 weights are computed, and keep these values.
 
-    Snapshots save these values, because neither form of an MXFP8 weight (by rows, by columns) determines the other.
+    Snapshots save these values in place of MXFP8 weights, which have codes by rows and codes by columns. Neither of the
+    two can be computed from the other.
     """
     for parameter in getattr(member, "model_param_gbuf_map", ()):
         if (half := getattr(parameter, HALF, None)) is not None:
@@ -73,11 +74,11 @@ def round_masters(member: Any) -> None:
 
 
 def recompute_weights(chunks: Iterable[Any], optimizer: Any) -> None:
-    """Recompute weights from their master weights on all replicas, before training, if the two may differ.
+    """Recompute compute weights from master weights on all replicas, before training, if they may not agree.
 
-    They differ in two cases. Megatron dequantises FP8 weights for a dense checkpoint and quantises them again; for
-    MXFP8 the second quantisation gives other codes. And an optimizer with narrow masters starts with weights that are
-    more precise than the masters, while a recovery has only the masters.
+    Two kinds of job need this, because a recovery computes weights from master weights. With MXFP8 weights that were
+    loaded from a dense checkpoint, Megatron has dequantised and quantised the weights, which gives other codes. With
+    master weights narrower than FP32, a new model starts with compute weights that are more precise.
     """
     recompute_own_weights(optimizer)
     with remaking():
@@ -95,10 +96,11 @@ def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
 
 @torch.no_grad()
 def recompute_own_weights(optimizer: Any) -> None:
-    """Recompute the weights of this rank's range if masters are narrow, without waiting for other ranks.
+    """Recompute this rank's range of compute weights if master weights are narrower than FP32; wait for no other rank.
 
-    A replacement then has the state with which the job started. FP8 weights with FP32 masters are already correct on a
-    newly built model. The next gather fills the ranges of other ranks.
+    A replacement calls it after it has built its model, and then has the state with which the job started. FP8 weights
+    with FP32 master weights are already correct on a newly built model. The next gather brings the ranges of other
+    ranks.
     """
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:
@@ -114,14 +116,14 @@ def _keeps_narrow_masters(member: Any) -> bool:
 
 
 def gather(chunks: Iterable[Any], *, force: bool = False) -> None:
-    """Send every replica's range of the compute weights to all replicas.
+    """Send every replica's range of the compute weights to all replicas. Collective with the distributed optimizer.
 
-    Each virtual stage is gathered once, although dense weights and experts have separate optimizers. MXFP8 weights are
-    gathered through gradient buffers, which are cleared afterwards.
+    Without the distributed optimizer, each replica has all weights, and the function does nothing. MXFP8 weights are
+    gathered through gradient buffers, which Megatron clears afterwards.
 
     Args:
         chunks: virtual stages in their data-parallel wrappers; duplicates are allowed.
-        force: True to gather even if the next forward pass would (``--overlap-param-gather``).
+        force: True to gather now, even if the next forward pass would gather (``--overlap-param-gather``).
     """
     for chunk in dict.fromkeys(chunks):
         if not chunk.ddp_config.use_distributed_optimizer:
