@@ -16,7 +16,7 @@ from megatron.moevement.fp8.tensor import QuantisedTensor
 FP8 = torch.uint8
 """Dtype by which Megatron denotes FP8 state (E4M3)."""
 _SCALED = {torch.float16: torch.finfo(torch.float16).max / 2.0, FP8: torch.finfo(formats.E4M3).max}
-"""Dtypes whose range is too small for unscaled state, with the largest magnitude of scaled state."""
+"""Largest magnitude of scaled state, for each dtype whose range is so small that state needs a scale."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
@@ -24,15 +24,15 @@ MASTER = "master_param"
 class PrecisionAwareAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 regularisation.
 
-    The state of each parameter is ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if master weights are requested.
-    FP16 and FP8 state has a scale for each tensor (``_scales``). The scale is a power of two, so state that is read and
-    written back keeps the same bits. With ``store_param_remainders``, the master weights of a BF16 parameter consist of
-    the parameter and 16 further bits (``int16``).
+    The state of each parameter is ``exp_avg``, ``exp_avg_sq``, and with ``master_weights`` also ``master_param``. FP16
+    and FP8 state has a scale for each tensor (``_scales``). The scale is a power of two, so state that is read and
+    written back keeps its bits. With ``store_param_remainders``, the parameter itself has the upper 16 bits of its
+    master weights, and ``master_param`` has only the lower 16 bits (``int16``).
 
     Args:
         params: parameters or groups, as for any optimizer.
-        lr: learning rate of groups that set none. The arguments ``betas``, ``eps`` and ``weight_decay`` are defaults of
-            the same kind.
+        lr: learning rate of groups that do not set their own. The arguments ``betas``, ``eps`` and ``weight_decay``
+            are also defaults for groups.
         betas: decay rates of the two moments.
         eps: number that is added to the root of the second moment.
         weight_decay: weight decay per step, as a factor of ``lr``.
@@ -42,7 +42,8 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         master_weight_dtype: FP32, FP16 or FP8. Transformer Engine's optimizer does not support FP8 here.
         exp_avg_dtype: dtype of the first moment: FP32, BF16, FP16 or FP8.
         exp_avg_sq_dtype: dtype of the second moment: FP32, BF16, FP16 or FP8.
-        store_param_remainders: see above; applies only to FP32 master weights of BF16 parameters.
+        store_param_remainders: True to keep only the lower 16 bits of master weights. It applies only to FP32 master
+            weights of BF16 parameters.
         capturable: ignored; Transformer Engine's optimizer needs it for CUDA graphs.
     """
 
@@ -76,7 +77,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load group options, and state in the saved dtypes. Torch's own method would convert the dtypes."""
+        """Load group options, and state in the dtypes in which it was saved, which torch's own method would convert."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
             for parameter, place in zip(group["params"], saved["params"], strict=True):

@@ -1,8 +1,8 @@
 """Regions of a forward pass that run in FP8, and their recomputation in the backward pass.
 
-Delayed scaling depends on history. A recomputed forward pass needs the scales of the first run. It must not record
-amaxes a second time, and must not set scales. A region therefore keeps the calls of the first run, in order, and reuses
-these calls.
+With delayed scaling, scales depend on earlier passes. A recomputed forward pass needs the scales of the first forward
+pass. It must not record amaxes a second time, and must not set scales. A region therefore keeps a :class:`Call` for
+each matrix product of the first forward pass, in order, and uses these objects again in the recomputation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class Call:
-    """Product of a linear layer in one forward pass. It keeps the scales of the first run for recomputations."""
+    """Matrix product of a linear layer in one forward pass, with the scales that a recomputation has to use again."""
 
     def __init__(self, region: Region, scales: DelayedScales | None) -> None:
         self._region = region
@@ -30,9 +30,10 @@ class Call:
         self._sets_scales = scales is not None and region.trains and not region.layers
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
-        """Quantise a matrix ``[M, N]``.
+        """Quantise a matrix ``[M, N]`` of this product.
 
-        With delayed scaling, gradients use the present scale. All other matrices use the scale of the first run.
+        With delayed scaling, a gradient gets the present scale. An input or a weight gets the scale that it had in the
+        first forward pass.
         """
         recipe, scales = self._region.recipe, self._scales
         if scales is None:
@@ -44,7 +45,7 @@ class Call:
         return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
 
     def after_backward(self) -> None:
-        """Set the scales of gradients if this is the region's first product, whose backward pass runs last."""
+        """Set the gradient scales of the region's layers, if this product is the first, whose backward pass is last."""
         if self._sets_scales:
             set_scales(self._region.layers, (Role.GRADIENT,), self._region.group)
 
@@ -66,7 +67,7 @@ class Region:
         self._tapes: list[deque[Call]] = []
 
     def call(self, scales: DelayedScales | None) -> Call:
-        """Return the call for the next product. In a recomputation this is the call of the first run."""
+        """Return the :class:`Call` of the next matrix product; in a recomputation, that of the first forward pass."""
         if self._again is not None:
             call = self._again.popleft()
         else:
@@ -84,12 +85,12 @@ class Region:
 
     @property
     def is_taped(self) -> bool:
-        """True if the current operations will be recomputed, or are being recomputed now."""
+        """True in a block that the backward pass will recompute, and while it recomputes the block."""
         return bool(self._tapes) or self.is_recomputation
 
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Record the calls of a ``with`` block on ``tape``, for a recomputation. Contexts may be nested."""
+        """Append each :class:`Call` of a ``with`` block to ``tape``, for a recomputation. Blocks may be nested."""
         self._tapes.append(tape)
         try:
             yield
@@ -98,7 +99,7 @@ class Region:
 
     @contextmanager
     def second_run(self, tape: deque[Call]) -> Iterator[None]:
-        """Recompute a ``with`` block with the calls that :meth:`first_run` recorded on ``tape``."""
+        """Execute a ``with`` block again, with each :class:`Call` that :meth:`first_run` appended to ``tape``."""
         before = _regions[:], self._again, self._tapes
         _regions.append(self)
         self._again, self._tapes = tape, []
@@ -124,9 +125,9 @@ def current() -> Region | None:
 
 @contextmanager
 def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
-    """Run the linear layers inside the context in FP8. With delayed scaling, set scales at the end of the context.
+    """Run the linear layers of a ``with`` block in FP8. With delayed scaling, set scales at the end of the block.
 
-    Collective over ``group``: amaxes are reduced over this group.
+    Collective over ``group``, over which amaxes are reduced.
     """
     if (outer := current()) is not None and outer.is_taped and outer.recipe == recipe:
         yield  # The outer region records these operations for a recomputation, or is recomputing them now.
@@ -144,9 +145,9 @@ def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
 def checkpoint(
     function: Callable[..., Any], distribute: bool, tracker: Any, tp_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint the activations of a part of a region, by Megatron's function.
+    """Run ``function`` by Megatron's activation checkpointing, so that the backward pass recomputes it in FP8.
 
-    The signature is that of Transformer Engine's function.
+    The signature is that of Transformer Engine's function, in whose place Megatron calls this function.
     """
     from megatron.core import tensor_parallel
 

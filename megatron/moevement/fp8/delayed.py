@@ -24,8 +24,8 @@ class DelayedScales(torch.nn.Module):
     Attributes:
         scale: FP32 ``[3]``, by :class:`Role`.
         amax_history: FP32 ``[history, 3]``; the first row has the amaxes since the scales were last set.
-        made: FP32 ``[1]``; scale with which the codes of an FP8 weight were computed. After a skipped update it differs
-            from the present scale, because such an update changes scales but not weights.
+        made: FP32 ``[1]``; scale with which the present codes of an FP8 weight were computed. It differs from ``scale``
+            after an iteration whose update was skipped, because that iteration changed scales but not weights.
     """
 
     scale: torch.Tensor
@@ -71,7 +71,10 @@ _remaking: list[None] = []
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Recompute codes inside the context with the scale of the existing codes, and record no amaxes."""
+    """Make FP8 weights that are computed in a ``with`` block keep the scales of their existing codes.
+
+    The block records no amaxes. A recovery uses it to compute weights again as they were.
+    """
     _remaking.append(None)
     try:
         yield
@@ -81,9 +84,9 @@ def remaking() -> Iterator[None]:
 
 @torch.no_grad()
 def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: Any) -> None:
-    """Set the scales of all ``layers`` in these ``roles``, from amaxes that are reduced over ``group``.
+    """Set the scales of the matrices in ``roles`` of all ``layers``, from amaxes that are reduced over ``group``.
 
-    Collective over the group: all ranks pass the same number of layers in the same order.
+    Collective over the group: all ranks pass the same number of layers, in the same order.
     """
     if not layers:
         return
@@ -100,7 +103,7 @@ def set_scales(layers: Sequence[DelayedScales], roles: Sequence[Role], group: An
 
 
 def _next_scale(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, role: Role) -> torch.Tensor:
-    """Return the next scale; the present scale if no amax was recorded or the amax is not finite."""
+    """Return the scale that follows from an amax history; ``scale`` if the amax is 0 (none recorded) or not finite."""
     amax = history.max() if recipe.takes_max else history[0]
     largest = torch.finfo(recipe.dtype(role)).max
     next_scale = formats.quotient(largest, amax) / 2.0**recipe.margin

@@ -12,9 +12,9 @@ import torch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
-"""Elements along a side of a block in the blockwise recipe."""
+"""Number of elements along each side of a block in the blockwise recipe."""
 MX_BLOCK = 32
-"""Elements of an MXFP8 block."""
+"""Number of elements in an MXFP8 block."""
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -51,9 +51,9 @@ class Quantised:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round to the nearest code, ties to even, and saturate at the largest number.
+    """Round values to the nearest number of an FP8 dtype, ties to even. Larger values become the largest number.
 
-    Torch's own casts overflow instead.
+    Torch's own casts turn larger values into infinity or NaN.
     """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)

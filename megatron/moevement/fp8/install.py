@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """Return the context in which a layer is built (``is_init``) or runs; the signature is Megatron's."""
+    """Return the context in which Megatron builds a layer (``is_init``) or runs it, in place of Megatron's function."""
     from megatron.core import fp8_utils, parallel_state
 
     if not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
@@ -80,7 +80,7 @@ def _as_if_new_enough(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _install_adam() -> None:
-    """Replace the optimizer of ``--use-precision-aware-optimizer``."""
+    """Make ``--use-precision-aware-optimizer`` use this project's Adam."""
     from megatron.core import optimizer
     from megatron.core.optimizer import optimizer_config
 
@@ -96,7 +96,10 @@ def _install_adam() -> None:
 
 
 def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a ``__post_init__`` of the optimizer's configuration whose checks find this project's Adam."""
+    """Return a ``__post_init__`` of Megatron's ``OptimizerConfig`` that accepts this project's Adam.
+
+    Megatron's checks import Transformer Engine's optimizer.
+    """
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:

@@ -46,7 +46,7 @@ class _Product(torch.autograd.Function):
 
 
 def forward_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a ``_forward_impl`` of Megatron's linear layers that runs in FP8 inside a region."""
+    """Return a ``_forward_impl`` of Megatron's linear layers that runs in FP8 inside :func:`autocast.autocast`."""
 
     @functools.wraps(original)
     def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,9 +85,9 @@ def _linear(
 
 
 def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised:
-    """Return the quantised weight of this iteration.
+    """Return the quantised weight of a layer.
 
-    The weight does not change between micro-batches, so only the first micro-batch quantises it.
+    A weight does not change between the micro-batches of an iteration, so only the first micro-batch quantises it.
     """
     if isinstance(weight, QuantisedTensor):
         return weight.quantised()
@@ -120,9 +120,9 @@ def remembered(original: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def building(recipe: Recipe, *, keeps_weights: bool) -> Iterator[None]:
-    """Prepare the linear layers that are built inside the context for FP8.
+    """Prepare all linear layers that Megatron builds in a ``with`` block for FP8.
 
-    If ``keeps_weights``, the layers also hold their weights in FP8.
+    If ``keeps_weights``, the layers also hold their weights in FP8 (``--fp8-param-gather``).
     """
     layers: list[Any] = []
     _building.append(layers)

@@ -1,4 +1,4 @@
-"""Operations of Megatron's distributed optimizer and data-parallel buffers on weights in FP8."""
+"""Functions that Megatron's distributed optimizer and data-parallel buffers call for weights that are kept in FP8."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def quantize_param_shard(
 ) -> None:
     """Compute the codes of this rank's shard of each weight from master weights, and the scales of all weights.
 
-    Collective over ``data_parallel_group``: all ranks pass the same weights in the same order. Masters are rounded to
-    the dtype that the weights show, before they are quantised. A weight therefore has the same codes with and without
+    Collective over ``data_parallel_group``: all ranks pass the same weights in the same order. The function rounds
+    master weights to BF16 before it quantises them. So a weight has the codes that it would have without
     ``--fp8-param-gather``.
     """
     if not model_params:
@@ -55,7 +55,7 @@ def quantize_param_shard(
 
 @torch.no_grad()
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
-    """Update the inverse scales of weights with delayed scaling, after a gather of codes.
+    """Set the inverse scales of weights with delayed scaling, after a gather that brought only their codes.
 
     Delayed scaling reduces amaxes over ranks, so every replica has the scale with which the codes were computed.
     """

@@ -1,4 +1,4 @@
-"""Weights that are kept in FP8 (``--fp8-param-gather``): tensors that show a BF16 dtype and hold codes and scales.
+"""Weights that are kept in FP8 (``--fp8-param-gather``): tensors that report BF16 as dtype, but hold codes and scales.
 
 The buffers of a weight have Transformer Engine's names, because Megatron's data-parallel buffers, distributed optimizer
 and checkpoints access the weights through :mod:`megatron.core.fp8_utils`.
@@ -22,8 +22,8 @@ _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 class QuantisedTensor(torch.Tensor):
     """Weight ``[N, K]`` in E4M3 with one scale; subclasses have a scale for each block.
 
-    Operations that read the weight get the represented values, in the dtype that the weight shows. ``copy_`` and fills
-    quantise the new values. No other operation may change the weight in place.
+    Operations that read the weight get its dequantised values, in the dtype that the weight reports. ``copy_`` and
+    fills quantise the new values. No other operation may change the weight in place.
 
     Attributes:
         buffers: ``uint8`` codes and inverse scales, by Transformer Engine's names.
@@ -47,7 +47,7 @@ class QuantisedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, recipe: Recipe, scales: DelayedScales | None) -> QuantisedTensor:
-        """Return a weight that represents ``values``, ``[N, K]``, and shows the dtype of ``values``."""
+        """Return a weight with the quantised ``values``, ``[N, K]``, that reports the dtype of ``values``."""
         kind = (
             MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
         )
@@ -59,7 +59,7 @@ class QuantisedTensor(torch.Tensor):
         return self
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the buffers that represent ``values``."""
+        """Return codes and inverse scales of ``values``, by buffer name."""
         if self.scales is not None:
             quantised = by_scale(values.reshape(1, -1), self.scales.for_codes(), self.recipe.dtype(Role.WEIGHT))
         else:
@@ -85,16 +85,16 @@ class QuantisedTensor(torch.Tensor):
         return Form(self.buffers[codes].view(E4M3), self.buffers[scales], block)
 
     def dequantised(self) -> torch.Tensor:
-        """Return the represented values, ``[N, K]``, in the dtype that the tensor shows."""
+        """Return the dequantised values, ``[N, K]``, in the dtype that the tensor reports."""
         return self.quantised().row.dequantised().to(self.dtype).view(self.shape)
 
     def from_float8(self) -> torch.Tensor:
-        """Return the represented values; Megatron's name for :meth:`dequantised`."""
+        """Return the dequantised values; Megatron calls :meth:`dequantised` by this name."""
         return self.dequantised()
 
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> None:
-        """Set the represented values to ``values``.
+        """Quantise ``values`` into this weight.
 
         A flat weight is a shard that an optimizer updates, so delayed scaling records the amax for the next scale. A
         whole weight is set when state is loaded. Its amax is not recorded, because the amax history is loaded as well.
@@ -116,7 +116,7 @@ class QuantisedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Execute an operation on weights according to the rules of the class."""
+        """Execute an operation of torch: on a view of the codes, by quantising, or on dequantised values."""
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
             return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
