@@ -1,4 +1,4 @@
-"""Steps of every setup of a job: restoring the first progress, and bookkeeping after the model is built."""
+"""Steps before and after Megatron builds a model, at a job's start and after a failure."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ Setup = Callable[[], tuple[list[Any], Any, Any]]
 
 
 class FirstProgress:
-    """Iteration and consumed samples in Megatron's arguments at the first start of this process."""
+    """Iteration and consumed samples that Megatron's arguments had when this process first began ``pretrain``.
+
+    Megatron expects these values whenever it builds a model, but training changes them.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
     def put(self) -> None:
-        """Save the progress at the first call, and restore it at every later call."""
+        """Save iteration and consumed samples at the first call, and restore them at every later call."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.training import get_args
 
@@ -43,7 +46,7 @@ class FirstProgress:
 
 
 def has_built(job: Job, groups: Groups | None) -> None:
-    """Record the positions of all ranks and the process groups in use, after the model is built. Collective."""
+    """Store in ``job`` what follows from a newly built model: positions of ranks, process groups, slots. Collective."""
     from megatron.training import get_args
 
     job.stand = RankPosition.now()
@@ -61,7 +64,7 @@ def has_built(job: Job, groups: Groups | None) -> None:
 
 
 def connect(job: Job) -> None:
-    """Make the optimizer steps of training go through the job's session."""
+    """Make Megatron's trainer execute its optimizer steps by the job's session."""
 
     def step() -> Any:
         assert job.session is not None

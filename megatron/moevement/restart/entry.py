@@ -1,7 +1,8 @@
 """Entry into Megatron's trainer, which sets a job up from its start or continues it after a failure.
 
-Megatron builds model and optimizer before it opens data; there, ranks agree on a restore point. Lost state is replayed
-inside Megatron's training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
+Megatron first builds model and optimizer, then opens data, then trains. After a failure, ranks agree on a restore point
+in place of the first step. They replay lost state inside Megatron's training loop, before the next iteration
+(:mod:`moevement_core.session.rejoin`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def enter_setup(process: Process) -> Wrapper:
-    """Return a wrapper of ``setup_model_and_optimizer`` that keeps the built objects for reuse after a failure."""
+    """Return a wrapper of ``setup_model_and_optimizer`` that keeps the built objects.
+
+    After a failure, the wrapper returns these objects on a survivor. On a replacement, it builds new ones.
+    """
     first = FirstProgress()
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,11 +145,12 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: First
     """Meet the other ranks after a failure and find a restore point. Collective.
 
     Returns:
-        False if no rank has committed anything; the process's job is then a new one, to be set up from its start.
+        False if no rank has committed an iteration. The process then has a new, empty job, which the caller sets up
+        from its start.
 
     Raises:
-        Unrecoverable: no rank has the state that is needed. At the next meeting, ranks set the job up from its start:
-            from windows on disk, from a dense checkpoint, or from the seed.
+        Unrecoverable: no rank has a state that the recovery needs. All ranks then meet again, and set the job up from a
+            window on disk, from a dense checkpoint, or from the seed.
     """
     from megatron.training import get_args
 
@@ -179,7 +184,7 @@ def _joined(job: Job, session: Session, until: int) -> None:
 
 
 def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: FirstProgress) -> bool:
-    """Build model, optimizer and scheduler on a replacement without communication; their state is restored later.
+    """Build model, optimizer and scheduler on a replacement, without communication and before their state is restored.
 
     Returns:
         True if the new objects have the state from which the job started; False if the job started with weights from a
@@ -207,7 +212,7 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
 def enter_loop(process: Process) -> Wrapper:
     """Return a wrapper of ``train`` that replays lost state before the first iteration.
 
-    The replay executes its steps with the arguments of ``train``.
+    The replay calls Megatron's ``train_step`` with the arguments of ``train``.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,14 +248,14 @@ def enter_loop(process: Process) -> Wrapper:
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
-    """Complete the metrics up to iteration ``until``, once all ranks have its state; then do what is due after it."""
+    """Finish a recovery to iteration ``until``: write missing metrics, and do what was due after this iteration."""
     job.ledger.complete(until, outcome)
     if is_between:
         _do_what_is_due(job, until, train)
 
 
 def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> None:
-    """Do what is due after ``iteration`` and the failure may have prevented: evaluation, dense save, exit.
+    """Do what is due after ``iteration`` (evaluation, dense save, exit), because the failure may have prevented it.
 
     Raises:
         SystemExit: the job was due to exit after the iteration.

@@ -1,6 +1,6 @@
-"""Fault injection at points inside Megatron's step, such as between a gradient accumulation and its hook.
+"""Fault injection at points inside a training step, for tests; for example, after a gradient is accumulated.
 
-The points are instrumented only if ``--moevement-inject`` names one of their phases; see
+This module changes Megatron's objects only if ``--moevement-inject`` names a phase at one of these points; see
 :mod:`moevement_core.restart.faults`.
 """
 
@@ -20,7 +20,7 @@ from moevement_core.restart.faults import Phase
 
 
 def watch(live: Live) -> None:
-    """Instrument the points that the faults of this process name; called for every model that is built."""
+    """Add hooks at the points that ``--moevement-inject`` names; called for every model that is built."""
     named = injection.phases()
     if Phase.ACCUMULATE in named:
         _watch_accumulation(live)
@@ -76,7 +76,7 @@ def _after(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for one of Megatron's functions that reports ``phase`` before each call."""
+    """Return a wrapper for a function of Megatron; before each call, it injects the faults that name ``phase``."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -90,7 +90,7 @@ def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def forward_and_backward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward step function that reports its forward and its backward pass to the fault injection."""
+    """Return a forward step function that injects the faults which name its forward or its backward pass."""
     if not injection.is_armed():
         return forward_step
 

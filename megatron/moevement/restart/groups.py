@@ -15,7 +15,7 @@ from moevement_core.errors import RecoveryError
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Process groups of a generation, in the order of their creation, which is equal in all generations."""
+    """Process groups of a generation, in the order of their creation. All generations create them in this order."""
 
     groups: tuple[Any, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(old_groups: list[Any]) -> list[Any]:
-    """Return the groups to which objects other than ``old_groups`` and their :class:`Groups` still refer."""
+    """Return the groups of ``old_groups`` to which other objects than this list and their :class:`Groups` refer."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
     ]  # the argument of getrefcount is the third reference

@@ -1,4 +1,4 @@
-"""Setup of torch.distributed through the launcher's store, with communicators that an abort can end."""
+"""Setup of torch.distributed through the launcher's key-value store, and of communicators that ranks can abort."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Other places handle:
 - what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state machine,
   timers, data iterators, the memory buffers of collectives;
 - what is restored from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
-  scalers, the schedule, consumed samples;
+  scalers, the learning-rate schedule, consumed samples;
 - values that a step writes before it reads them: ``found_inf``, the scales of auxiliary losses, inputs of pipeline
   stages;
 - temporary replacements by this package, which ``live.undo`` has reversed before.
@@ -32,7 +32,7 @@ from megatron.moevement.state_digest import members
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """Fields that ``train`` sets in the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Index arrays of Megatron's data sets: the one whose presence Megatron checks, and those mapped after it."""
+"""Index arrays of Megatron's data sets: the array that Megatron maps first, by which it checks all, and the others."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
@@ -54,10 +54,10 @@ def clear_thread() -> None:
 
 
 def clear(live: Live, config: Mapping[str, Any]) -> None:
-    """Reset all leftovers in the model except gradients, after :func:`clear_thread`.
+    """Reset all leftovers in model and data sets except gradients, after :func:`clear_thread`.
 
-    Gradients may still be needed: a rank that contributed to every reduction of a step executes that step if other
-    ranks have executed it.
+    A rank may still need gradients: if it had contributed to every reduction of the interrupted step, and other ranks
+    have executed the step, it executes the step as well.
 
     Args:
         live: Megatron's objects on this rank.
@@ -94,7 +94,7 @@ def clear_gradients(live: Live) -> None:
 
 
 def gradients(live: Live) -> list[str]:
-    """Return descriptions of all gradients that exist although they should be cleared.
+    """Return descriptions of all gradients that :func:`clear_gradients` should have cleared but that still exist.
 
     The function reads every gradient buffer and waits for the device.
     """
@@ -154,7 +154,7 @@ def _finish_context_managers() -> None:
 def _reset_thread() -> None:
     """Reset settings that torch keeps for each thread.
 
-    An interrupted context manager does not restore such a setting. Gradients would then not be recorded, for example.
+    An interrupted context manager does not restore them. Then, for example, torch would not record gradients.
     """
     torch.set_grad_enabled(True)
     for device in ("cuda", "cpu"):
@@ -191,9 +191,9 @@ def _drop_queued_nodes() -> None:
 def _reset_random_tracker() -> None:
     """Reset Megatron's random tracker.
 
-    A fork that was interrupted during its exit leaves its name as the current one. The next fork would store the
-    default generator's state under that name, and dropout would continue from it. An interrupted checkpointed block
-    leaves the mark that checkpointing is on.
+    If the exit of the tracker's ``fork`` is interrupted, the name of the forked state stays the current name. The next
+    fork would store the default generator's state under that name, and dropout would continue from this state. If a
+    block with recomputed activations is interrupted, Megatron's flag for such blocks stays on.
     """
     from megatron.core.tensor_parallel import random
 
@@ -204,10 +204,10 @@ def _reset_random_tracker() -> None:
 
 
 def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
-    """Restore the fields that ``train`` asserts to be unset, and set this generation's timers in all configurations.
+    """Restore configuration fields that ``train`` requires to be unset, and set this generation's timers.
 
     An interrupted evaluation leaves the configuration without timers. Every generation has new timers, because an
-    interruption may leave old ones started.
+    interruption may leave the old ones running.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
@@ -243,9 +243,10 @@ def _all_datasets(datasets: Any) -> Iterator[Any]:
 
 
 def _reset_metrics(live: Live) -> None:
-    """Drop sums of the interrupted iteration, and caches that ranks fill collectively.
+    """Drop metrics that the interrupted iteration has summed, and the cache of groups for gradient norms.
 
-    The next log line would include the sums. A replacement has no caches, and would call the collective alone.
+    Megatron's next log line would include the sums. Ranks fill the cache by a collective. A replacement has no cache,
+    so it would call the collective alone.
     """
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -262,8 +263,8 @@ def _reset_modules(live: Live) -> None:
     """Reset modules that an interruption left in the middle of a pass or an evaluation.
 
     An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are called
-    in five parts, and refuse the first part if another one is due. FP8 modules still count as registered, although
-    their registry no longer exists. Grouped layers may hold their weights as constants.
+    in five parts, and refuse the first part after an interruption between two parts. FP8 modules still count as
+    registered, although their registry no longer exists. Grouped layers may hold their weights as constants.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
@@ -284,9 +285,9 @@ def _reset_reductions(chunk: Any) -> None:
     """Reset the state of gradient reductions.
 
     Otherwise, Megatron would wait for handles of aborted reductions, and would count the gradients of the repeated
-    iteration twice. In its first iteration after the reset, every rank reduces after the backward pass, as a
-    replacement does. If survivors overlapped reductions with that pass, they would issue the reductions on a shared
-    communicator in another order than the replacement.
+    iteration twice. A new process reduces after the backward pass of its first iteration. After the reset, survivors do
+    so too. If they overlapped reductions with the backward pass, survivors and replacements would issue the reductions
+    on a shared communicator in different orders.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
@@ -297,7 +298,10 @@ def _reset_reductions(chunk: Any) -> None:
 
 
 def _reset_gathers(chunk: Any) -> None:
-    """Reset parameters that wrongly count as gathered, and reinstall hooks that are partly removed."""
+    """Make Megatron gather all parameters again, and reinstall forward hooks that an interruption partly removed.
+
+    Otherwise, Megatron would regard parameters as gathered whose gather was aborted.
+    """
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.param_gather_handle = None
         group.param_gather_dispatched = False

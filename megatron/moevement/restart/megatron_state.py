@@ -1,4 +1,4 @@
-"""State of Megatron that belongs to a generation of the job or to a rank."""
+"""Global state of Megatron that a process has to change when its rank or the generation of the job changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _take_world(world: int) -> None:
 
 
 def forget_generation() -> None:
-    """Remove what an interrupted ``pretrain`` left, so that it can be entered again."""
+    """Remove Megatron's global objects from an interrupted ``pretrain``, so that the process can enter it again."""
     from megatron.core import parallel_state, rerun_state_machine
     from megatron.training import get_args, global_vars
 
@@ -79,10 +79,11 @@ def _forget_dispatch_buffers() -> None:
 
 
 def program_start() -> float | None:
-    """Return the script's start time, which has to be restored before ``pretrain`` is entered again.
+    """Return the start time that the script gave Megatron; None if it gave none.
 
-    ``pretrain`` reduces this time over ranks if it is set, and sets it afterwards in any case. Without the restoration,
-    survivors would always reduce it, but a replacement only if its script has set it.
+    A survivor restores this value before it enters ``pretrain`` again. ``pretrain`` reduces the time over ranks if it
+    is set, and always sets it afterwards. So without the restoration, survivors would call a reduction that a
+    replacement may not call.
     """
     from megatron.training import training
 
@@ -90,16 +91,16 @@ def program_start() -> float | None:
 
 
 def set_program_start(when: float | None) -> None:
-    """Restore the result of :func:`program_start`."""
+    """Restore the start time that :func:`program_start` returned."""
     from megatron.training import training
 
     training._STARTUP_TIMESTAMPS["program_start"] = when
 
 
 def end_data_workers() -> None:
-    """Kill the processes of data loaders.
+    """Kill the processes of data loaders, because a request to end takes up to five seconds for each process.
 
-    A request to end takes up to five seconds for each process. With ``--exit-signal-handler``, the processes ignore it.
+    With ``--exit-signal-handler``, the processes ignore such a request.
     """
     from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter

@@ -1,9 +1,9 @@
-"""Origin of a restarted job whose state in memory is lost: its own newest checkpoint, or the state of its first start.
+"""Choice of the checkpoint from which a job restarts after it lost the state in memory.
 
-The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was meant to start. A
-checkpoint that the job saved itself is loaded in full, whatever these flags leave out, because a part of the state
-would give a different training. Without such a checkpoint the job starts as it did the first time, from the same
-checkpoint, even if ``--load`` has newer ones by now. A newer window on disk takes precedence over both
+The job loads the newest dense checkpoint that it has saved itself, with all of its state. Flags such as ``--load``,
+``--finetune`` and ``--no-load-optim`` do not count then, because they say how the job was to start the first time.
+Without such a checkpoint, the job starts as it did the first time, from the same checkpoint, even if ``--load`` has
+newer ones by now. If a window on disk is newer than the chosen checkpoint, the job loads the window instead
 (:mod:`moevement_core.saving.window_start`).
 """
 
@@ -32,10 +32,10 @@ RELEASE = "release"
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of one start of a job, chosen before the search for windows on disk."""
+    """Checkpoint or seed from which a job starts, unless a window on disk is newer."""
 
     sentence: str
-    """Description for readers of the log."""
+    """Description of the origin for the log."""
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Values of Megatron's flags that replace the user's values while Megatron loads."""
     is_resumed: bool = False
@@ -43,7 +43,7 @@ class Origin:
 
 
 def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
-    """Write the marker of a checkpoint; one rank calls it when the checkpoint is saved, or while it is being saved.
+    """Write the file :data:`MARKER` into a checkpoint's folder. Rank 0 calls it during or after the save.
 
     Raises:
         OSError: the folder is not writable.
@@ -55,7 +55,7 @@ def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
 
 
 def newest_saved(save: str | None, job: str) -> int | None:
-    """Return the iteration of the newest whole checkpoint in ``save`` that ``job`` saved with all of its state.
+    """Return the iteration of the newest complete checkpoint in ``save`` that ``job`` saved with all of its state.
 
     Returns:
         The iteration; None if there is no such checkpoint.
@@ -73,7 +73,7 @@ def newest_saved(save: str | None, job: str) -> int | None:
 
 
 def checkpoint_meant(args: Namespace) -> str:
-    """Return the checkpoint that ``--load`` means now: its iteration, ``release``, or an empty string for none."""
+    """Return the checkpoint that Megatron would load now: its iteration, ``release``, or an empty string for none."""
     if not args.load:
         return ""
     return str(args.ckpt_step) if args.ckpt_step is not None else _tracker(Path(args.load)) or ""
@@ -92,7 +92,7 @@ def resumed(save: str, step: int) -> Origin:
 
 
 def as_at_first(args: Namespace, first: str) -> Origin:
-    """Return the origin of the job's first start.
+    """Return the origin from which the job started the first time.
 
     Args:
         args: Megatron's arguments as the user gave them.
@@ -124,7 +124,7 @@ def as_at_first(args: Namespace, first: str) -> Origin:
 
 @contextmanager
 def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
-    """Decide the origin of this start, and apply its flags while Megatron builds the model and loads. Collective.
+    """Choose the origin of this start, and set its flags in ``args`` while Megatron builds and loads. Collective.
 
     Raises:
         RecoveryError: the job restarts, but the checkpoint of its first start no longer exists; raised on all ranks.

@@ -1,9 +1,10 @@
 """Cleanup after an interrupted dense save, whose leftovers would corrupt later saves.
 
-Each rank's writer puts a list of the data that it has written into a queue of its module. Every save takes one list
-from the queue once all ranks have written. An interrupted save leaves its list there. Each later checkpoint would then
-be described by the list of the checkpoint before it, and the damage would only show when one of them is loaded. In
-addition, the process that writes an asynchronous save would go on writing into the files of the repeated save.
+The writer of each rank puts a list of the data that it has written into a queue. The rank takes one list from the queue
+in each save, and the list becomes the checkpoint's description. If a save is interrupted, its list stays in the queue.
+Each later checkpoint would then have the description of the checkpoint before it, and nobody would notice before one of
+them is loaded. In addition, the process that writes an asynchronous save would go on writing into the files of the
+repeated save.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-"""Modules that keep such a queue, for ``--async-strategy mcore`` and ``nvrx``; synchronous saves use them too."""
+"""Modules with the queue, for ``--async-strategy mcore`` and ``nvrx``; synchronous saves use the queue too."""
 
 
 def forget_saves(was_interrupted: bool) -> None:
-    """End this rank's writer processes and drop their results, between two generations of the job.
+    """End this rank's writer processes and drop the lists in their queue, after a failure.
 
     Args:
         was_interrupted: True if the main thread was executing a save.
@@ -36,7 +37,7 @@ def forget_saves(was_interrupted: bool) -> None:
 
 
 def _end_writers() -> bool:
-    """End the writers of asynchronous saves. Return True if some saves were not complete on all ranks."""
+    """End the writers of asynchronous saves; return True if an asynchronous save was not complete on all ranks."""
     from megatron.training import async_utils, get_args
 
     queue = async_utils._async_calls_queue
@@ -50,9 +51,9 @@ def _end_writers() -> bool:
 
 
 def _forget_results(module: ModuleType) -> None:
-    """Drop the results and end the process that keeps them.
+    """Drop the queue of a module, and end the process that serves it.
 
-    An interrupted request may have left an answer, which the next request would receive.
+    If a request to this process was interrupted, the next request would receive its answer.
     """
     queue, module._results_queue = module._results_queue, None  # type: ignore[attr-defined]
     if queue is not None:

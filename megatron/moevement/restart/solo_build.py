@@ -1,4 +1,4 @@
-"""Build of model and data on a replacement alone, while the other ranks of the job do not build theirs."""
+"""Building of model and data sets by a replacement alone, while all survivors keep theirs and do not build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.moevement.patches import replace_for_a_while
 from moevement_core.util.undo import UndoStack
 
 _DATA = "megatron.core.datasets"
-"""Package whose modules build indices on rank 0 alone."""
+"""Package of Megatron that builds data sets. Its modules build index files on rank 0 alone."""
 
 
 def building_without_others(undo: UndoStack) -> list[str]:
@@ -34,15 +34,15 @@ def building_without_others(undo: UndoStack) -> list[str]:
 
 
 def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
-    """Have a replacement build its data sets alone, including indices that are missing in its cache.
+    """Make a replacement build its data sets alone, including index files that its cache lacks.
 
-    Megatron builds indices on rank 0 while the other ranks wait. Rank 0 of a running job keeps its data sets and builds
-    none. Indices follow from the seed and the data, so any rank may build them.
+    Megatron builds index files on rank 0 while all other ranks wait. But after a failure, rank 0 may be a survivor,
+    which keeps its data sets and builds none. Any rank may build index files, because they follow from seed and data.
 
     Args:
         undo: stack that ends the replacement of torch's functions.
-        cache: value of ``--data-cache-path``, where only one process at a time builds indices; None if indices lie
-            beside the data.
+        cache: value of ``--data-cache-path``, where only one process at a time builds index files; None if index files
+            lie beside the data.
     """
     replace_for_a_while(undo, dist, "barrier", lambda *args, **kwargs: None)
     get_rank = dist.get_rank
@@ -64,8 +64,8 @@ def building_data_without_others(undo: UndoStack, cache: str | None) -> None:
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
     """Record the parameter keys that Megatron's optimizer gathers from all ranks, or use ``kept`` keys instead.
 
-    The gathered keys are equal on all ranks. A replacement cannot gather them, because the other ranks do not gather.
-    Gathers by other functions, such as those that load a dense checkpoint, are not affected.
+    The gathered keys are equal on all ranks. A replacement cannot gather them, because survivors do not gather. Gathers
+    outside of the optimizer's construction, for example in loading a dense checkpoint, are not affected.
 
     Args:
         undo: stack that ends the replacement of Megatron's functions.
