@@ -1,4 +1,4 @@
-"""Megatron's local attention with different widths of key and value heads, as multi-latent attention needs.
+"""Megatron's local attention with key heads and value heads of different widths, for multi-latent attention.
 
 ``MLASelfAttention`` passes both widths to its core attention, but the local ``DotProductAttention`` accepts neither.
 The arithmetic of the local attention works for any widths. The softmax scale depends on the key width, and the shape of

@@ -1,9 +1,9 @@
 """Capacity of Megatron's experts, and extra capacity for experts that have lost updates (MoEtion, section 6).
 
-Megatron drops the tokens that exceed an expert's capacity, which is equal for all experts. While an expert has extra
-capacity, the router computes drops for both capacities, and applies the drops for the larger capacity to that expert.
-With a capacity factor of 1 or more, all experts together have capacity for every routed token. So the extra tokens of
-one expert never exceed the free capacity of the others.
+All experts have equal capacity, and Megatron drops the tokens that exceed it. While some experts have extra capacity,
+the router computes twice which tokens to drop: for the normal capacity, and for the larger capacity. It applies the
+second result to these experts alone. With a capacity factor of 1 or more, all experts together have room for every
+routed token. So the extra tokens of one expert never exceed the free room of the other experts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moevement_core.operators import OperatorTable, expert_name
 def expert_capacity(args: Namespace) -> int:
     """Return the most tokens that an expert takes from one router in a micro-batch (C in MoEvement, appendix B).
 
-    The number is the same for all experts of all layers, because Megatron has one capacity factor. A token comes to an
-    expert once at most, so the number of the router's tokens is a further limit.
+    The number is the same for all experts of all layers, because Megatron has one capacity factor. It is at most the
+    number of the router's tokens, because a token comes to an expert at most once.
 
     Args:
         args: Megatron's arguments, with a capacity factor; ``preflight/sparse.py`` refuses a job without one.
@@ -49,17 +49,17 @@ class _Room:
     has_more: torch.Tensor
     """True for each expert with extra capacity, bool ``[experts]``."""
     observe_extra_tokens: torch.Tensor
-    """Tokens that only the extra capacity admitted, float64 ``[experts]``."""
+    """Number of tokens that each expert took only because of extra capacity, float64 ``[experts]``."""
     counts: Callable[[], bool]
     is_open: bool = False
 
 
 _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
-"""Extra capacity of the router that is routing on this thread."""
+"""Extra capacity of the experts of the router that now runs on this thread; None if its experts have none."""
 
 
 class RouterRoom:
-    """Switch of the extra capacity of experts, for this rank's routers. All ranks of a stage switch at the same time.
+    """Switch that gives experts of this rank's routers extra capacity. All ranks of a stage switch at the same time.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -69,9 +69,9 @@ class RouterRoom:
 
     def __init__(self, chunks: list[Any], table: OperatorTable, share: float) -> None:
         self.paused = False
-        """True while admitted tokens are not counted."""
+        """True while this object counts no tokens, as in a replay."""
         self.tokens_of_run = None
-        """Unknown here, because only the tokens that extra capacity admits are counted."""
+        """Number of tokens of the whole run; unknown here, because only tokens in extra capacity are counted."""
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []
@@ -95,7 +95,7 @@ class RouterRoom:
                 replace_on(router, "routing", functools.partial(_routing_in, room=room))
 
     def open(self, operators: Collection[str]) -> None:
-        """Give these experts extra capacity, and all other experts normal capacity."""
+        """Give the experts in ``operators`` extra capacity, and all other experts normal capacity."""
         wanted, places = {self._table.index_of[name] for name in operators}, iter(self._places)
         for room in self._rooms:
             has_more = [next(places) in wanted for _ in range(len(room.has_more))]
@@ -103,9 +103,10 @@ class RouterRoom:
             room.has_more.copy_(torch.tensor(has_more))
 
     def take(self) -> torch.Tensor:
-        """Return and reset the counts of tokens on this rank that only extra capacity has admitted.
+        """Return the number of tokens that each expert took only because of extra capacity, and reset the counts.
 
-        The result is on the device, with one float64 count for each expert of all routers.
+        Only tokens of this rank are counted. The result is float64 on the device, one number for each expert of all
+        routers.
         """
         if not self._rooms:
             return torch.zeros(0, dtype=torch.float64)
@@ -136,7 +137,7 @@ def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
 
 
 def dropping_with_room(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``apply_router_token_dropping`` that respects the extra capacity of some experts."""
+    """Return an ``apply_router_token_dropping`` that drops fewer tokens of experts that now have extra capacity."""
 
     @functools.wraps(original)
     def apply_router_token_dropping(

@@ -22,7 +22,7 @@ from moevement_core.restart.generation import nodes_of
 
 
 def layer_with_slots(original: Any) -> Callable[..., Any]:
-    """Return a replacement of ``MoELayer`` for layer specs. It builds a layer with slots if experts are in slots."""
+    """Return a function for layer specs that builds an MoE layer, with slots if this job's experts are in slots."""
 
     @functools.wraps(original)
     def moe_layer(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +47,10 @@ def _classes() -> _Classes:
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
     def kept(tensor: Any) -> Any:
-        """Return an entry that is not written to the checkpoint, for a tensor of an expert's second replica on a rank.
+        """Return a checkpoint entry that Megatron does not write, for a tensor of the second replica of an expert.
 
-        A checkpoint has each tensor of a rank only once. When the job starts, the second replica becomes a copy of the
-        first.
+        Both replicas are on this rank, and a checkpoint has each tensor of a rank only once. When the job starts, the
+        second replica becomes a copy of the first.
         """
         return ShardedTensorFactory(
             tensor.key,
@@ -61,11 +61,14 @@ def _classes() -> _Classes:
         )
 
     class SlotDispatcher(MoEAlltoAllTokenDispatcher):
-        """Dispatcher that spreads the tokens of an expert over slots, and then treats slots as Megatron's experts."""
+        """Dispatcher that spreads an expert's tokens over its slots; Megatron then treats each slot as an expert."""
 
         table: SlotTable
         routed: torch.Tensor | None = None
-        """Tokens of each expert on all ranks since the last reset, int64 ``[E]``; None if nothing has been counted."""
+        """Tokens of each expert on all ranks, int64 ``[E]``, since :class:`RoutedLoads` last read and reset them.
+
+        None if nothing has been counted.
+        """
 
         def dispatch_preprocess(
             self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -122,7 +125,7 @@ def _classes() -> _Classes:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """Return Megatron's state with each expert once, independent of slots. Any number of ranks can load it."""
+            """Return the layer's state with each expert once, so that a job with any number of ranks can load it."""
             metadata = ensure_metadata_has_dp_cp_group(metadata)
             state = {}
             for name, module in self._modules.items():

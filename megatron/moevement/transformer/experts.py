@@ -1,8 +1,8 @@
 """Megatron's experts on this project's kernels.
 
-Modules, parameters and checkpoints stay the same; only the forward pass is replaced. Replays and normal training both
-use the kernels. A replay with frozen experts has to equal training with active experts bit for bit, and these kernels
-ensure that (``moevement_kernels.op``).
+Modules, parameters and checkpoints stay Megatron's; only the forward pass is replaced. Training and replays both use
+the kernels, because a replay with frozen experts must have the bits of training with active experts. These kernels
+ensure equal bits (``moevement_kernels.op``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moevement_core.errors import ConfigError
 
 
 def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``grouped_mlp_modules`` whose experts run on this project's kernels, if the flags ask for it."""
+    """Return a ``grouped_mlp_modules`` whose experts run on the kernels that ``--moevement-frozen-kernels`` names."""
 
     @functools.wraps(original)
     def grouped_mlp_modules(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the experts module. The configuration, which decides about the kernels, is known only at this point."""
+    """Build the experts of a layer. The choice of kernels needs the configuration, which Megatron passes only here."""
     from megatron.training import global_vars
 
     cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
@@ -92,11 +92,11 @@ def _say_once(what: str, backend: str) -> None:
 
 @functools.cache
 def _classes() -> dict[Any, Any]:
-    """Return a dictionary from Megatron's replaceable experts classes to the classes that replace them."""
+    """Return the class that replaces each of Megatron's classes of experts, by Megatron's class."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     class OnKernels:
-        """Mixin that replaces Megatron's forward pass."""
+        """Mixin that replaces the forward pass of Megatron's experts by this project's kernels."""
 
         def forward(
             self,

@@ -1,8 +1,9 @@
 """Frozen and active operators in a Megatron model (MoEvement section 3.3).
 
-A frozen operator computes the output and the gradient of the input, but no weight gradient. Megatron's linear layers,
-norms and embeddings do so if ``requires_grad`` of the weights is False in the forward pass. Three other parts do not,
-and this module handles them: the router, Transformer Engine's grouped linear, and the layers above a frozen embedding.
+A frozen operator computes its output and the gradient of its input, but no weight gradient. For Megatron's linear
+layers, norms and embeddings, it suffices that ``requires_grad`` of the weights is False in the forward pass. This
+module handles three parts for which it does not suffice: the router, Transformer Engine's grouped linear, and the
+layers above a frozen embedding.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class FrozenMode:
 
     @contextmanager
     def as_if_active(self) -> Iterator[None]:
-        """Set ``requires_grad`` of all trainable parameters inside the context, where no gradient may be computed."""
+        """Set ``requires_grad`` of all trainable parameters in a ``with`` block.
+
+        The block must not run a forward pass, which would record gradients of frozen operators.
+        """
         before = [
             (parameter, parameter.requires_grad) for parameters in self._parameters.values() for parameter in parameters
         ]
@@ -85,12 +89,12 @@ def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tenso
 
 
 def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
-    """Return groups of weights whose module checks ``requires_grad`` only of the first weight.
+    """Return groups of weights that all have to compute gradients as soon as one of them is active.
 
-    Transformer Engine's grouped linear, one module for all experts of a layer, would drop the gradients of active
-    experts if the first expert is frozen. While any expert of a group is active, all experts of the group therefore
-    compute gradients, and the optimizer skips the frozen experts. With this project's kernels (``experts.py``,
-    ``grouped_linear.py``), each expert is handled separately.
+    These are the weights of Transformer Engine's grouped linear, which is one module for all experts of a layer. It
+    checks ``requires_grad`` of the first expert only, and so would drop the gradients of active experts if the first
+    expert is frozen. The optimizer skips the frozen experts. Layers on this project's kernels (``experts.py``,
+    ``grouped_linear.py``) are not in the result, because the kernels handle each expert separately.
     """
     groups = []
     for module in chunk.modules():

@@ -1,8 +1,9 @@
 """Weight gradients of a grouped linear layer for its active experts only (``--moevement-frozen-kernels wgrad``).
 
 Transformer Engine's grouped linear is one module for all experts of a rank, and computes all weight gradients or none.
-Here it runs as if all experts were frozen, in training as in a replay, so it computes outputs and input gradients, with
-equal bits in both. ``moevement_kernels.linear`` computes the weight gradients of active experts.
+This module runs it as if all experts were frozen, in training and in replays. So it computes only outputs and input
+gradients, with equal bits in training and in replays. ``moevement_kernels.linear`` computes the weight gradients of
+active experts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from moevement_kernels.linear import with_weight_gradients
 class SplitWeightGradients:
     """Hooks of a grouped linear layer without biases, whose weight gradients this project's kernel computes.
 
-    The layer has to skip all weight gradients if no weight requires a gradient when its forward pass runs.
+    The layer must skip all weight gradients if no weight requires a gradient in the forward pass.
 
     Args:
         linear: module with ``num_gemms`` weights ``weight0``, ``weight1`` and so on. Its forward pass takes tokens
@@ -27,7 +28,7 @@ class SplitWeightGradients:
     def __init__(self, linear: Any) -> None:
         self._trainable = self._required = [weight.requires_grad for weight in _weights_of(linear)]
         self._is_inside = False
-        """True while the layer runs, or if its forward pass was interrupted."""
+        """True during the layer's forward pass; it stays True if a restart interrupts the pass."""
         linear.takes_mixed_experts, linear.split_weight_gradients = True, self
         linear.register_forward_pre_hook(self._before)
         linear.register_forward_hook(self._after, always_call=True)

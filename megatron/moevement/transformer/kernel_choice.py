@@ -28,7 +28,7 @@ INSTEAD = "give --moevement-frozen-kernels off"
 
 
 def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
-    """Return the backend that runs the experts of a model; None for Megatron's own layers.
+    """Return the kernels that run whole experts of a model; None if Megatron's own layers run them.
 
     Args:
         args: Megatron's arguments.
@@ -54,14 +54,16 @@ def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
 
 
 def splits_weight_gradients(args: argparse.Namespace, config: Any) -> bool:
-    """Return True if grouped linear layers keep their own kernels, and only weight gradients come from this project.
+    """Return True under ``--moevement-frozen-kernels wgrad``.
+
+    Grouped linear layers then run Transformer Engine's kernels, but this project's kernel computes weight gradients.
 
     Args:
         args: Megatron's arguments.
         config: Megatron's ``TransformerConfig``.
 
     Raises:
-        ConfigError: the flag asks for it, but the weight gradients of these layers cannot be computed outside.
+        ConfigError: the flag has this value, but the kernel cannot compute the weight gradients of these layers.
     """
     if FrozenKernels(args.moevement_frozen_kernels) is not FrozenKernels.WGRAD:
         return False

@@ -1,7 +1,8 @@
 """Counts of routing decisions on each router's own device, without communication or waiting.
 
-Each router sums the tokens routed to every expert of the layer, or, for the soft count, the gate's probabilities.
-Only passes with gradients are counted: evaluation is not, and of the two passes of a recomputed layer only the second.
+For each expert, a router sums the tokens that it routes to the expert; for the soft count, it sums the gate's
+probabilities. Only forward passes that record gradients count. So evaluation does not count, and of the two passes of a
+recomputed layer only the second counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RouterCounts:
     def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering, tokens_of_run: int | None) -> None:
         self.tokens_of_run = tokens_of_run
         self.paused = False
-        """True while nothing is counted. Replays set it, so that no token is counted twice."""
+        """True while this object counts nothing. A replay sets it, so that no token is counted twice."""
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
@@ -76,7 +77,7 @@ class RouterCounts:
 
 
 def by_operator(taken: list[torch.Tensor], places: list[int], operators: int) -> torch.Tensor:
-    """Return the sums as float64 ``[len(taken), operators]`` on the host. The call waits for the device.
+    """Arrange sums by operator: float64 ``[len(taken), operators]``, on the host. The call waits for the device.
 
     Args:
         taken: results of several calls of ``take``. Each result has one sum for each expert of all routers.
@@ -95,11 +96,10 @@ def routed_layers(chunk: Any) -> list[Any]:
 
 
 def _assigned(router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-    """Return True for each token and expert that came together, bool ``[tokens, experts]``.
+    """Return bool ``[tokens, experts]``: True where the router assigns the token to the expert.
 
-    With ``--moe-pad-expert-input-to-capacity``, Megatron's routing map assigns as many tokens to every expert as the
-    expert has capacity for. The tokens that only fill the capacity have probability 0, and they count nothing here:
-    with them, all experts would be equally popular.
+    With ``--moe-pad-expert-input-to-capacity``, Megatron's routing map fills the capacity of every expert with further
+    tokens of probability 0. These tokens do not count here. Otherwise, all experts would be equally popular.
     """
     return routing_map & (probs != 0) if router.config.moe_pad_expert_input_to_capacity else routing_map
 
