@@ -53,7 +53,7 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
 
 
 def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of Megatron that builds configuration objects from flags, so that its errors have one line."""
+    """Return a wrapper of a function that builds Megatron's configuration objects; it reports errors in one line."""
 
     @functools.wraps(original)
     def from_args(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def refuse(complaints: Iterator[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return Megatron's message in one line; the failed condition if the error has no message."""
+    """Return the message of Megatron's error in one line; without a message, the source of the failed assertion."""
     if words := " ".join(str(error).split()):
         return f"Megatron refuses these flags: {words}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -27,7 +27,7 @@ class _Words(argparse.ArgumentParser):
 
 
 def refuse_early(argv: Sequence[str], ranks: int) -> None:
-    """Raise the first complaint about a script's arguments that follows from the few flags parsed here.
+    """Check a script's arguments in the launcher, and raise the first complaint.
 
     Args:
         argv: the script and its arguments, which may include ``--config`` files.

@@ -112,7 +112,7 @@ def written_folders(args: Namespace) -> Iterator[str]:
 
 
 def _full(name: str, folder: Path) -> Iterator[str]:
-    """Yield a complaint if a folder lacks the space for the configuration and the first bytes of Megatron's writers."""
+    """Yield a complaint if a folder's disk lacks space for what the job writes there before it trains."""
     probe = folder / f".moevement-room.{os.getpid()}"
     try:
         probe.write_bytes(bytes(_ROOM_BYTES))
@@ -123,13 +123,13 @@ def _full(name: str, folder: Path) -> Iterator[str]:
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:
-    """Yield a complaint if the flags ask for a metrics endpoint that no process outside the ranks can serve."""
+    """Yield a complaint if the flags ask for a metrics endpoint, but no launcher or coordinator runs to serve it."""
     if (complaint := unserved(args.moevement_metrics_port)) is not None:
         yield complaint
 
 
 def checkpoints(args: Namespace) -> Iterator[str]:
-    """Yield complaints about a torn checkpoint to load, and about saves without an interval."""
+    """Yield complaints about a checkpoint to load that is incomplete, and about ``--save`` without an interval."""
     from megatron.moevement.runtime import dense_checkpoint
 
     if args.save and args.save_interval is None and not args.train_samples:

@@ -31,14 +31,17 @@ NEEDS_GPU = (
 
 
 ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Environment variables that allow or forbid kernels of Transformer Engine; Megatron sets them for each backend."""
+"""Environment variables that allow or forbid Transformer Engine's attention kernels.
+
+Megatron sets them according to ``--attention-backend``.
+"""
 _ATTENTION_OF = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
 
 
 def attention(args: Namespace) -> Iterator[str]:
-    """Yield complaints about environment variables that contradict the attention backend.
+    """Yield complaints about environment variables that contradict ``--attention-backend``.
 
-    Without a GPU the variables have no effect, and the function removes them.
+    On a machine without a GPU, the function instead removes these variables, which have no effect there.
     """
     if platform.is_cpu():
         for name in ATTENTION:
@@ -54,7 +57,7 @@ def attention(args: Namespace) -> Iterator[str]:
 
 
 def reruns(args: Namespace) -> Iterator[str]:
-    """Yield a complaint about a mode that Megatron's parser accepts but its state machine for reruns does not."""
+    """Yield a complaint about a ``--rerun-mode`` that Megatron's parser accepts, and that makes Megatron fail later."""
     if args.rerun_mode == "report_stats":
         yield (
             "--rerun-mode report_stats: Megatron's parser accepts this mode, but Megatron's state machine calls it "
@@ -64,7 +67,7 @@ def reruns(args: Namespace) -> Iterator[str]:
 
 SHARED = Path("/dev/shm")
 _PREFETCHED, _BYTES_OF_TOKEN = 2, 24
-"""Batches that each worker prefetches; bytes of a token with its label and position, 8 bytes each."""
+"""Number of batches that each data worker prefetches; bytes of a token in a batch (token, label, position: 8 each)."""
 _SEMAPHORES = 1 << 16
 """Bytes of shared memory that the queues of workers need."""
 
@@ -86,7 +89,7 @@ def shared_memory(args: Namespace) -> Iterator[str]:
 
 
 def optimizer(args: Namespace) -> Iterator[str]:
-    """Yield complaints about an optimizer or a load balancing that the job's other flags or this machine exclude."""
+    """Yield complaints about optimizers and load balancing that other flags, or the lack of a GPU, exclude."""
     if args.use_distributed_optimizer and args.optimizer == "sgd":
         yield f"--optimizer {args.optimizer}: the distributed optimizer supports only Adam; use adam, or do without it"
     emerging = args.optimizer not in ("adam", "sgd")

@@ -45,11 +45,11 @@ RANGES: dict[str, Range] = {
     "inprocess_soft_timeout": POSITIVE, "inprocess_hard_timeout": POSITIVE,
     "inprocess_monitor_thread_interval": POSITIVE,
 }  # fmt: skip
-"""Ranges by the name in the parsed namespace. ``hidden_size`` and similar flags may be missing, but not 0."""
+"""Allowed values of flags, by their names in the parsed arguments. A missing value (None) is not checked."""
 _NAMED = {"layernorm_epsilon": "--norm-epsilon"}
-"""Flags whose values have a name in the namespace that does not follow from the flag."""
+"""Flags whose name in the parsed arguments does not follow from the flag, by that name."""
 _MAY_BE_INFINITE = ("moevement_",)
-"""Prefix of this project's flags, some of which may be infinite; other code checks their ranges."""
+"""Prefix of this project's flags. Some of them may be infinite, and the code that reads them checks their ranges."""
 
 
 def ranges(args: Namespace) -> Iterator[str]:

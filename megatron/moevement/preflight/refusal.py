@@ -14,7 +14,7 @@ class Refusal:
 
     flag: str
     value: Callable[[Namespace], Any]
-    """Function that returns the refused value, or True for a flag without value. None or False means no refusal."""
+    """Function that returns the refused value; True for a flag without a value; None or False to refuse nothing."""
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:
@@ -28,16 +28,16 @@ class Refusal:
 
 
 def complaints(refusals: Iterable[Refusal], args: Namespace, text: str) -> Iterator[str]:
-    """Yield the complaints of the refusals that apply."""
+    """Yield a complaint for each refusal that applies to ``args``, with the wording ``text``."""
     for refusal in refusals:
         yield from refusal.complaint(args, text)
 
 
 def given(name: str) -> Callable[[Namespace], Any]:
-    """Return a function that returns True if the switch is set."""
+    """Return a function for :attr:`Refusal.value` that refuses the switch ``name`` if it is set."""
     return lambda args: bool(getattr(args, name))
 
 
 def beside(name: str, harmless: Any) -> Callable[[Namespace], Any]:
-    """Return a function that returns the value of an option, or None if it is the harmless value."""
+    """Return a function for :attr:`Refusal.value` that refuses all values of an option except ``harmless``."""
     return lambda args: None if (value := getattr(args, name, None)) == harmless else value

@@ -107,7 +107,7 @@ def _has_capacity(args: Namespace) -> bool:
 
 
 def _capacity_order(args: Namespace) -> Iterator[str]:
-    """Yield a complaint about an order by capacity for experts that have none."""
+    """Yield a complaint if ``--moevement-order`` asks for an order by capacity, and experts have no capacity limit."""
     if args.moevement_order == Ordering.CAPACITY and not _has_capacity(args):
         yield (
             f"--moevement-order {args.moevement_order}: experts have no capacity; give --moe-expert-capacity-factor, "
@@ -116,7 +116,7 @@ def _capacity_order(args: Namespace) -> Iterator[str]:
 
 
 def _room(args: Namespace) -> Iterator[str]:
-    """Yield complaints about a capacity boost for experts that cannot have extra capacity."""
+    """Yield complaints about ``--moevement-capacity-boost`` if experts cannot have extra capacity."""
     if args.moevement_capacity_boost is None:
         return
     asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
@@ -127,7 +127,7 @@ def _room(args: Namespace) -> Iterator[str]:
 
 
 def _copies(args: Namespace) -> Iterator[str]:
-    """Yield a complaint if there are too few nodes for the copies, as far as the nodes are known before ranks meet."""
+    """Yield a complaint if the job has too few nodes for ``--moevement-replicas``; none if nodes are not yet known."""
     wanted, world = args.moevement_replicas, args.world_size
     if not wanted or args.moevement_replicas_on_same_node:
         return
