@@ -1,7 +1,7 @@
 """Text for jobs without data: about 190 KB of generated sentences, with the same bytes on every machine.
 
-Integer arithmetic generates the text from the tables below, so the bytes do not depend on the version of Python. There
-are four kinds of documents with different words and forms, so that experts can specialise.
+Integer arithmetic generates the text from this module's tables of words, so the bytes do not depend on the version of
+Python. There are four kinds of documents with different words and forms, so that experts can specialise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 DOCUMENTS = 240
 SENTENCES = 20
-"""Sentences, or lines, of each document."""
+"""Number of sentences, or lines, in each document."""
 
 _SUBJECTS = (
     "the keeper", "an old ferry", "the tide", "a lantern", "the harbour master", "my sister", "the north wind",

@@ -28,14 +28,14 @@ def cache_dir() -> Path:
 
 
 def corpus_path() -> Path:
-    """Return the prefix of the corpus for ``--data-path``, whether it is built or not."""
+    """Return the path of the embedded corpus for ``--data-path``; the files need not exist yet."""
     return cache_dir() / "corpus" / f"v{FORMAT}" / "sentences"
 
 
 def corpus_prefix() -> Path:
-    """Return the prefix of the corpus for ``--data-path``, and build the corpus first if it is missing.
+    """Return the path of the embedded corpus for ``--data-path``, and build the files first if they are missing.
 
-    Any process may call it at any time.
+    All processes of a job may call it at the same time.
     """
     prefix = corpus_path()
     if not prefix.with_suffix(".idx").exists():
