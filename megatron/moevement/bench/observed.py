@@ -1,4 +1,4 @@
-"""Runner that executes the training script on the command line, with an observer that measures."""
+"""Runner of the training script that is named on the command line, with an observer that measures it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_observed(observer: observers.Observer, samples: Callable[[], Any]) -> No
 
     Args:
         observer: observer that the session calls before every iteration.
-        samples: function whose result rank 0 writes at the end, as JSON.
+        samples: function whose result rank 0 writes to ``samples.json`` when the script has ended.
     """
     observers.observe(observer)
     sys.argv = sys.argv[1:]

@@ -29,12 +29,12 @@ class Sample:
     """Seconds from the beginning of the iteration to the beginning of the next one."""
     stall_s: float
     begin_s: float
-    """Seconds that the training thread spends on the boundary record and on issuing copies."""
+    """Seconds that the training thread spends on recording boundary state and on starting a snapshot's copies."""
     copied_bytes: int
     copy_cpu_s: float
     digest_cpu_s: float
     whole_cpu_s: float
-    """Processor seconds spent on digests of the whole state; 0 in iterations without such a digest."""
+    """Processor seconds of digests over the whole state; 0 in iterations that compute no such digest."""
     replicated_bytes: int
 
 

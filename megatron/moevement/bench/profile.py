@@ -1,9 +1,9 @@
 """Training run for ``moevement profile``. It measures the parts from which the simulator composes an iteration.
 
-Iterations alternate. An iteration without Megatron's timers gives the length of an iteration. The next iteration runs
-with timers and gives the parts (log level 2, where each timer waits for the device when it starts and stops). After the
-last iteration, all ranks measure copies, storage and collectives at the same time. The training script to measure
-follows on the command line, and needs no flag of this project.
+Two kinds of iterations alternate. An iteration without Megatron's timers measures the time of a whole iteration. An
+iteration with timers measures its parts; these timers (log level 2) wait for the device when they start and stop, so
+such an iteration is slower. After the last iteration, all ranks measure copies, storage and collectives at the same
+time. The command line names the training script to measure, which needs no flag of this project.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = {
     "gather": ("params-all-gather",),
     "optimizer": ("optimizer",),
 }
-"""Megatron's timers of each part. The time of ``optimizer`` includes the time of ``gather``."""
+"""Names of Megatron's timers for each part of an iteration. ``optimizer`` includes the time of ``gather``."""
 SIZES = tuple(4**power for power in range(5, 12))
 """Sizes of a rank's message in bytes: 1 KB to 4 MB."""
 REPEATS = 7

@@ -20,7 +20,7 @@ from moevement_core.trainer import observer as observers
 
 STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
 BEGIN = 6
-"""Iterations before the first loss of memory."""
+"""Number of iterations before this benchmark wipes memory for the first time."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Sample:
     kind: str
     """Kind of the sample: ``normal`` for an iteration, ``stage`` or ``all`` for a recovery of one or all stages."""
     wall_s: float
-    """Seconds of the iteration, or of the recovery's replay."""
+    """Seconds of the iteration, or of the replay in the recovery."""
     cpu_s: float
     """Processor seconds of all ranks together."""
     replayed: int

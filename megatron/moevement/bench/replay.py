@@ -25,7 +25,7 @@ from moevement_core.trainer import observer as observers
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
-"""Iteration before which all measurements happen. Earlier iterations measure the popularity of operators."""
+"""Number of iterations to train before all measurements; these iterations count the popularity of operators."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Sample:
 
 
 class Observer(observers.Observer):
-    """Observer that measures before iteration :data:`AT`."""
+    """Observer that makes all measurements after :data:`AT` iterations."""
 
     def __init__(self, shares: Sequence[float], rounds: int) -> None:
         self.samples: list[Sample] = []
@@ -47,7 +47,7 @@ class Observer(observers.Observer):
         self._shares, self._rounds = shares, rounds
 
     def before_iteration(self, session: Session, committed: int) -> None:
-        """Replay one iteration for each share in each round, before iteration :data:`AT`."""
+        """Replay one iteration for each share in each round, once :data:`AT` iterations are committed."""
         if committed != AT:
             return
         schedule = session.saving.checkpointer.history.newest
