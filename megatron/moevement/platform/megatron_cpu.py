@@ -69,10 +69,10 @@ def install() -> None:
 
 @contextmanager
 def _eager_jit_fuser() -> Iterator[None]:
-    """Replace ``torch.compile`` inside the context, so that Megatron's ``jit_fuser`` changes nothing.
+    """Replace ``torch.compile`` in a ``with`` block that imports Megatron, so that Megatron compiles nothing.
 
-    ``jit_fuser`` is ``torch.compile``, and Megatron's decorators bind it at import. On a CPU, every rank would compile
-    C++ code in the first iteration. The end of the context restores ``torch.compile``.
+    Megatron's decorator ``jit_fuser`` is ``torch.compile``, and decorates functions at import. On a CPU, every rank
+    would compile C++ code in the first iteration.
     """
     compile_ = torch.compile
 
@@ -105,9 +105,10 @@ def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``prepare_write_data`` that copies the tensors to write.
+    """Return a ``prepare_write_data`` that copies the tensors of a dense save.
 
-    On a GPU, Megatron copies the tensors to the host. On a CPU, the writer would read the live weights.
+    On a GPU, Megatron copies these tensors to the host. On a CPU it makes no copy, so the writer process would read
+    weights that training is changing.
     """
 
     @functools.wraps(original)
@@ -123,7 +124,7 @@ def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Works:
-    """Handle for all operations of one coalescing manager."""
+    """Handle that waits for all collectives of one :func:`_one_by_one` block."""
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []

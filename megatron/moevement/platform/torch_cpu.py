@@ -56,13 +56,13 @@ class Stream:
 
 
 class Event:
-    """Event that holds a reading of the clock."""
+    """Event that stores the time at which it was recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._event = CpuDevice().event(timing=True)
 
     def record(self, stream: Any = None) -> None:
-        """Record the current clock reading."""
+        """Store the current time in this event."""
         self._event.record()
 
     def wait(self, stream: Any = None) -> None:
@@ -76,7 +76,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds from this reading to ``end``."""
+        """Return the milliseconds from this event to the event ``end``."""
         return self._event.elapsed_ms(end._event)
 
 
@@ -92,7 +92,10 @@ def install() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new function that does nothing. ``torch.compile`` refuses one function under two names of torch."""
+    """Return a new function that does nothing.
+
+    Each replaced name gets its own, because ``torch.compile`` refuses one function under two names of torch.
+    """
     return lambda *args, **kwargs: None
 
 
