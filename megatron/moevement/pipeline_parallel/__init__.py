@@ -1,1 +1,1 @@
-"""Traffic over pipeline boundaries: the log of sent tensors, and feeds from the log for stages that replay alone."""
+"""Traffic between pipeline stages: the log of sent tensors, and their input into a stage that replays alone."""

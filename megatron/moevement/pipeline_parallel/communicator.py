@@ -20,14 +20,15 @@ class Done:
 
 
 def logging_communicator(process: Process) -> Callable[[Any], Any]:
-    """Return a wrapper of the class ``P2PCommunicator`` that logs sent tensors and can receive logged tensors.
+    """Return a function that derives a class from ``P2PCommunicator`` which logs sent tensors.
 
-    All nine methods of the class that send or receive call ``_communicate``, which the wrapper overrides.
+    In a replay, it receives logged tensors in place of tensors from stages that keep their state. It overrides
+    ``_communicate``, which all nine methods that send or receive call.
     """
 
     def wrapper(original: Any) -> Any:
         class LoggingCommunicator(original):
-            """Communicator that logs sent tensors, and in a replay receives from feeds."""
+            """Communicator that logs sent tensors, and in a replay receives logged tensors from ``Live.feeds``."""
 
             def _communicate(
                 self,

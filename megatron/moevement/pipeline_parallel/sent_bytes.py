@@ -10,8 +10,8 @@ import torch
 def bytes_sent_per_iteration(args: Namespace, stage: int) -> int:
     """Return the bytes that a rank of ``stage`` sends in an iteration of the largest global batch, in both directions.
 
-    With ``--variable-seq-lengths`` the result is an upper bound. The last chunk sends nothing forward, and the first
-    chunk sends nothing backward.
+    With ``--variable-seq-lengths`` the result is an upper bound. The last virtual stage of the model sends nothing
+    forward, and the first sends nothing backward.
     """
     stages = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
