@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,13 +23,22 @@ from moevement_core.util.file_modes import make_folder
 from moevement_core.util.lock import STALE_S, FolderLock, acquire
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_Told = tuple[str, str]
-"""Name of a rank's mark file, and a digest of the names of the files in its folder.
-
-The digest replaces the mark file on a rank that cannot write to its folder. On other ranks, it is empty.
-"""
+_MARK = ".seen-by-"
+"""Beginning of the names of mark files."""
 NODE = "{node}"
 """Placeholder for this rank's node in a folder's name."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells all others about its folder. A rank tells one fact at a time."""
+
+    leads: str = ""
+    """Text that is equal on ranks of a node that see the same folder; later the mark file of a leader."""
+    sees: int = -1
+    """Lowest leader whose mark file this leader sees."""
+    listing: str = ""
+    """Digest of the names of the files in a folder, on a rank that cannot write to its folder."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,12 @@ RECOVERY_PATIENCE_S = 2.0
 def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder, and find the ranks that share it. Every rank calls it.
 
-    Each rank leaves a mark file in its folder during the call. Ranks that see each other's mark files share a folder. A
-    folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. There, ranks that
-    see the same files share a folder.
+    Ranks of a node that see the same folder have a leader, the lowest of them. Each leader leaves a mark file in its
+    folder during the call, and looks for the mark files of other leaders. Leaders that see the same mark file share a
+    folder. So the disk answers a few questions of each node, whatever the number of ranks.
+
+    A folder that the job only reads may be on a read-only mount, where ranks cannot leave a mark file. There, ranks
+    that see the same files share a folder.
 
     Args:
         flag: flag that sets the folder, for messages.
@@ -77,73 +90,114 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
     Raises:
         ConfigError: a rank cannot make or write the folder, or its disk does not answer. Every rank raises it.
     """
-    mark = f".seen-by-{uuid.uuid4().hex}"
-    folder, is_made = Path(template), False
-    complaint, seen, listed = None, list[int](), ""
+    folder = Path(template)
+    told, complaint = _Told(), None
     try:
-        try:
-            folder, is_made = within(patience_s, lambda: _make_folder(template, node, mark)), True
-        except OSError as error:
-            complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
-            if not is_written and error.errno in _READ_ONLY:
-                folder = _folder(template, node)
-                complaint, listed = within(patience_s, lambda: _listed(flag, folder))
-        findings = [others for _, others in _tell_or_refuse((complaint, (mark, listed)))]
-        try:
-            if any(other for _, other in findings):
-                local = listed or within(patience_s, lambda: _listed(flag, folder))[1]
-                listings = [listing for _, listing in _tell_or_refuse((None, (mark, local)))]
-                seen = [number for number, (_, listing) in enumerate(listings) if listing == local]
-            else:
-                seen = within(patience_s, lambda: _which_are_there(folder, [name for name, _ in findings]))
-        except OSError as error:
-            complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
-        _tell_or_refuse((complaint, (mark, "")))
+        folder, identity = within(patience_s, lambda: _make_folder(template, node))
+        told = _Told(leads=identity)
+    except OSError as error:
+        complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
+        if not is_written and error.errno in _READ_ONLY:
+            folder = _folder(template, node)
+            complaint, told = within(patience_s, lambda: _listed(flag, folder))
+    findings = _tell_or_refuse(complaint, told)
+    if any(finding.listing for finding in findings):
+        if not told.listing:
+            complaint, told = within(patience_s, lambda: _listed(flag, folder))
+        listings = [finding.listing for finding in _tell_or_refuse(complaint, told)]
+        return SharedFolder(folder, tuple(rank for rank, listing in enumerate(listings) if listing == told.listing))
+    return SharedFolder(folder, _sharers(flag, folder, [finding.leads for finding in findings], patience_s))
+
+
+def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: float) -> tuple[int, ...]:
+    """Return the ranks that share this rank's folder, which ranks can write to. Every rank calls it.
+
+    Args:
+        flag: flag that sets the folder, for messages.
+        folder: folder of this rank.
+        identities: for each rank, a text that is equal on ranks of a node that see the same folder.
+        patience_s: seconds to wait for each answer from the disk.
+
+    Raises:
+        ConfigError: a leader cannot write or read its folder. Every rank raises it.
+    """
+    leader_of = [identities.index(identity) for identity in identities]
+    is_leader = leader_of[dist.get_rank()] == dist.get_rank()
+    mark = folder / f"{_MARK}{uuid.uuid4().hex}"
+    complaint, is_made, first = None, False, -1
+    try:
+        if is_leader:
+            try:
+                within(patience_s, mark.touch)
+                is_made = True
+            except OSError as error:
+                complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
+        told = _tell_or_refuse(complaint, _Told(leads=mark.name if is_leader else ""))
+        leaders = {finding.leads: rank for rank, finding in enumerate(told) if finding.leads}
+        if is_leader:
+            try:
+                first = within(patience_s, lambda: _first_seen(folder, leaders))
+            except OSError as error:
+                complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
+        firsts = [finding.sees for finding in _tell_or_refuse(complaint, _Told(sees=first))]
     finally:
         if is_made:
             with suppress(OSError):
-                within(patience_s, (folder / mark).unlink)
-    return SharedFolder(folder, tuple(seen))
+                within(patience_s, mark.unlink)
+    own = firsts[leader_of[dist.get_rank()]]
+    return tuple(rank for rank, leader in enumerate(leader_of) if firsts[leader] == own)
 
 
-def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
+def _first_seen(folder: Path, leaders: dict[str, int]) -> int:
+    """Return the lowest leader whose mark file is in ``folder``.
+
+    Args:
+        folder: folder of this rank, which is a leader.
+        leaders: ranks of all leaders by the names of their mark files, the lowest rank first.
+    """
+    lowest = next(iter(leaders))
+    # Usually all nodes share a folder, and one question is enough. If not, few leaders see this folder.
+    if (folder / lowest).exists():
+        return leaders[lowest]
+    return min(leaders[path.name] for path in folder.glob(f"{_MARK}*") if path.name in leaders)
+
+
+def _listed(flag: str, folder: Path) -> tuple[str | None, _Told]:
     """Return an error text (None if the folder can be read), and a digest of the folder's path and file names."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
-        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", ""
+        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", _Told()
     if names is None:
-        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", ""
-    return None, xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode())
+        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", _Told()
+    return None, _Told(listing=xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode()))
 
 
-def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
-    return [number for number, name in enumerate(names) if (folder / name).exists()]
-
-
-def _make_folder(template: str, node: str, mark: str) -> Path:
+def _make_folder(template: str, node: str) -> tuple[Path, str]:
+    """Make the folder, and return it with a text that is equal on ranks of the node that see the same folder."""
     folder = _folder(template, node)
     make_folder(folder)
-    (folder / mark).touch()
-    return folder
+    if not os.access(folder, os.W_OK):  # A leader would find this out, but leaders are not known yet.
+        reason = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(reason, os.strerror(reason))
+    status = folder.stat()
+    return folder, f"{node} {status.st_dev}:{status.st_ino}"
 
 
-def _tell_or_refuse(local: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
+def _tell_or_refuse(complaint: str | None, local: _Told) -> list[_Told]:
     """Exchange what each rank found out about its folder, and return it for all ranks. Collective.
 
     Args:
-        local: error text of this rank (None without an error), and its mark file and digest.
-
-    Returns:
-        The same pair of every rank, in the order of ranks.
+        complaint: error text of this rank; None without an error.
+        local: what this rank found out.
 
     Raises:
         ConfigError: a rank has an error text; the message is the first of these texts. Every rank raises it.
     """
-    findings = all_gather_objects(local, tuple[str | None, _Told])
-    if complaint := next((text for text, _ in findings if text), None):
-        raise ConfigError(complaint)
-    return findings
+    findings = all_gather_objects((complaint, local), tuple[str | None, _Told])
+    if refusal := next((text for text, _ in findings if text), None):
+        raise ConfigError(refusal)
+    return [told for _, told in findings]
 
 
 def lock_folder(
@@ -200,7 +254,7 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
         ConfigError: a folder holds windows that this job was not asked to load. Every rank raises it.
     """
     same = load is not None and _folder(load, node) == place.path
-    manifest = None if same else next(iter(manifests(place.path)), None)
+    manifest = None if same or not place.is_first else next(iter(manifests(place.path)), None)
     conflicts = [
         name for name in all_gather_objects(f"{place.path}/{manifest.name}" if manifest else None, str | None) if name
     ]
