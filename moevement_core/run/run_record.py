@@ -96,6 +96,27 @@ class RunRecord:
         self.figures = RunFigures.of(kept, events)
         _replace(self.config_path, yaml.safe_dump(config, sort_keys=True))
 
+    def take_over(self, first_iteration: int) -> None:
+        """Continue the record of a running job in place of a failed writer.
+
+        The next line will be of ``first_iteration``. The method drops the lines from this iteration on, which the job
+        commits again. It reads the end of ``metrics.jsonl`` only, because all ranks wait for it. So :attr:`figures` has
+        the newest line, and no sums over the run.
+
+        Raises:
+            RunRecordError: the file cannot be written, or its end is damaged.
+        """
+        try:
+            self.summary_path.unlink(missing_ok=True)
+            newest = _cut_lines_from(self.metrics_path, first_iteration)
+        except OSError as error:
+            raise RunRecordError(
+                f"{self.metrics_path}: {error.strerror}; needs a file that can be read and written"
+            ) from None
+        self.figures = RunFigures()
+        if newest is not None:
+            self.figures.take_line(newest)
+
     def metric(self, **fields: Any) -> None:
         """Append a line for one committed iteration to ``metrics.jsonl``."""
         if not self._is_lost:
@@ -273,6 +294,46 @@ def _append(path: Path, fields: dict[str, Any]) -> None:
         except OSError:
             os.ftruncate(file.fileno(), size)  # Half a line would merge with the next one.
             raise
+
+
+def _cut_lines_from(path: Path, first: int) -> dict[str, Any] | None:
+    """Cut off the lines from iteration ``first`` on, and a torn line at the end; return the newest line that is left.
+
+    Raises:
+        OSError: the file cannot be read or cut.
+        RunRecordError: a line at the end is damaged.
+    """
+    if not path.exists():
+        return None
+    nbytes = _TAIL_BYTES
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while True:
+            begin = max(0, end - nbytes)
+            file.seek(begin)
+            lines = file.read(end - begin).splitlines(keepends=True)
+            if begin:
+                begin += len(lines.pop(0))  # probably the end of a longer line
+            newest, keep, at = None, begin, begin
+            for line in lines:
+                at += len(line)
+                if line.endswith(b"\n") and (fields := _metrics_fields(path, line))["iteration"] < first:
+                    newest, keep = fields, at
+            if newest is not None or begin == 0:
+                file.truncate(keep)
+                return newest
+            nbytes *= 4
+
+
+def _metrics_fields(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict) or (complaint := line_complaint(fields)) is not None:
+        reason = complaint if isinstance(fields, dict) else "no JSON object"
+        raise RunRecordError(f"{path}, at the end: {reason}; the file was damaged after writing")
+    return fields
 
 
 def _cut_off_torn_line(path: Path) -> None:

@@ -231,7 +231,7 @@ class _Loop(Training):
     def _joined(self, session: Session, until: int) -> None:
         self._session, binding = session, session.binding
         if self._run_dir is not None and binding.record is None and dist.get_rank() == dist.get_world_size() - 1:
-            binding.record = continue_record(self._run_dir, job_name() or "", self._flags, until)
+            binding.record = continue_record(self._run_dir, job_name() or "", until)
 
     def _finish(self, session: Session) -> None:
         """Write the summary after the end of the loop. Every rank calls it."""

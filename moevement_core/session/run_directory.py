@@ -88,27 +88,21 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
     return record
 
 
-def continue_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
+def continue_record(folder: Path, name: str, iteration: int) -> RunRecord | None:
     """Continue the record after a failure, if another process was the last rank before. Only the last rank calls it.
 
     Args:
         folder: run directory.
         name: name of the job.
-        config: all resolved flags, as plain values.
         iteration: iteration that the job resumes from.
 
     Returns:
         Record; None if another job uses the folder or the folder cannot be written. The log has the reason.
     """
     try:
-        lock = acquire(folder, name, "--run-dir", may_wait=False, report=log.info)
-    except (FolderInUse, OSError) as error:
-        log.warning(f"metrics and events are no longer recorded: {error}")
-        return None
-    record = RunRecord(folder, lock)
-    try:
-        record.begin(dict(config), first_iteration=iteration + 1)
-    except RunRecordError as error:
+        record = RunRecord(folder, acquire(folder, name, "--run-dir", may_wait=False, report=log.info))
+        record.take_over(first_iteration=iteration + 1)
+    except (FolderInUse, OSError, RunRecordError) as error:
         log.warning(f"metrics and events are no longer recorded: {error}")
         return None
     return record

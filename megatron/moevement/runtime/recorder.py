@@ -153,7 +153,7 @@ def resume_record(job: Job, args: Namespace) -> None:
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
-        live.record = continue_record(run_dir, job.binding.job_name, plain_config(vars(args)), live.iteration)
+        live.record = continue_record(run_dir, job.binding.job_name, live.iteration)
 
 
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:

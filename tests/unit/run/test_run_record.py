@@ -11,10 +11,13 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.errors import RunRecordError
+from moevement_core.run import run_record
 from moevement_core.run.events import Evaluated
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from moevement_core.util.lock import LOCK, Holder, acquire
+
+loads = json.loads
 
 
 def record(folder: Path, losses: dict[int, float], **summary: object) -> RunRecord:
@@ -56,6 +59,39 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
     newest = run.newest_metric()
     assert newest is not None
     assert newest["iteration"] == 1000
+
+
+@pytest.mark.parametrize("first", [1, 2, 700, 1001])
+def test_a_record_is_taken_over_from_any_iteration(first: int, tmp_path: Path) -> None:
+    record(tmp_path, {iteration: 1.0 for iteration in range(1, 1001)})
+    run = RunRecord(tmp_path)
+    with run.metrics_path.open("a") as file:
+        file.write('{"iteration": 1001, "lo')
+    before = run.config_path.read_text()
+    run.take_over(first_iteration=first)
+    run.metric(iteration=first, loss=2.0)
+    assert [line["iteration"] for line in run.metrics()] == list(range(1, first + 1))
+    assert (run.figures.line["loss"], run.config_path.read_text()) == (2.0, before)
+    with pytest.raises(RunRecordError, match=r"\bsummary\.json\b"):
+        run.summary()
+
+
+def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, {iteration: 1.0 for iteration in range(1, 3001)})
+    parsed = list[object]()
+    monkeypatch.setattr(run_record.json, "loads", lambda text: (parsed.append(text), loads(text))[1])
+    RunRecord(tmp_path).take_over(first_iteration=2990)
+    assert 10 <= len(parsed) < 300
+
+
+@pytest.mark.parametrize("damaged", ["[]\n", "{\n", '{"iteration": "x"}\n', "\0\0\n"])
+def test_a_record_with_a_damaged_end_is_not_taken_over(damaged: str, tmp_path: Path) -> None:
+    run = record(tmp_path, {1: 3.0, 2: 2.0})
+    with run.metrics_path.open("a") as file:
+        file.write(damaged)
+    with pytest.raises(RunRecordError, match=r"\bmetrics\.jsonl\b"):
+        RunRecord(tmp_path).take_over(first_iteration=3)
+    assert RunRecord(tmp_path / "none").take_over(first_iteration=3) is None
 
 
 @pytest.mark.parametrize(
