@@ -41,9 +41,9 @@ class CheckFreq(Dense):
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return the next interval.
 
-        An interval hides a checkpoint if the checkpoint is complete on disk before the next one begins. The first call
-        returns the shortest such interval. Later calls make the interval longer or shorter, so that the measured cost
-        of checkpoints stays below the cap.
+        The first call returns the shortest interval in which a checkpoint is complete on disk before the next
+        checkpoint begins. Later calls make the interval longer or shorter, so that the measured cost of checkpoints
+        stays below the cap.
         """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s + full / measured.disk_bytes_per_s

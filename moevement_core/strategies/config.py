@@ -234,7 +234,7 @@ class StrategyConfig:
 
     @property
     def kept_cap(self) -> float | None:
-        """Result of :attr:`cap`, but None if the cost of this strategy is not limited, as with MoC-System."""
+        """Value of :attr:`cap`; None if the cost of this strategy is not limited, as with MoC-System."""
         keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
         return self.cap if keeps or self.overhead_cap is not None else None
 

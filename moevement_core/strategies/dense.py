@@ -66,8 +66,8 @@ class DenseSchedule(Schedule):
         """Return the number of its own snapshots that a rank keeps.
 
         These are the newest snapshot that the rank knows as persisted, all later ones, and with ``to_disk`` one more
-        that is being written to disk. A snapshot is captured in one iteration and reported in the second. In the third
-        all ranks know that it is persisted.
+        that is being written to disk. A snapshot is captured in one iteration and reported in the next. One
+        iteration later, all ranks know that the snapshot is persisted.
         """
         return 1 + -(-(2 + lag) // self.interval) + to_disk
 

@@ -95,7 +95,8 @@ class PartialSchedule(VersionSchedule):
     def durable_slots(self) -> int:
         """Number of snapshots of a run if files leave out experts of the snapshots in memory (section 5.1), else 0.
 
-        A rank keeps so many of its own snapshots, because the newest window on disk lacks some of their experts.
+        A rank keeps this many of its own snapshots in memory, because the newest window on disk lacks some of their
+        experts.
         """
         return self.snapshots if self.persisted is not None and self.persisted < self.experts else 0
 
@@ -242,11 +243,12 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that follows from this stage's lost tokens, and with a measured K also how much K is below E.
+        """Return the K that this stage needs for its lost tokens; if K is measured, also E minus the measured K.
 
         The measured K is the number of experts of each layer that this rank can copy from the device within one
-        iteration. The copy must end by then, because the next update changes the state (section 5.3). The difference E
-        - K is returned in place of K, because ranks agree on the largest value, and the slowest rank must decide.
+        iteration. The copy must end by then, because the next update changes the state (section 5.3). The method
+        returns the difference in place of the measured K, because ranks agree on the largest value, and the slowest
+        rank must decide.
         """
         if not self._is_measured:
             return (self.experts,)

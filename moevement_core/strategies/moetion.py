@@ -1,9 +1,9 @@
-"""MoEtion: a snapshot holds the non-expert state, and those S of the E experts of a layer with most tokens at risk.
+"""MoEtion: a snapshot holds the non-expert state, and S of the E experts of each layer: those most at risk.
 
-The tokens at risk of an expert are those that it processed since it was last saved. S is a mean over the layers. A
-rank's own snapshots hold as many experts as it can copy from the device. Its peers receive as many of these experts as
-links carry. So own snapshots and peers have different S and different experts (Algorithm 1, lines 18 and 19). Each S
-follows the measurements of the job.
+The tokens at risk of an expert are those that it processed since it was last saved. The experts most at risk have the
+most of these tokens. S is a mean over the layers. A rank's own snapshots hold as many experts as it can copy from the
+device. Its peers receive as many of these experts as links carry. So own snapshots and peers have different S and
+different experts (Algorithm 1, lines 18 and 19). Each S follows the measurements of the job.
 
 If two snapshots in a row hold an expert, the second one has only the gradients of the expert. A rank that restores the
 expert repeats the updates with these gradients (section 5.2, Algorithm 3). After a failure all ranks go back to the
@@ -59,7 +59,7 @@ class MoEtion(Selecting):
         self.settled = self._is_given = experts is not None
         self._layers = len(set(table.layers[table.is_expert].tolist()))
         self._owed: Tokens = np.zeros(len(table), dtype=np.int64)
-        """Lost tokens of each expert, less the tokens that the expert got through extra capacity since then."""
+        """Lost tokens of each expert, less the tokens that it has got through extra capacity since their loss."""
 
     @property
     def experts_at_peers(self) -> int:
@@ -74,8 +74,8 @@ class MoEtion(Selecting):
         """Return how many experts of each layer this rank leaves out of its own snapshots, and out of those for peers.
 
         The numbers left out are returned in place of S, because ranks agree on the largest value, and the slowest rank
-        must decide. The non-expert state is subtracted from the budgets first (section 4.2); the paper does not count
-        it.
+        must decide. Section 4.2 of the paper does not count the non-expert state. This method subtracts its bytes from
+        what copies and links can carry, before it computes S.
         """
         seconds = measured.iteration_s * self.interval
         links = measured.replication_bytes_per_s / measured.replicas if measured.replicas else math.inf
@@ -133,11 +133,11 @@ class MoEtion(Selecting):
 
     @property
     def tokens_owed(self) -> int:
-        """Lost tokens of all experts of the stage, less the tokens that extra capacity admitted since then."""
+        """Lost tokens of all experts of the stage, less those that extra capacity has admitted since their loss."""
         return int(self._owed.sum())
 
     def observe_extra_tokens(self, tokens: Scores) -> None:
-        """Subtract the tokens that extra capacity admitted from :attr:`tokens_owed`."""
+        """Subtract from :attr:`tokens_owed` the tokens that experts accepted only because of extra capacity."""
         self._owed = np.maximum(0, self._owed - np.rint(tokens).astype(np.int64))
 
     # After a failure
@@ -157,7 +157,7 @@ class MoEtion(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state as plain data; it includes the number of tokens owed to each expert."""
+        """Return the learned state as plain data, with the lost tokens for which experts still get extra capacity."""
         return {**super().learned(), "experts_at_peers": self._at_peers, "owed": self._owed}
 
     def adopt(self, learned: Any) -> None:
@@ -168,6 +168,9 @@ class MoEtion(Selecting):
 
 
 def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
-    """Return the tokens owed to each expert, from the result of :meth:`MoEtion.learned`; zeros if it has none."""
+    """Return the lost tokens for which each expert still gets extra capacity, as :meth:`MoEtion.learned` recorded them.
+
+    The result is all zeros if ``learned`` has no such record.
+    """
     owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
     return owed

@@ -87,7 +87,7 @@ class RedoSchedule(SparseSchedule):
         return False
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of the slot's operators, and gradients of all others; None in the rest of a window."""
+        """Return full state of the slot's operators, and gradients of all others; None if the slot has no snapshot."""
         if slot >= self.window.size:
             return None
         full = self.slot_of_operator == slot
@@ -106,7 +106,7 @@ class RedoSchedule(SparseSchedule):
 
         A recovery executes all iterations after the end of the persisted run again. Later snapshots are still being
         copied or reported, or have not reached all peers. If windows have a rest, the persisted run may have ended a
-        window ago, and the copies of the newest window take the time of another window to arrive.
+        window ago, and the copies of the newest window may take until the end of the next window to arrive.
         """
         return 3 + lag + (2 * self.size if self.rest else 0)
 
@@ -126,8 +126,8 @@ class RedoSchedule(SparseSchedule):
     def expected_rollback(self, lag: float) -> float:
         """Return the mean rollback in iterations.
 
-        It consists of the iterations whose snapshots peers do not have yet, half of the rest, and half of the
-        interrupted iteration.
+        It consists of the iterations whose snapshots peers do not have yet, half of the iterations without a snapshot
+        between two windows (the rest), and half of the interrupted iteration.
         """
         return lag + 1.5 + 0.5 * self.rest
 

@@ -112,7 +112,7 @@ class Saves:
 
         Args:
             number: number of the snapshot, counted as :attr:`Memory.number`.
-            contents: contents of the snapshot in the place of this record.
+            contents: contents of the snapshot, in the place that this record describes (on the ranks, or at peers).
             routed: tokens that each operator has processed so far, int64 ``[operators]``.
         """
         held = contents != Saved.OMITTED
@@ -123,7 +123,11 @@ class Saves:
         )
 
     def as_learned(self, place: str) -> dict[str, np.ndarray]:
-        """Return all fields by name, with ``place`` appended to each name: empty, or :data:`AT_PEERS`."""
+        """Return all fields by name.
+
+        Args:
+            place: suffix that is appended to each name: :data:`AT_PEERS`, or empty for the ranks' own snapshots.
+        """
         return {f"full_at{place}": self.full_at, f"held{place}": self.held, f"saved{place}": self.saved}
 
     @staticmethod
@@ -256,8 +260,8 @@ class Selecting(Strategy):
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
         """Yield the restore points of the base class, each extended backwards to at least :attr:`span` snapshots.
 
-        Stages save different experts, so their shortest runs have different lengths. All stages must name the same
-        first iteration.
+        Stages save different experts, so their shortest runs have different lengths. But all stages must name the same
+        first iteration of a restore point.
         """
         for run in restore_points(held, until):
             first = max(self._begins, run.last - (self.span - 1) * self.interval)

@@ -162,11 +162,11 @@ class Strategy(ABC):
 
     @property
     def tokens_owed(self) -> int:
-        """Lost tokens of all experts of the stage, less the tokens that extra capacity admitted since then."""
+        """Lost tokens of all experts of the stage, less those that extra capacity has admitted since their loss."""
         return 0
 
     def observe_extra_tokens(self, tokens: Scores) -> None:  # noqa: B027
-        """Subtract the tokens that experts accepted only because of extra capacity from :attr:`tokens_owed`.
+        """Subtract from :attr:`tokens_owed` the tokens that experts accepted only because of extra capacity.
 
         Args:
             tokens: tokens since the last call, summed over all ranks of the stage, float64 ``[operators]``.
