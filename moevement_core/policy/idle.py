@@ -12,7 +12,8 @@ SLOTS = 100
 BUSY_SHARE = 0.1
 """Share of the highest rate of all samples. Training communicates in a sample whose rate is above this share."""
 OFTEN = 0.25
-"""Share of the observed iterations. A part of the iteration is busy if training communicates in it more often."""
+"""Share of the observed iterations. A part of an iteration counts as busy if training communicates in that part in a
+larger share of the iterations."""
 FILLED = 0.8
 """Share of an idle span that copies may fill. The rest is a reserve, because iterations differ in length."""
 

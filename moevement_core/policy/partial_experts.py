@@ -1,8 +1,8 @@
 """Choice of experts for checkpoints that leave experts out (MoC-System, section 3.2), and count of the lost tokens.
 
 Checkpoints save the experts of a layer in a fixed order that repeats. In this order, one expert of every
-expert-parallel rank comes before a second expert of any rank. Each layer begins with another expert. So ranks save
-about equal bytes in every checkpoint.
+expert-parallel rank comes before a second expert of any rank. The order of each layer begins one expert further on than
+that of the layer before. So ranks save about equal bytes in every checkpoint.
 """
 
 from __future__ import annotations

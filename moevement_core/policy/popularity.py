@@ -1,7 +1,7 @@
 """Popularity of experts, and the order of operators that follows from it (MoEvement section 3.5, appendices B and E).
 
 An operator that is saved late in a window stays frozen for most of a replay. A frozen operator needs no weight gradient
-and no optimizer step. This saves the more work, the more tokens an expert processes. So experts with more tokens come
+and no optimizer step. The more tokens an expert processes, the more work this spares. So experts with more tokens come
 later. After all experts come the operators that process every token: gates, non-experts, embedding and head. Operators
 with equal scores keep the order of the table.
 """

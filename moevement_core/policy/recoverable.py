@@ -151,7 +151,7 @@ def _backwards(
         if len(saved) != operators:
             raise ScheduleError(
                 f"snapshot {iteration} has {len(saved)} operators, but snapshot {newest} has {operators}; use only "
-                "snapshots of one table together"
+                "snapshots with the same operators together"
             )
         if iteration != expected:  # a snapshot is missing, and no run crosses a gap
             covered = np.zeros(operators, dtype=bool)

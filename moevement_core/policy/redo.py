@@ -82,7 +82,7 @@ def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDAr
         if len(saved) != operators:
             raise ScheduleError(
                 f"snapshot {iteration} has {len(saved)} operators, but snapshot {last} has {operators}; use only "
-                "snapshots of one table together"
+                "snapshots with the same operators together"
             )
         newly_full = is_open & (saved == Saved.FULL)
         full_at[newly_full] = iteration

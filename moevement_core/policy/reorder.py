@@ -17,7 +17,7 @@ class ReorderThresholds:
     """Thresholds: how much popularity must change before operators get a new order."""
 
     share_change: float = 0.10
-    """Relative change of an expert's activation share. The expert counts as changed if its share changes by more."""
+    """Relative change of an expert's activation share. The expert counts as changed above this value."""
     fraction: float = 0.25
     """Fraction of the experts. A new order is made if at least this fraction has changed (MoEvement, section 3.5)."""
 

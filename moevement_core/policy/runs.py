@@ -13,7 +13,7 @@ from moevement_core.policy.versions import leaves_out, open_version_starts, vers
 
 
 def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Yield every run of snapshots that restores a state: by replay, by redo, or with some operators left older.
+    """Yield every run of snapshots that restores a state: by replay, by redo, or with updates of some operators lost.
 
     The run with the newest first snapshot comes first.
 

@@ -42,7 +42,7 @@ LAG_ALLOWANCE = 2
 """Iterations by which copies at peers may lag before a window is abandoned. Ranks allocate memory for this lag."""
 LATE_AT_PEERS = 1
 """Number of iterations by which peers may free a snapshot late. Peers allocate memory for this delay. Its cause is a
-quiet iteration, in which ranks agree later than usual on the snapshots that may be freed."""
+quiet iteration, in which sends pause: ranks then agree later than usual on the snapshots that may be freed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Number of iterations whose snapshots a job captures at its start, all of them from its first state."""
+        """Number of iterations before a job's start whose snapshots the job captures too, all from its first state."""
         return self.size
 
     @property
