@@ -91,7 +91,7 @@ class CopiesConfig:
         """Return the name of this process's node.
 
         Args:
-            rank: rank of this process. It decides the node with ``--moevement-ranks-per-node``.
+            rank: rank of this process. It decides the node if ``--moevement-ranks-per-node`` is set.
         """
         if node := os.environ.get(NODE_ENV):
             return node

@@ -28,11 +28,11 @@ STEP_S = 0.01
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk: size of chunks until the first copy is sent, least size, and largest size."""
+"""Bytes of a chunk: ``FIRST_CHUNK`` until the first copy is sent, then from ``SMALLEST_CHUNK`` to ``LARGEST_CHUNK``."""
 
 
 class Pace:
-    """Decision when the senders of a process may send, with a thread that profiles the network.
+    """Decision when the senders of a process may send. A thread of this object profiles the network.
 
     Args:
         moved: function that returns the bytes sent and received over the network so far.

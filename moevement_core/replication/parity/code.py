@@ -42,7 +42,7 @@ def recover(
 
     Args:
         lost: positions of the lost members in the group.
-        members: positions of the available members that are part of the blocks.
+        members: positions of the available members whose snapshots are in the blocks.
         parities: numbers of the blocks of parity to use, as many as there are lost members.
         size: number of members of the job's largest groups, and number of blocks of parity; see :attr:`Group.size`.
 

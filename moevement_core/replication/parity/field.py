@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 _POLYNOMIAL = 0x11D
 """Polynomial x^8 + x^4 + x^3 + x^2 + 1 that defines the field; 2 is a primitive element of this field."""
 _PIECE = 1 << 19
-"""Number of two-byte words that are multiplied at a time; so many fit into the processor's cache."""
+"""Number of two-byte words that are multiplied at a time. This number fits into the processor's cache."""
 
 
 def _tables() -> tuple[list[int], list[int]]:

@@ -81,8 +81,8 @@ class ParityReceiver(Receiver):
     def _grow(self, nbytes: int) -> bool:
         """Allocate memory for one more sum of ``nbytes`` bytes; return False if the host has too little.
 
-        A sum is as large as its largest member. So if different members are the largest ones in different iterations,
-        all sums together need more memory than any single member has requested.
+        A sum is as large as the largest snapshot in it. So if different members have the largest snapshot in different
+        iterations, all sums together need more memory than any single member has requested.
         """
         arena, key = self._member.group.arena, self._member.key
         with self._member.growing:

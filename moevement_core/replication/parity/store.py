@@ -74,7 +74,7 @@ class GroupStore:
         requested memory until it has allocated or freed memory."""
 
     def stripes(self) -> list[Stripe]:
-        """Return the stripes that have each snapshot in them either wholly or not at all, by ascending iteration."""
+        """Return the stripes without partly received snapshots, by ascending iteration."""
         with self._lock:
             return [stripe for _, stripe in sorted(self._stripes.items()) if not stripe.missing]
 
@@ -228,7 +228,7 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """Store of one member's snapshots, all of whose data is in the parity of the member's group.
+    """Store of one member's snapshots. It has no data of its own: the parity of the member's group contains them.
 
     Args:
         source: rank of the member.
@@ -252,7 +252,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory for the first member of the group, and 0 for others: a total counts them once."""
+        """Bytes of the group's memory if the source is the first member, so that a total counts them once; else 0."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
