@@ -22,7 +22,7 @@ REACH = 2
 REMEMBERED = 64
 """Most comparisons in an estimate; older ones are forgotten, because load and links change."""
 ITERATIONS = 256
-"""Number of newest iterations from which the share of saving iterations and the cost on the training thread come."""
+"""Number of newest iterations used for the share of saving iterations and for the cost on the training thread."""
 CONFIDENCE = 0.95
 MAD_TO_DEVIATION = 1.4826
 """Ratio of the standard deviation to the median absolute deviation, for a normal distribution."""
@@ -66,7 +66,8 @@ class Overhead:
     """Upper end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
     copy: float
     digest: float
-    """Cost of digests. Only digests and sends together are measured; their processor times divide the cost."""
+    """Cost of digests. Only the cost of digests and sends together is measured; it is divided in proportion to their
+    processor times."""
     send: float
     """Cost of sending copies, and of receiving copies of other ranks."""
     policy: float
@@ -101,7 +102,7 @@ class OverheadEstimate:
     def forget(self) -> None:
         """Forget the cost of saving, because the saved bytes or the links have changed.
 
-        The times of quiet iterations do not depend on them and stay.
+        The times of quiet iterations stay, because they depend neither on saved bytes nor on links.
         """
         self._recent.clear()
         self._ratios.clear()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
 """Least and most seconds after which a pausing thread checks again whether the pause has ended."""
 STEP_SHARE = 0.02
-"""Time between two such checks, as a share of the expected pause. More frequent checks by many threads would slow down
-the quiet iteration."""
+"""Time between two checks of a pausing thread, as a share of the expected pause. More frequent checks by many threads
+would slow down the iteration that is being measured."""
 
 
 class Pause:
