@@ -1,6 +1,7 @@
 """Number of replicas of each expert: in proportion to its tokens, but at least a minimum (Lazarus, equation 1).
 
-A running job changes these numbers only if the replica with the most tokens then has clearly fewer (section 4.1).
+A running job changes these numbers only if the change clearly reduces the tokens of the most loaded replica (section
+4.1).
 """
 
 from __future__ import annotations

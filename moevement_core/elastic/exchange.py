@@ -123,7 +123,8 @@ def exchange(
 def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport) -> int:
     """Execute the moves, and return the number of bytes that all ranks together sent.
 
-    The transport is not gloo. If a sender dies in the middle of a message, the receive of gloo never ends (torch 2.13).
+    State does not travel over gloo: if a sender dies in the middle of a message, a receive of gloo never ends (torch
+    2.13).
     """
     rank, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)

@@ -1,9 +1,10 @@
 """Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
 
 A node has as many slots as its ranks have together, so nodes may differ. Experts are sorted by their number of replicas
-and cut into groups. A group has as many experts as a node has slots. It gets one node for each replica of its expert
-with the fewest replicas. Each of these nodes holds all experts of the group, and no other group gets the node. So a
-group is lost only if all its nodes fail. The remaining replicas fill the vacant slots.
+and cut into groups. A group has as many experts as a node has slots. Its expert with the fewest replicas decides how
+many nodes the group gets: as many as this expert has replicas. Each of these nodes holds all experts of the group, and
+no other group gets the node. So a group is lost only if all its nodes fail. The remaining replicas fill the vacant
+slots.
 
 The theorem says that no placement survives more failures. It holds if all nodes have equally many slots, and if enough
 nodes remain for the last group. If too few remain, several replicas of an expert share a node. Then another placement
@@ -62,8 +63,8 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
         replicas: replicas of each expert, int64 ``[E]``; their sum equals the sum of ``slots``.
         slots: slots of each node, ``[N]``.
         floor: f, least number of nodes that should hold each expert.
-        ranks: number of ranks on each node, ``[N]``. If f nodes cannot hold each expert, the function prefers a
-            placement with which f ranks can. None if only nodes matter.
+        ranks: number of ranks on each node, ``[N]``. If the slots do not allow f nodes for each expert, the
+            function prefers a placement with f ranks for each expert. None if only nodes matter.
 
     Raises:
         ConfigError: replicas do not fill the slots, or an expert has no replica.
@@ -90,7 +91,7 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
 
 
 def _fewest_ranks(placement: Placement, ranks: Sequence[int]) -> int:
-    """Return the number of ranks that can hold the expert for which this number is smallest.
+    """Return on how many ranks the replicas of an expert can be: the smallest number over all experts.
 
     The replicas of an expert on a node go to different ranks if possible.
     """

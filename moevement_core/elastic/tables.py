@@ -28,7 +28,8 @@ class StageExperts:
     loads: Mapping[int, Sequence[int]]
     """Recent tokens of each expert, by layer."""
     held: Mapping[int, Sequence[Sequence[int]]]
-    """Experts in the slots of each rank now, by layer; empty for a new rank. If a layer is missing, no rank has any."""
+    """Experts in the slots of each rank now, by layer; empty for a new rank. A layer of which no rank holds experts
+    is missing."""
 
     @property
     def ranks_by_node(self) -> dict[str, list[int]]:
