@@ -1,7 +1,7 @@
 """Memory of all ranks is overwritten with NaN, and restored from sparse snapshots with the same bits.
 
-``--moevement-wipe-at`` wipes the state, recovers it, and compares every byte with the state before. The tests then
-compare each run, to its end, with a run that never failed.
+``--moevement-wipe-at`` wipes the state, recovers it, and compares digests of it with those from before. The tests
+then compare each run, to its end, with a run that never failed.
 """
 
 from __future__ import annotations
