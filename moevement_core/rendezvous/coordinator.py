@@ -21,6 +21,7 @@ from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.backoff import Backoff
 from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
+from moevement_core.rendezvous.group_keys import GroupKeys
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
 from moevement_core.rendezvous.resizing import Grid
@@ -141,6 +142,7 @@ class Coordinator:
         self._split: set[int] = set()
         """Numbers of the blocks that span nodes and that the coordinator has already reported to the user."""
         self._adopts = Backoff(clock)
+        self._group_keys = GroupKeys(store)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
 
@@ -266,6 +268,8 @@ class Coordinator:
             self._store.set(STOP, "")
         elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):
             self._interrupted()
+        elif self.state is State.RUNNING:
+            self._group_keys.delete_some()
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
         elif self.state is State.FORMING:
@@ -629,6 +633,7 @@ class Coordinator:
             self._report_split()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING
+            self._group_keys.trains(generation)
         elif self._clock() - self._proposed_at > self._acknowledge_s:
             key = ACKNOWLEDGED.format(generation)
             for member in [number for number in members if not self._store.check([f"{key}/{number}"])]:

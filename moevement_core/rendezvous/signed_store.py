@@ -69,6 +69,11 @@ class SignedStore:
         self.restored = 0
         """Number of times that this process has restored a value which a peer had changed or deleted."""
 
+    @property
+    def of_groups(self) -> Any:
+        """Store for torch's process groups, which cannot sign values: the same store, with its own prefix of keys."""
+        return dist.PrefixStore(f"{prefix_of(self._token)}/groups", self.base)
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a signed value. If an unauthenticated peer changes or deletes it, :meth:`keep_written` restores it."""
         signed = self._sign(key, value)

@@ -14,7 +14,7 @@ from nvidia_resiliency_ext.inprocess.store import StoreMixin
 
 from moevement_core.comms.token import own_token
 from moevement_core.rendezvous.roster import INTERRUPTED, LEAVING
-from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
+from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.util.environment import STORE_ENV
 from moevement_core.util.tcp import Endpoint, Ends, connections
 
@@ -45,7 +45,7 @@ def connect_plain(address: tuple[str, int]) -> Any:
     Raises:
         ConfigError: this process has no job token.
     """
-    return torch.distributed.PrefixStore(f"{prefix_of(own_token())}/groups", _client(address))
+    return connect(address).of_groups
 
 
 def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:

@@ -32,7 +32,7 @@ from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
-from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, MemberInfo, Roster, UnusableDevice
+from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GROUPS, MemberInfo, Roster, UnusableDevice
 from moevement_core.rendezvous.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
@@ -312,7 +312,7 @@ class _Restarts:
         )
 
         def body() -> Any:
-            store = dist.PrefixStore(f"generation/{now.roster.generation}/groups", groups_store)
+            store = dist.PrefixStore(GROUPS.format(now.roster.generation), groups_store)
             try:
                 if now.roster.generation > 0:
                     injection.at(Phase.GROUPS)

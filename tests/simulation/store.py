@@ -46,6 +46,9 @@ class Store:
     def list_keys(self) -> list[str]:
         return list(self.values)
 
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
 
 class Prefixed:
     """Store with a prefix before every key, as torch's ``PrefixStore``.
@@ -70,6 +73,9 @@ class Prefixed:
 
     def list_keys(self) -> list[str]:
         return [key.removeprefix(self._prefix) for key in self._base.list_keys() if key.startswith(self._prefix)]
+
+    def delete_key(self, key: str) -> bool:
+        return self._base.delete_key(self._prefix + key)
 
 
 class StoreClient:
@@ -107,6 +113,9 @@ class StoreClient:
 
     def list_keys(self) -> list[str]:
         return self._ask().list_keys()
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask().delete_key(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         store = self._ask()

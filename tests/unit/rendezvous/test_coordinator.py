@@ -17,13 +17,16 @@ from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.devices import CHECK_S
+from moevement_core.rendezvous.group_keys import MOST_DELETED
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, LEASES_TO_LEAVE_DEVICES, RESET_GRACE_S
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     BLOCKS,
+    GROUPS,
     JOINED,
+    ROSTER,
     STOP,
     Death,
     MemberInfo,
@@ -99,6 +102,37 @@ class Job:
         for number in numbers:
             self.members[number].leave(reason, committed, suspects=suspects)
         self.settle()
+
+
+def test_keys_of_process_groups_are_deleted_two_generations_later(store: Any) -> None:
+    job = Job(store, 3, 8)
+    foreign = ["other/groups/generation/0/groups/key", "generation/x/groups/key"]
+    for key in foreign:
+        store.base.set(key, "")
+    store.of_groups.set("generation/later", "")
+
+    def keys(generation: int) -> set[str]:
+        prefix = GROUPS.format(generation) + "/"
+        return {key for key in store.of_groups.list_keys() if key.startswith(prefix)}
+
+    for generation in range(4):
+        assert job.coordinator.roster.generation == generation
+        groups = dist.PrefixStore(GROUPS.format(generation), another(store).of_groups)
+        for rank in range(MOST_DELETED):
+            for name in ("rank/{}", "default_pg/0//cpu//0/{}"):
+                groups.set(name.format(rank), "address")
+        for _ in range(4):
+            job.coordinator.step()
+        assert [bool(keys(number)) for number in range(generation + 1)] == [
+            number >= generation - 1 for number in range(generation + 1)
+        ]
+        job.passes(0.2, job.coordinator.roster.ranks.values(), committed=generation + 1)
+        lost = job.coordinator.roster.ranks[0]
+        job.coordinator.died(lost, 1000 + lost, KILLED)
+        job.leave(*(number for number in job.coordinator.roster.ranks.values() if number != lost))
+    assert [bool(store.base.check([key])) for key in foreign] == [True, True]
+    assert store.of_groups.check(["generation/later"])
+    assert store.read(ROSTER.format(0)) is not None, "signed values stay"
 
 
 def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None:
