@@ -34,8 +34,8 @@ class Entered:
         """Members that have reached the end of the job."""
         self._phases: dict[int, bytes] = {}
         """Last phase of leaving (:class:`LeavingPhase`) that a slow member has reported, by member."""
-        self._found: dict[str, int] = {}
-        """Number of members whose values the last read has found, by key."""
+        self._values: dict[str, dict[int, bytes]] = {}
+        """Values that were read so far, by key and member."""
         self._looks: dict[str, Backoff] = {}
         """Pauses between reads, by key. Without them, each step of the coordinator would read a value for each rank."""
         self._store, self._clock = store, clock
@@ -45,7 +45,7 @@ class Entered:
         self.generation, self.members = generation, members
         self.left, self._finished, self._phases = {}, set(), {}
         self._looks.clear()
-        self._found.clear()
+        self._values.clear()
 
     def written_by(self, key: str, generation: int, members: Collection[int]) -> dict[int, bytes] | None:
         """Return the values that members have written under a key of the store.
@@ -64,15 +64,14 @@ class Entered:
         look = self._looks.setdefault(name, Backoff(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
-        # Read each value only once, because an unauthenticated peer may overwrite it between two reads. A member that
-        # was counted without its value would not be read again.
+        # Each value is read once. Reads of all values whenever a member writes one would be N^2 reads, and an
+        # unauthenticated peer may overwrite a value after the first read.
+        known = self._values.setdefault(name, {})
         with look:
-            values = {member: self._store.read(f"{name}/{member}") for member in members}
-            written = {member: value for member, value in values.items() if value is not None}
-        if len(written) == self._found.get(name, 0):
-            return None
-        self._found[name] = len(written)
-        return written
+            missing = {member: self._store.read(f"{name}/{member}") for member in members if member not in known}
+        new = {member: value for member, value in missing.items() if value is not None}
+        known |= new
+        return {member: known[member] for member in members if member in known} if new else None
 
     def leaving(self) -> list[Mapping[str, Any]]:
         """Return the reports of the members that have left the generation since the last call."""

@@ -35,6 +35,9 @@ The process that holds the store then reads the claimed value, and restores it i
 """
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
+MOST_KEPT = 200
+"""Largest number of values of other processes that one call of :meth:`SignedStore.keep_written` checks. With more
+values, several calls check them in turn."""
 MOST_ADOPTED = 100
 """Largest number of keys that one call of :meth:`SignedStore.adopt` reads, so that the call takes little time."""
 _LOOK_S = 0.05
@@ -56,7 +59,11 @@ class SignedStore:
         self.base, self._token, self._timeout_s = base, token, timeout_s
         self._store = dist.PrefixStore(prefix_of(token), base)
         self._written: dict[str, str] = {}
-        """Signed values that this process restores if a peer changes or deletes them, by key."""
+        """Signed values of this process, which it restores if a peer changes or deletes them, by key."""
+        self._adopted: dict[str, str] = {}
+        """Signed values of other processes that this process restores, too, by key."""
+        self._to_check: list[str] = []
+        """Keys of :attr:`_adopted` that the next calls of :meth:`keep_written` check."""
         self._bells: dict[str, bytes] = {}
         """Value of each signal key (*bell*) at the last call of :meth:`has_rung`, by key."""
         self._refused: dict[str, bytes] = {}
@@ -132,7 +139,7 @@ class SignedStore:
                     self._written[key] = signed
                     self.ring(CLAIMED)
                 elif self._holds_store:  # The writer may end before it can restore the value.
-                    self._written[key] = raw.decode()
+                    self._adopted[key] = raw.decode()
                 return winner.decode()
             expected = raw
 
@@ -164,11 +171,16 @@ class SignedStore:
     def keep_written(self) -> None:
         """Restore the values of this process that an unauthenticated peer has changed or deleted.
 
-        Processes call this often; the method checks the values once in :data:`KEEP_S` seconds.
+        Processes call this often; the method checks the values once in :data:`KEEP_S` seconds. Of the values that this
+        process has taken over from others, it checks at most :data:`MOST_KEPT` at a time: each check is a request to
+        the store, and the coordinator takes over a value of every task.
         """
         if time.monotonic() - self._kept_at < KEEP_S:
             return
-        for key, signed in list(self._written.items()):
+        self._to_check = self._to_check or list(self._adopted)
+        adopted, self._to_check = self._to_check[:MOST_KEPT], self._to_check[MOST_KEPT:]
+        kept = {**self._written, **{key: self._adopted[key] for key in adopted if key in self._adopted}}
+        for key, signed in kept.items():
             if (raw := self._raw(key)) != signed.encode():
                 if raw != _ABSENT.encode():
                     self._reject(key, raw)
@@ -183,18 +195,19 @@ class SignedStore:
 
         The process that holds the store calls this, because a writer may end before it can restore its value.
         """
-        new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
+        known = self._written.keys() | self._adopted.keys()
+        new = [key for key in self.keys("") if key.startswith(prefixes) and key not in known]
         # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):
             if (value := self.read(key)) is not None:
-                self._written[key] = self._sign(key, value)
+                self._adopted[key] = self._sign(key, value)
 
     def forget(self, prefix: str) -> None:
         """Stop restoring values whose keys begin with ``prefix``, because no process needs these values any more."""
-        for key in [key for key in self._written if key.startswith(prefix)]:
-            del self._written[key]
-        for key in [key for key in self._refused if key.startswith(prefix)]:
-            del self._refused[key]
+        values: dict[str, Any]
+        for values in (self._written, self._adopted, self._refused):
+            for key in [key for key in values if key.startswith(prefix)]:
+                del values[key]
 
     def announce(self) -> None:
         """Publish a proof of the job's token, so that other processes can compare their tokens with it.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moevement_core.comms.token import Token
 from moevement_core.rendezvous import signed_store
-from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
+from moevement_core.rendezvous.signed_store import MOST_ADOPTED, MOST_KEPT, SignedStore, prefix_of
 
 TOKEN = Token.new()
 KEY = f"{prefix_of(TOKEN)}/key"
@@ -128,6 +128,23 @@ def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Stranger
     store.keep_written()
     assert client(stranger).read("job/name") == b"n"
     assert client(stranger).read("job/x") is None
+
+
+def test_many_values_of_others_are_checked_in_turn(stranger: Stranger, store: SignedStore) -> None:
+    keys = [f"tasks/{number}" for number in range(2 * MOST_KEPT + 50)]
+    writer = client(stranger)
+    for key in keys:
+        writer.set(key, "host")
+    for _ in range(len(keys) // MOST_ADOPTED + 1):
+        store.adopt("tasks/")
+    for key in keys:
+        stranger.delete_key(f"{prefix_of(TOKEN)}/{key}")
+    restored = list[int]()
+    for _ in range(3):
+        store.keep_written()
+        restored.append(store.restored)
+    assert restored == [MOST_KEPT, 2 * MOST_KEPT, len(keys)]
+    assert client(stranger).check(keys)
 
 
 def test_waiting_goes_on_over_values_that_do_not_count(stranger: Stranger, store: SignedStore) -> None:
