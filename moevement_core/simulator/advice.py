@@ -29,7 +29,7 @@ WINDOWS_TRIED = 4
 SIMULATED = 3
 """Number of candidates to simulate for each strategy: those with the best ETTR by the formula."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
-"""Intervals to try, relative to the interval that the strategy itself would choose."""
+"""Intervals between checkpoints to try, each as a factor of the interval that the strategy itself would choose."""
 MONTH_S = 30 * 86400.0
 LOSSY = ("moc", "moetion")
 """Names of strategies that lose updates of experts."""
@@ -84,10 +84,10 @@ class Choice:
 
     @property
     def lost_a_month(self) -> float:
-        """Number of failures in 30 days after which no copy in memory is left, if nodes fail independently.
+        """Expected number of times in 30 days that a failure leaves no copy of some rank's state in memory.
 
-        When a rank's node fails, all copies of the rank's state are lost if the nodes that keep them fail together with
-        it, or fail before the copies are complete again. The property assumes that copies are complete again one
+        This happens if a rank's node fails, and each node that keeps the rank's copies fails too: together with the
+        rank's node, or before new copies are complete. The property assumes that new copies are complete one checkpoint
         interval after the recovery, and that the recovery takes the mean time of the simulated recoveries. This time
         includes waits for spares.
         """

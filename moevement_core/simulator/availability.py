@@ -29,7 +29,10 @@ def changes(trace: Path) -> list[Change]:
     with trace.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.reader(file), start=1):
             if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
-                raise ConfigError(f"{trace}, line {number}: {','.join(row)!r}; needs milliseconds,add or remove,node")
+                raise ConfigError(
+                    f"{trace}, line {number}: {','.join(row)!r}; "
+                    "needs the form milliseconds,add,node or milliseconds,remove,node"
+                )
             at.setdefault(int(row[0]) / 1000.0, (set(), set()))[row[1] == "remove"].add(row[2])
     return [Change(at_s, frozenset(added), frozenset(removed)) for at_s, (added, removed) in sorted(at.items())]
 
@@ -71,7 +74,7 @@ def segment(trace: Sequence[Change], begin_s: float, end_s: float, most: int) ->
 def nodes_over_time(
     first: Sequence[str], trace: Sequence[Change], until_s: float
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield the begin, the end (in seconds) and the number of nodes of each period between two changes."""
+    """Yield the start, the end (in seconds) and the number of nodes of each period between two changes."""
     present, begin_s = set(first), 0.0
     for change in trace:
         yield begin_s, change.at_s, len(present)

@@ -30,7 +30,7 @@ class Bubbles:
     """Bubbles of one stage in an iteration. They are the same in every iteration."""
 
     spans: tuple[Span, ...]
-    """Bubbles in order of time, without overlaps; seconds since the begin of the iteration."""
+    """Bubbles in order of time, without overlaps; seconds since the start of the iteration."""
     iteration_s: float
 
     @cached_property
@@ -54,7 +54,7 @@ class Bubbles:
         return Split(in_bubbles, whole - in_bubbles)
 
     def ends_s(self, split: Split, bytes_per_s: float, beside_bytes_per_s: float, iterations: int = 1) -> float:
-        """Return the seconds from the begin of an iteration until both parts of a checkpoint are complete.
+        """Return the seconds from the start of an iteration until both parts of a checkpoint are complete.
 
         The first part is copied only in bubbles, and the second part only outside of bubbles. If ``iterations`` are too
         short for the second part, training stops after them until the rest of this part is copied.
@@ -95,7 +95,7 @@ class Bubbles:
             if left <= end - begin + 1e-9 * whole:
                 return turns * self.iteration_s + begin + left
             left -= end - begin
-        raise AssertionError(f"{left} seconds are left after the last span")
+        raise AssertionError(f"the copy still needs {left} seconds after the last span")
 
 
 def bubbles_of(time: IterationTime, stage: int) -> Bubbles:
@@ -121,7 +121,7 @@ def gaps(spans: Sequence[Span], until: float) -> tuple[Span, ...]:
     """Return the spans of time from 0 until ``until`` seconds that no span of ``spans`` covers.
 
     Args:
-        spans: spans, sorted by begin; they may overlap.
+        spans: spans, sorted by start; they may overlap.
         until: end of the last gap, in seconds.
     """
     between, at = [], 0.0

@@ -55,7 +55,7 @@ class ElasticJob:
         checkpoint_every: iterations between two checkpoints in storage; infinity for a job that saves none.
         checkpoint_s: seconds by which a checkpoint delays training.
         wait_s: seconds from the moment when a first new node is ready until the job adds all nodes that are new then.
-        rebalance_every: iterations between two rebalances.
+        rebalance_every: iterations after which Lazarus allocates and places experts anew by the newest loads.
         is_batch_per_node: True if every node has its own batch, as in Lazarus. With fewer nodes, an iteration then has
             fewer samples and takes the same time. False if the job has one batch of constant size. With fewer nodes,
             an iteration then takes proportionally longer.
@@ -124,8 +124,8 @@ class Trained:
 class ElasticTraining:
     """Simulation of one system on nodes that come and go.
 
-    In each layer, experts get numbers of replicas by the loads of that layer. A node takes the same place of the
-    placement in all layers.
+    In each layer, experts get numbers of replicas by the loads of that layer. A placement numbers
+    the nodes, and a node has the same number in all layers.
 
     Args:
         job: job to simulate.
@@ -167,7 +167,7 @@ class ElasticTraining:
         return self.done
 
     def _train(self, seconds: float) -> None:
-        """Train for ``seconds``. Checkpoints and rebalances that fall into this time take their part of it."""
+        """Train for ``seconds``. Checkpoints and migrations of experts that fall due in this time take a part of it."""
         job, done = self.job, self.done
         while seconds > 0.0 and self._members:
             rebalances = self.system is System.LAZARUS
@@ -218,7 +218,7 @@ class ElasticTraining:
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _forget_uncommitted(self) -> None:
-        """Set to 0 what a restart would lose, because a checkpoint has just saved all state."""
+        """Set the iterations and batches that a restart would lose to 0, because all state has just been saved."""
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
 
     def _settle(self, candidates: Collection[str] | None = None) -> float:

@@ -19,8 +19,8 @@ class Pipeline:
     """Pipeline of one data-parallel replica. Its schedule is 1F1B, or with several chunks Megatron's interleaved 1F1B.
 
     Raises:
-        ConfigError: some stage has only one of its two times, there is no micro-batch, or the interleaved schedule does
-            not allow the number of micro-batches.
+        ConfigError: a stage lacks its forward or its backward seconds, there is no micro-batch, or the interleaved
+            schedule does not allow the number of micro-batches.
     """
 
     forward_s: tuple[float, ...]
@@ -83,7 +83,7 @@ class Pipeline:
         return max(self._ends.values())
 
     def busy(self, stage: int) -> list[Span]:
-        """Return when ``stage`` computes, sends or receives: spans of time, sorted by begin, which may overlap."""
+        """Return when ``stage`` computes, sends or receives: spans of time, sorted by start, which may overlap."""
         spans = [(end - self._pass_s(stage, op), end) for (place, op), end in self._ends.items() if place == stage]
         for place, op in self._ends:
             source = self._source(place, op)
@@ -93,7 +93,7 @@ class Pipeline:
 
     @cached_property
     def _ends(self) -> dict[tuple[int, Op], float]:
-        """Time at which each pass ends, by stage and pass, in seconds since the begin of the first forward pass."""
+        """Time at which each pass ends, by stage and pass, in seconds since the start of the first forward pass."""
         queues = [list(self._order(stage)) for stage in range(self.stages)]
         ended: dict[tuple[int, Op], float] = {}
         free, at = [0.0] * self.stages, [0] * self.stages
@@ -152,7 +152,7 @@ class Pipeline:
                 yield self._op(number - ahead, False)
 
     def _op(self, number: int, forward: bool) -> Op:
-        """Return the micro-batch and the chunk of a stage's forward or backward pass number ``number``.
+        """Return a stage's forward (or backward) pass number ``number``, with its micro-batch and its chunk.
 
         In the interleaved schedule, S micro-batches go through one chunk, one after the other, and then all S go
         through the next chunk. S is the number of stages.

@@ -97,7 +97,10 @@ class Scenario:
     job: JobShape
     cluster: Cluster
     iteration_s: float | None = None
-    """Seconds of an iteration; None: those of the profile, or an estimate from the cluster's rates if none is given."""
+    """Seconds of an iteration; None: those of the profile.
+
+    If the scenario has no profile either, the cluster's rates give an estimate.
+    """
     profile: Profile | None = None
     checkpointing: Checkpointing = field(default_factory=Checkpointing)
     failures: Failures = field(default_factory=Failures)
@@ -155,7 +158,10 @@ class Scenario:
 
     @property
     def contention(self) -> float:
-        """Contention. It comes from the scenario's setting, or else from its profile; otherwise it is 0."""
+        """Slow-down of training by copies to peers, as defined by :attr:`Checkpointing.contention`.
+
+        It comes from the scenario's setting, or else from its profile; otherwise it is 0.
+        """
         asked = self.checkpointing.contention
         measured = self.profile.contention if self.profile is not None else None
         return next((share for share in (asked, measured) if share is not None), 0.0)

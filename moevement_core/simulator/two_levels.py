@@ -1,9 +1,10 @@
 """Tokens that MoC-System loses if it saves to host memory and to disk (sections 5.1, 6.3.1 and 6.3.3 of its paper).
 
-The code of a live job gives the schedule, counts the tokens and raises K. A failure destroys the host memory of a node.
-If that node held a part of an expert, the job restores the expert from its newest version on disk. It restores all
-other experts from their newest versions in memory. Iterations after the newest checkpoint lose no tokens, because the
-job executes them again. A live job also writes all experts to disk after a failure; this simulation does not.
+The code of a live job decides which experts a checkpoint saves, counts the lost tokens, and saves more experts when
+failures lose too many tokens. A failure destroys the host memory of a node. If that node held a part of an expert, the
+job restores the expert from its newest version on disk. It restores all other experts from their newest versions in
+memory. Iterations after the newest checkpoint lose no tokens, because the job executes them again. A live job also
+writes all experts to disk after a failure; this simulation does not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class TwoLevels:
     """Training that saves K_snapshot experts of each layer to memory in turn, and writes K_persist of them to disk."""
 
     table: OperatorTable
-    """Operators of a stage, with a row of bytes for each of its ranks."""
+    """Operators of a stage; row r of the table has their bytes on rank r of the stage."""
     nodes: Sequence[int]
     """Node of each rank, in the order of the rows of ``table``."""
     tokens: Tokens
@@ -55,9 +56,9 @@ class TwoLevels:
     checkpoints: int
     """Number of checkpoints in the whole training."""
     experts: int
-    """Number K_snapshot at the beginning; it grows when failures lose too many tokens."""
+    """K_snapshot at the beginning: experts of each layer in a snapshot. It grows when failures lose too many tokens."""
     persisted: int | None = None
-    """K_persist; None if all experts of a snapshot are written."""
+    """K_persist: how many experts of each layer a snapshot writes to disk; None for all that it holds."""
     limit: float = 1.0
     """Share of the run's tokens that may be lost before checkpoints save every expert; 1 keeps K_snapshot constant."""
 

@@ -184,8 +184,8 @@ def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> St
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
     """Return each strategy with its best settings, all with the number of spares that costs least.
 
-    The search goes through the numbers of ``tried``. It ends when the cheapest strategy costs no less than with the
-    number before.
+    The search goes through the numbers of spares in ``tried``. It ends at a number with which the cheapest strategy
+    costs no less than with the number before.
     """
     variants = Variants(costs)
     best: list[Way] = []

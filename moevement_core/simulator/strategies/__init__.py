@@ -1,7 +1,7 @@
 """Simulated strategies: what each way of checkpointing costs in an iteration, and in a failure.
 
 All strategies share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). The code of a live run
-gives windows, rollback and segments. The simulated pipeline gives the seconds of a replay.
+computes windows, rollback, and which stages replay. The simulated pipeline gives the seconds of a replay.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Costs:
 
     @cached_property
     def full_bytes(self) -> int:
-        """Bytes of a dense checkpoint of the heaviest rank."""
+        """Bytes of a dense checkpoint of the heaviest rank, which is the rank with most bytes of state."""
         return max(stage.full_bytes for stage in self.plan.stages)
 
     @cached_property
@@ -129,7 +129,10 @@ class Costs:
         return set(range(stage * of_stage // per_node, ((stage + 1) * of_stage - 1) // per_node + 1))
 
     def segments(self, nodes: Collection[int]) -> list[frozenset[int]]:
-        """Return the segments that replay after a failure of ``nodes``, as a live recovery finds them (appendix A)."""
+        """Return the stages that replay after a failure of ``nodes``, in groups of stages that replay together.
+
+        The code of a live recovery finds these groups (MoEvement, appendix A).
+        """
         job = self.plan.inputs.job
         pipeline = Pipeline(job.pipeline_parallel, job.chunks > 1, job.tied_stages)
         return segments(pipeline, self.stages_of(nodes))
@@ -138,7 +141,7 @@ class Costs:
         """Return the share of a layer's tokens that reaches each operator, ``[expert-parallel ranks, operators]``.
 
         The share of an operator that is no expert is 1. The shares of a layer's experts are random, with the skew
-        :attr:`skew`; equal seeds give equal shares.
+        :attr:`skew`. The seed is fixed, so each call gives the same shares.
         """
         ranks = self.plan.inputs.job.expert_parallel
         drawn = np.ones((ranks, len(operators)))
@@ -174,9 +177,9 @@ class Recovery:
     regroup_s: float
     fetch_s: float
     convert_s: float
-    """Seconds to replay the first iterations, after which the state is dense."""
+    """Seconds to replay the first iterations, until all operators are active."""
     catch_up_s: float
-    """Seconds to replay all further iterations, up to the failure."""
+    """Seconds to replay the iterations after those of ``convert_s``, up to the failure."""
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
@@ -276,15 +279,15 @@ class Strategy(ABC):
 
     @property
     def converted(self) -> int:
-        """Number of iterations at the beginning of a replay until the state is dense."""
+        """Number of iterations at the beginning of a replay until all operators are active."""
         return 0
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration after a failure of ``nodes``, once the state is dense."""
+        """Return the seconds of a replayed iteration after a failure of ``nodes``, once all operators are active."""
         return self.costs.iteration_s + self.overhead_s
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration after a failure of ``nodes``, while the state is not dense yet."""
+        """Return the seconds of a replayed iteration after a failure of ``nodes``, while some operators are frozen."""
         return self.replay_iteration_s(nodes)
 
     def recover(

@@ -34,7 +34,7 @@ class Dense(Strategy):
         costs: costs of the job.
         interval: iterations from one checkpoint to the next.
         stall_s: seconds for which training waits for one checkpoint.
-        lag: iterations from the state that a checkpoint holds until all of it is at peers or in storage.
+        lag: iterations from the start of a checkpoint until peers or storage have all of it.
         fetch_s: seconds to load the whole state of a rank back to its device.
         in_memory: True if peers keep checkpoints; False if storage keeps them, and host memory is only a buffer.
     """
@@ -150,7 +150,10 @@ class DenseToPeers(Dense):
         )
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration on the slowest segment; a segment of one stage has no bubble."""
+        """Return the seconds of a replayed iteration, on the slowest group of stages that replay together.
+
+        A group of one stage has no pipeline bubble.
+        """
         return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
 
 
@@ -175,8 +178,8 @@ class Gemini(Dense):
     """Strategy that keeps the whole state in the memory of peers. After a failure, all stages roll back.
 
     Copies and sends of a checkpoint are spread over all iterations until the next checkpoint, as in the live strategy.
-    With ``is_spread=False`` only one iteration hides them, and training waits for the rest. MoEvement measured GEMINI
-    like this.
+    With ``is_spread=False`` only one iteration hides them, and training waits for the rest. The paper on MoEvement
+    measured GEMINI like this.
 
     Args:
         costs: costs of the job.

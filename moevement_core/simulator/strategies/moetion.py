@@ -131,7 +131,7 @@ class MoEtion(Partial):
 
     @property
     def _send_rates(self) -> tuple[float, float]:
-        """Bytes per second to each peer: in a bubble, when links carry nothing else, and outside of bubbles."""
+        """Bytes per second to each peer: first in bubbles (links carry nothing else then), then outside of them."""
         cluster, replicas = self.costs.plan.inputs.cluster, max(1, self.costs.plan.inputs.replicas)
         links = max(cluster.network_bytes_per_s, cluster.node_copy_bytes_per_s) / cluster.gpus_per_node
         return links / replicas, cluster.replication_bytes_per_s / replicas
@@ -201,7 +201,7 @@ class MoEtion(Partial):
 
     @property
     def send_s(self) -> float:
-        """Seconds from the begin of an iteration until all peers have a snapshot."""
+        """Seconds from the start of an iteration until all peers have a snapshot."""
         if not self.costs.plan.inputs.replicas:
             return 0.0
         return self.bubbles.ends_s(self._sent, *self._send_rates, iterations=self.interval)
@@ -231,7 +231,8 @@ class MoEtion(Partial):
     def survives(self, lost_hosts: Collection[int]) -> bool:
         """Return True if the state of every rank is left after the host memory of ``lost_hosts`` is lost.
 
-        Peers must have a rank's copies. State that ranks do not send must be left at a data-parallel rank.
+        Peers must still have the rank's copies. If ranks do not send all of their state, another data-parallel rank
+        must still hold the part that they do not send.
         """
         if not super().survives(lost_hosts):
             return False

@@ -36,7 +36,7 @@ class Partial(Strategy):
         self.experts = max(1, round(len(experts) / self.layers * costs.plan.inputs.job.expert_parallel))
         """E, the number of experts of a layer, on all expert-parallel ranks together."""
         self.parameters = sum(operator.parameters / operator.shards for operator, _ in experts)
-        """Number of parameters of experts whose optimizer state a rank holds."""
+        """Number of expert parameters for which a rank holds the optimizer state."""
 
     @property
     def interval(self) -> int:
@@ -93,13 +93,13 @@ class Partial(Strategy):
 
     @property
     def arrival(self) -> float:
-        """Iterations from the begin of a snapshot until all peers have it."""
+        """Iterations from the start of a snapshot until all peers have it."""
         return self.busy_s / self.costs.iteration_s
 
     @property
     @abstractmethod
     def busy_s(self) -> float:
-        """Seconds from the begin of a snapshot until all peers have it."""
+        """Seconds from the start of a snapshot until all peers have it."""
 
     def rollback(self, committed: int, into: float) -> int:
         """Return the number of iterations since the newest snapshot that all peers have."""

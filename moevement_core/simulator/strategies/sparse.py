@@ -61,7 +61,7 @@ class MoEvement(Strategy):
     def copied_bytes(self) -> float:
         """Mean bytes that the heaviest rank copies to its host in an iteration.
 
-        They are snapshots, and the boundary log unless all stages roll back.
+        It copies snapshots, and also the boundary log, which the strategy does not need if all stages roll back.
         """
         logged = self.techniques.is_local
         return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
@@ -97,7 +97,7 @@ class MoEvement(Strategy):
 
     @property
     def converted(self) -> int:
-        """Number of iterations at the beginning of a replay until the state is dense: W - 1.
+        """Number of iterations at the beginning of a replay until all operators are active: W - 1.
 
         They lead from the first snapshot of a window to the last.
         """
@@ -123,8 +123,8 @@ class MoEvement(Strategy):
     def _reach(self) -> list[int]:
         """Iterations from the first snapshot of the newest recoverable run to the newest iteration saved at all peers.
 
-        The list has an entry for each position of the newest saved iteration in the period. The code of a live rank
-        finds the recoverable run.
+        Entry i of the list is for a newest saved iteration t with ``t % period == i``. The code of a live rank finds
+        the recoverable run.
         """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
@@ -171,16 +171,19 @@ class MoEvement(Strategy):
         return float(np.mean(1 - active / total))
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Return the seconds of a replayed iteration on the slowest segment; a segment of one stage has no bubble."""
+        """Return the seconds of a replayed iteration, on the slowest group of stages that replay together.
+
+        A group of one stage has no pipeline bubble.
+        """
         if not self.techniques.is_local:
             return self.costs.iteration_s
         return self._local_s(frozenset(self.costs.segments(nodes)))
 
     def _local_s(self, lost: frozenset[frozenset[int]]) -> float:
-        """Return the seconds of a replayed iteration. Segments replay at the same time, so the slowest one counts.
+        """Return the seconds of a replayed iteration. All groups replay at the same time, so the slowest one counts.
 
         Args:
-            lost: segments that replay.
+            lost: groups of stages; the stages of a group replay together.
         """
         if lost not in self._known:
             self._known[lost] = max(self.costs.time.segment_s(segment) for segment in lost)
@@ -201,8 +204,8 @@ class MoEvement(Strategy):
 class Redo(MoEvement):
     """Strategy in which a lost rank repeats the updates of its newest window from logged gradients.
 
-    Peers may not yet have the snapshots of the iterations after this window. The stages of lost ranks replay these
-    iterations.
+    Updates restore the state at the end of the newest window that all peers have. The stages of lost ranks replay the
+    iterations after this window.
 
     Args:
         costs: costs of the job.
@@ -214,9 +217,9 @@ class Redo(MoEvement):
 
     @property
     def converted(self) -> int:
-        """Number of iterations at the beginning of a replay until the state is dense.
+        """Number of iterations at the beginning of a replay until all operators are active.
 
-        It is 0, because repeated updates make the state dense before a replay begins.
+        It is 0, because repeated updates restore the full state of all operators before a replay begins.
         """
         return 0
 
@@ -237,8 +240,8 @@ class Redo(MoEvement):
     def _reach(self) -> list[int]:
         """Iterations from the newest state that updates can restore to the newest iteration saved at all peers.
 
-        The list has an entry for each position of the newest saved iteration in the period. If windows follow each
-        other without a pause, all entries are 0. Otherwise updates can only restore the state of the last snapshot of a
+        Entry i of the list is for a newest saved iteration t with ``t % period == i``. If windows follow each other
+        without a pause, all entries are 0. Otherwise updates can only restore the state of the last snapshot of a
         window.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
