@@ -4,7 +4,7 @@ The plan uses the code of a live run to compute operator tables, windows and mem
 measurements:
 
 - The ranks that hold the same operator divide its optimizer state evenly. For host memory, the plan uses the exact part
-  of each rank if it is known.
+  of the optimizer state that each rank holds, if this part is known.
 - Experts are equally popular.
 - Copies and sends reach the bandwidths of the cluster description.
 """
@@ -72,7 +72,7 @@ class PlanInput:
     window: int | None = None
     """Window W in iterations that the user requires; None: the plan chooses W."""
     period: int | None = None
-    """Iterations from one window's start to the next that the user requires; None: ``overhead_cap`` decides."""
+    """Period that the user requires: iterations from one window's start to the next; None: ``overhead_cap`` decides."""
     contention: float = 0.0
     """Seconds that copies to peers add to training, divided by the seconds that links need for the copies alone; 0: no
     slow-down."""
@@ -282,7 +282,7 @@ class CheckpointPlan:
 
     @property
     def stall_s(self) -> float:
-        """Mean seconds for which the stage that waits longest waits for copies to the host in an iteration."""
+        """Mean seconds that training waits for copies to the host in an iteration, on the stage that waits longest."""
         return max(
             sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.period
             for stage in self.stages
@@ -525,7 +525,7 @@ class DensePlan:
     """
 
     lag: int
-    """Lag of a checkpoint: iterations from the state that the checkpoint holds until every peer has received it."""
+    """Lag of a checkpoint: iterations from its start until every peer has received it."""
     host_memory: tuple[int, int, int]
     """Bytes of host memory of a rank with ``--moevement-strategy dense``.
 

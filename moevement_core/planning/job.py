@@ -57,7 +57,7 @@ class StageShape:
         default_factory=dict, init=False, repr=False, compare=False
     )
     """Cache of operator tables by number formats and expert-parallel size, because many plans of a job need the same
-    table. In the keys of :meth:`table`, the size is 0."""
+    table. The tables of :meth:`table` are stored under size 0."""
 
     def table(self, regime: Regime) -> OperatorTable:
         """Return the operator table of one rank, if the ranks that hold the same operator divide its state evenly."""

@@ -53,7 +53,10 @@ class SizeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Affine:
-    """Time model ``T(m, p) = a(p) + b(p) m`` of one collective on a group of p ranks (MoEvement, appendix C)."""
+    """Time model ``T(m, p) = a(p) + b(p) m`` of one collective on a group of p ranks (MoEvement, appendix C).
+
+    Each rank sends a message of m bytes; a and b are fitted to measured seconds.
+    """
 
     collective: str
     ranks: int

@@ -21,8 +21,8 @@ from moevement_core.policy.partial_experts import chosen, most_experts, turns
 def expert_bytes(table: OperatorTable, experts: int) -> Bytes:
     """Return the bytes of experts that each rank saves in each checkpoint, int64 ``[turns, ranks]``.
 
-    Checkpoints save the experts in turn (section 3.2). The result has a row for each checkpoint until the same experts
-    come again.
+    Checkpoints save the experts in turn (MoC-System, section 3.2). The result has a row for each checkpoint until the
+    same experts come again.
 
     Args:
         table: operators of a stage, with a row of bytes for each of its ranks.
@@ -41,9 +41,9 @@ def divide(modules: Sequence[int], loads: Sequence[int]) -> list[int]:
     fewest bytes so far; among equal ranks, to the first one.
 
     Args:
-        modules: bytes of each non-expert module. One rank saves a whole module (section 4.2).
-        loads: bytes that each rank saves besides the modules. Zeros give equal sharding (section 4.2). The bytes of the
-            experts in a checkpoint give adaptive sharding (section 4.3).
+        modules: bytes of each non-expert module. A module is never split: one rank saves all of it.
+        loads: bytes that each rank saves besides the modules. Zeros give equal sharding. The bytes of the experts in a
+            checkpoint give adaptive sharding.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -56,7 +56,7 @@ def divide(modules: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 def equal_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
-    """Return the bytes that ranks save with equal sharding (section 4.2).
+    """Return the bytes that ranks save with equal sharding (MoC-System, section 4.2).
 
     All checkpoints divide the modules among ranks in the same way, as evenly as possible.
 
@@ -71,7 +71,7 @@ def equal_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
 
 
 def adaptive_sharding(modules: Sequence[int], experts: Bytes) -> Bytes:
-    """Return the bytes that ranks save with adaptive sharding (section 4.3).
+    """Return the bytes that ranks save with adaptive sharding (MoC-System, section 4.3).
 
     Each checkpoint divides the modules anew, so that ranks with few bytes of experts save more modules. Arguments and
     result are those of :func:`equal_sharding`.
