@@ -101,7 +101,7 @@ def weight_gradient(
         dy: gradient of the outputs, ``[T, H]``.
         dh: gradient of h (the values before the activation), ``[T, G]``.
         x: tokens of active experts, ``[tokens of active experts, H]``.
-        a: scaled activations, ``[tokens of active experts, F]``, from :func:`input_gradient`.
+        a: activations times probabilities, ``[tokens of active experts, F]``, from :func:`input_gradient`.
         counts: tokens of each expert.
         into: two lists with a tensor for each expert: ``[G, H]`` for W1, ``[H, F]`` for W2. None for a frozen expert.
         accumulate: True to add to the tensors, False to overwrite them.
@@ -172,8 +172,8 @@ def _check_targets(
     if x.dtype not in DTYPES or dy.dtype != x.dtype or dy.shape[0] != sum(counts) or len(into) != len(counts):
         raise ValueError(
             f"the gradient of the outputs is {tuple(dy.shape)} {dy.dtype}, {names[1]} is {x.dtype}, and there are "
-            f"{len(into)} gradients for token counts {list(counts)}; needed are equal dtypes, one of {DTYPES}, a row "
-            "of the gradient of the outputs for each token, and a gradient for each count"
+            f"{len(into)} gradients for token counts {list(counts)}; both need the same dtype, one of {DTYPES}, "
+            "the gradient of the outputs needs a row for each token, and each count needs a gradient"
         )
     if x.shape[0] != sum(counts_of_active(counts, active)):
         raise ValueError(
@@ -227,8 +227,8 @@ def _check(
         raise ValueError(f"{rows} are {x.dtype}; the dtype must be one of {DTYPES}")
     if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
         raise ValueError(
-            f"{rows} {tuple(x.shape)} and probabilities {tuple(p.shape)} for token counts with the sum {sum(counts)}; "
-            f"for the sum T, they must be [T, {w2.rows}] and [T]"
+            f"{rows} {tuple(x.shape)} and probabilities {tuple(p.shape)}; the token counts sum to T = {sum(counts)}, "
+            f"so they must be [T, {w2.rows}] and [T]"
         )
     for name, weights in (("W1", w1), ("W2", w2)):
         first = weights.data[0]

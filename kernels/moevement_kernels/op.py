@@ -49,7 +49,7 @@ def _input_gradient(
     w2: Sequence[Tensor],
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the input gradient, and return the rows of ``a`` of the experts whose numbers are in ``active``."""
+    """Compute the input gradient; the last result is ``a`` (activations times probabilities) of active experts."""
     are_active = [expert in active for expert in range(len(counts))]
     gradients = launch.input_gradient(
         dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind), are_active

@@ -45,8 +45,7 @@ class InputGradient(NamedTuple):
     dh: torch.Tensor
     """Gradient of h, ``[T, G]``, from which the gradient of W1 follows."""
     a: torch.Tensor
-    """Scaled activations of the forward pass, ``[tokens of active experts, F]``, from which the gradient of W2 follows.
-    """
+    """Activations times probabilities, ``[tokens of active experts, F]``, from which the gradient of W2 follows."""
 
 
 def forward(
@@ -133,7 +132,7 @@ def weight_gradient(
         dy: gradient of the outputs, ``[T, H]``.
         dh: gradient of h, ``[T, G]``.
         x: tokens of active experts, ``[tokens of active experts, H]``.
-        a: scaled activations, ``[tokens of active experts, F]``.
+        a: activations times probabilities, ``[tokens of active experts, F]``.
         counts: tokens of each expert.
         active: True for each active expert.
     """

@@ -121,7 +121,9 @@ def addresses(
     pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
     for expert, pointer in enumerate(pointers):
         if pointer % multiple:
-            raise ValueError(f"{what} {expert} is at {pointer:#x}; the address must be a multiple of {multiple} bytes")
+            raise ValueError(
+                f"{what} of expert {expert} is at {pointer:#x}; the address must be a multiple of {multiple} bytes"
+            )
     return _numbers(pointers, device, _stream(device))
 
 

@@ -40,7 +40,8 @@ class CudaKernelError(RuntimeError):
 def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
     """Return True if the kernel supports these arguments on their GPU.
 
-    Frozen experts do not change the result, because a replay must use the same kernel as the original iteration.
+    The result does not depend on which experts are frozen, because a replay must use the same kernel as the original
+    iteration.
     """
     return (
         left.is_cuda
