@@ -88,7 +88,10 @@ def overhead(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> list[dict[str, Any]]:
-    """Train once, and return the samples of rank 0, one for each iteration. Ranks wait for each other in it."""
+    """Train once, and return the samples of rank 0, one for each iteration.
+
+    In every iteration the ranks wait for each other, so the samples of one rank suffice.
+    """
     from megatron.moevement.bench import overhead as script
 
     flags = ["--use-distributed-optimizer", "--global-batch-size", str(micro_batches * arguments.nproc)]
@@ -104,6 +107,7 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
 def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the numbers of the table for one run: medians, and ratios of iteration times.
 
+    A block is a few consecutive iterations in one mode; a round is a block of each mode, the first one without saving.
     A ratio is the iteration time with saving over that without saving in the same round. The function leaves out the
     first round and the first iteration of each block, which warm up.
     """
@@ -143,7 +147,7 @@ def _median(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], flo
 
 
 def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[float]:
-    """Return lower quartile, median and upper quartile of a mode's iteration time over the time without saving."""
+    """Return lower quartile, median and upper quartile of the iteration time in a mode over that without saving."""
     ratios = [
         _median(modes[mode], lambda s: s["seconds"]) / _median(modes["off"], lambda s: s["seconds"]) for modes in rounds
     ]

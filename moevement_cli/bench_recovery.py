@@ -31,7 +31,7 @@ WAYS = {
 - ``peers``: all stages replay, and each rank gets its snapshots from peers.
 """
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
-"""Phases in which ranks are killed, in turn."""
+"""Phases of an iteration. Each kill comes in the next phase of this tuple, and after the last in the first again."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Command ``moevement coordinate``, which serves the store of a job on several hosts and assigns its ranks."""
+"""Command ``moevement coordinate``, which serves the torch store of a job on several hosts and assigns ranks."""
 
 from __future__ import annotations
 

@@ -55,7 +55,10 @@ class DrillResult:
 
     kind: str
     flipped: dict[str, Any] | None
-    """Flipped bit: a :class:`~moevement_core.recovery.flips.Place` with a time. None: no such data was in use."""
+    """Flipped bit: a :class:`~moevement_core.recovery.flips.Place` with a time.
+
+    None: the job used no data of this kind.
+    """
     damage: Damage | None
     """Detected damage. None: no rank detected it."""
     rank: int | None

@@ -22,7 +22,7 @@ from moevement_core.util.numbers import POSITIVE, SHARE, Range
 
 SEGMENT_S = 4800.0
 MOST_SEGMENTS = 100_000
-"""Largest number of segments; a simulation of this many takes some minutes."""
+"""Largest number of segments into which ``--segment`` may divide the trace; to simulate so many takes some minutes."""
 MOST_LAYERS = 10_000
 _FLAGS: dict[str, tuple[type, Any, str]] = {
     "experts": (int, 8, "number of experts in each layer"),

@@ -58,8 +58,8 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
 }
 """Functions that build the simulator's strategy, by the name of a job's strategy.
 
-The arguments are the costs, the mean time between failures in seconds, and the interval in iterations. As in the
-profile, the seconds are those of the machine on which the profile was made.
+The arguments are the costs, the mean time between failures in seconds, and the interval in iterations. The caller
+converts the seconds to the speed that the machine had when the profile was made.
 """
 
 SPARSE = ("moevement", "moevement-redo", "moevement-auto")
@@ -155,8 +155,8 @@ def _share(jobs: OverLinks, sample: Sample, slowing: Slowing) -> float:
 def _calibrated(jobs: OverLinks, name: str, measured: Sequence[Measured]) -> Scenario:
     """Return the scenario of one strategy's jobs with the delays and the slow-down that other strategies measured.
 
-    Without another strategy, the strategy's own measurements count. The delays are divided by the scale of the jobs, so
-    that they fit the speed of the machine in the profile.
+    Without another strategy, the strategy's own measurements count. The delays are the times to notice a failure and to
+    regroup. They are divided by :attr:`OverLinks.scale`, so that they fit the speed of the machine in the profile.
     """
     slowing = fitted([row for row in measured if row.strategy != name] or measured)
     scenario, scale = _slowed(_at_speed(jobs), slowing), jobs.scale

@@ -54,9 +54,9 @@ class Sample:
     interval: int
     """Iterations per window (W), or between two checkpoints, at the end of the job."""
     host_mb: float
-    """Host memory of the recording rank for snapshots, copies and logs, in MB."""
+    """Host memory of the last rank, which writes the metrics, for snapshots, copies and logs, in MB."""
     sent_mb: float
-    """Data that the recording rank sends to peers in an iteration, in MB."""
+    """Data that the last rank, which writes the metrics, sends to peers in an iteration, in MB."""
     lost: int
     """Routed tokens whose updates recoveries lost."""
     lost_share: float
@@ -76,7 +76,10 @@ class Sample:
     """Share of training time that saving costs, as the job reports it at its end. None: the job did not measure it."""
     overhead_low: float | None = None
     overhead_high: float | None = None
-    """Ends of the 95% confidence interval of :attr:`overhead`. None: the job had too few comparisons."""
+    """Upper end of the 95% confidence interval of :attr:`overhead`; ``overhead_low`` is the lower end.
+
+    None: the job had too few comparisons.
+    """
     lost_s: list[float] = field(default_factory=list)
     """Seconds that each failure took from training; see :func:`_lost_s`.
 
@@ -97,7 +100,7 @@ class Sample:
 
     @property
     def is_recorded(self) -> bool:
-        """True if the kills come from a trace: only then the name of the schedule has a parenthesis, with the trace."""
+        """True if the kills come from a trace. Only the names of such schedules contain parentheses."""
         return "(" in self.schedule
 
 
@@ -116,8 +119,8 @@ def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
     A strategy without such a job uses its jobs with kills. A strategy that saves nothing costs nothing. The result
     leaves out a strategy whose jobs measured nothing.
 
-    Each job compares its own iterations that save with its quiet iterations. A machine that is slower in one job than
-    in another therefore does not change the result.
+    Each job compares its iterations that save with iterations of the same job in which saving pauses. A machine that is
+    slower in one job than in another therefore does not change the result.
     """
     costs = dict[str, SavingCost]()
     for strategy in dict.fromkeys(sample.strategy for sample in samples):

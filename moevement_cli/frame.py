@@ -169,7 +169,7 @@ def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _saving(line: Mapping[str, Any], *, has_ended: bool) -> list[tuple[str, str]]:
-    """Return the overhead of saving, its interval and its parts, as pairs of name and text."""
+    """Return pairs of name and text: the overhead of saving, its confidence interval, and its parts."""
     overhead = recorded_overhead(line)
     if overhead is None:
         return [("saving costs", "not measured" if has_ended else "not measured yet")]

@@ -28,7 +28,7 @@ class KilledJob:
     began_at: float = 0.0
     """Time of the first commit, in seconds since the epoch. 0.0 before the first commit."""
     kills: list[Failure] = field(default_factory=list)
-    """Kills so far. ``nodes`` of each are ranks, and times are seconds after the first commit."""
+    """Kills so far. The field ``nodes`` of a kill holds ranks, and its time is in seconds after the first commit."""
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Pairs of a time, in seconds after the first commit, and the newest committed iteration at that time."""
 
@@ -49,8 +49,8 @@ def run_killed(
     Args:
         words: arguments of ``moevement launch``, without ``--run-dir``.
         run_dir: run directory of the job. The console output of the job goes to a file beside the directory.
-        failures: kills in the order of time, in seconds after the first commit. ``nodes`` of a failure are ranks. Kills
-            that are due after the end of the job do not happen.
+        failures: kills in the order of time, in seconds after the first commit. The field ``nodes`` of a failure holds
+            ranks. Kills that are due after the end of the job do not happen.
         seen: function called with the newest committed iteration when it has changed. The metrics are read every
             ``LOOK_S`` seconds.
 

@@ -137,9 +137,10 @@ def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> No
 
 
 def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None:
-    """Train with checkpoints, and return the contention of copies to peers. Return None if it was not measured.
+    """Train with checkpoints, and return :attr:`Profile.contention`, the slow-down of training by copies to peers.
 
-    The same training has iterations with and without copies, so machine and load are the same for both.
+    The same training has iterations with and without copies, so machine and load are the same for both. Return None if
+    the training measured no overhead, or sent nothing to peers.
     """
     size = next(iter(arguments.micro_batch_sizes or ()), None)
     with tempfile.TemporaryDirectory() as folder:

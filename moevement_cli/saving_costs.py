@@ -69,7 +69,9 @@ class SavingCosts:
             None: "",
             NotMeasured.NO_CHECKPOINTS: "the run saves no checkpoints",
             NotMeasured.TOO_SHORT: f"{counted(len(self.lines), 'iteration')} recorded; needs {FIRST_MEASURED}",
-            NotMeasured.NOT_COMPARED: "no quiet iteration was compared; an older version may have written the record",
+            NotMeasured.NOT_COMPARED: (
+                "no iteration without copies was compared; an older version may have written the record"
+            ),
         }[self.reason]
 
     def text(self) -> str:

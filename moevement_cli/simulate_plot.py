@@ -18,14 +18,14 @@ PART_COLOURS = ("#222222", "#555555", "#888888", "#AAAAAA", "#56B4E9", "#CC79A7"
 MARKERS, LINES = "osD^v<>", ("-", "--", "-.", ":")
 """Markers and dash styles that keep overlapping lines visible."""
 INTERVALS = 40
-"""Number of points on each curve of panel 4, which shows ETTR over the interval."""
+"""Number of points on each curve of panel 4, which shows ETTR over the interval between checkpoints."""
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Draw the four panels.
 
     Panel 1 shows ETTR over the failure rate. Panels 2 and 3 show lost time by part, and progress, at the highest
-    failure rate. Panel 4 shows ETTR over the interval.
+    failure rate. Panel 4 shows ETTR over the interval between checkpoints.
     """
     count = jobs_in(cells)
     lines: dict[str, list[Cell]] = {}

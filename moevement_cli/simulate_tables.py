@@ -29,7 +29,7 @@ PARTS = {
 }
 """Column header and meaning of each part of lost time, by the simulator's name of the part."""
 NEGLIGIBLE = 0.0005
-"""Difference of two ratios that is too small to show in three digits."""
+"""Difference of two ETTRs that is too small to show in three digits."""
 
 
 def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
@@ -52,7 +52,7 @@ def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
 
 
 def print_cells(console: Console, cells: Sequence[Cell], jobs: Sequence[Scenario]) -> None:
-    """Print ratios at each failure rate, and lost time at the highest rate."""
+    """Print the ETTR at each failure rate, and lost time at the highest rate."""
     console.print(_ratio_table(cells))
     if any(not fits(cell.strategy) for cell in cells):
         console.print("[bold red]*[/bold red] needs more host memory than a node has")
