@@ -1,6 +1,7 @@
-"""Agreement on the iteration that a job resumes after a failure, and on the tasks of each rank.
+"""Agreement after a failure: from which iteration the job resumes, and what each rank has to do.
 
-Every rank decides by itself from the reports of all ranks, so all ranks come to the same decision.
+Ranks that lost their state recover it, and ranks that lack one update apply it. Every rank decides by itself from the
+reports of all ranks, so all ranks come to the same decision.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Iteration from which the job resumes, and the tasks of the ranks; every rank computes an equal result."""
+    """Iteration from which the job resumes, and what ranks have to do first; every rank computes an equal result."""
 
     iteration: int
     """Newest iteration that any rank is known to have committed."""
     lost_ranks: frozenset[int]
-    """Ranks that have no state."""
+    """Ranks that have no training state of a committed iteration, such as replacements."""
     lost_stages: frozenset[int]
     """Pipeline stages of the ranks without state; other stages keep their state."""
     followers: frozenset[int]
@@ -50,8 +51,8 @@ class ResumePoint:
     reference: int
     """Rank whose record of :attr:`iteration` (losses, gradient norm) all ranks use."""
     reference_is_goal: bool
-    """True if the rank :attr:`reference` has the record only in its :attr:`RankStatus.goal`: another rank committed the
-    iteration."""
+    """True if the rank :attr:`reference` did not commit :attr:`iteration` itself. It then has the record of a rank that
+    did, from an interrupted recovery (:attr:`RankStatus.goal`)."""
     is_between: bool
     """True if the failure may have prevented an evaluation or dense save that is due right after :attr:`iteration`."""
 
@@ -61,7 +62,7 @@ class NothingToResume(Exception):
 
 
 def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
-    """Return the iteration from which the job resumes, and the tasks of the ranks.
+    """Return the iteration from which the job resumes, and which ranks lack their state or an update.
 
     The job always resumes from the newest committed iteration. A rank commits only after the reductions have the
     contributions of all ranks, so all ranks can reach this iteration.

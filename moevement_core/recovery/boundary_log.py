@@ -111,7 +111,7 @@ class BoundaryLog:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of host memory that are allocated, whether in use or free."""
+        """Bytes of host memory that the log has allocated, including free buffers for later tensors."""
         return self._buffers.nbytes
 
     @property
@@ -231,7 +231,10 @@ class BoundaryLog:
             self._buffers.trim()
 
     def interrupted(self) -> None:
-        """Drop the present iteration. Called after a failure, whose exception may have interrupted any line here."""
+        """Drop the present iteration. Called after a failure.
+
+        The exception that interrupts training may have come in the middle of any other method of this class.
+        """
         if (unfinished := self._iteration) is not None:
             self._iteration = None
             self._drop(unfinished)
@@ -261,7 +264,7 @@ class BoundaryLog:
                 self._told = True
                 self._report(
                     f"the boundary log has reached its cap of {self._cap_bytes() / 1e9:g} GB and drops its oldest "
-                    f"iterations, beginning with {old}; a single stage cannot recover alone until the next window"
+                    f"iterations, beginning with {old}; a single stage cannot replay these iterations alone"
                 )
         assert buffer is not None
         return buffer

@@ -96,17 +96,23 @@ class StateCheck:
 
     @property
     def known_until(self) -> int:
-        """Iteration up to which this rank's whole state is known; ``NONE`` if an operator was never compared."""
+        """Newest iteration t for which every operator's whole state was compared at t or later, and was equal.
+
+        ``NONE`` if some operator's whole state has been equal in no comparison.
+        """
         return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
 
     @property
     def verified_until(self) -> int:
-        """Iteration up to which this rank's state is verified; ``NONE`` if no operator was recomputed."""
+        """Iteration :attr:`known_until` if at least one operator was compared after an update, else ``NONE``.
+
+        Without an update, the comparison proves only that the snapshots were loaded correctly.
+        """
         return self.known_until if self.recomputed else NONE
 
     @property
     def restored(self) -> set[str]:
-        """Operators whose state was compared only before any update."""
+        """Operators that were compared only before their first update, so as they were loaded."""
         return self.known.keys() - self.recomputed
 
     def compare(self, snapshot: Snapshot, active: frozenset[str], updated: frozenset[str]) -> None:

@@ -1,8 +1,8 @@
-"""Flips of bits for drills (``--moevement-inject-flip``), in data that was digested and is not used yet.
+"""Flips of bits for rehearsals of damage (``--moevement-inject-flip``), in data that has a digest and is not used yet.
 
-In data that a recovery reads, a bit is flipped after the recovery was planned, so the recovery is sure to read the
-damaged data. In data that is sent, a bit is flipped on the way. A flip changes the real bytes of a snapshot, a parity
-sum, a file or a message. No other part of the code knows about flips.
+A bit of stored data flips after ranks have planned a recovery, and before they fetch the data. So the recovery is sure
+to read the damaged data. A bit of sent data flips on the way. A flip changes the real bytes of a snapshot, a parity
+block, a boundary log, a file or a message. The code that reads the data does not know about flips.
 """
 
 from __future__ import annotations

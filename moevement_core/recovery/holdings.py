@@ -22,14 +22,14 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Summand that one rank adds to a sum."""
+    """Contribution of one rank to a sum that yields a lost snapshot: the bytes of a snapshot or a parity block."""
 
     rank: int
     source: Source
     owner: int
     """Rank that took the snapshot; for a block of parity, the first member of its group."""
     coefficient: int
-    """Factor of the bytes in the sum, in GF(256)."""
+    """Factor by which the rank multiplies the bytes, in GF(256)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,11 @@ class RecoveryPlan:
     until: int
     """Iteration whose state the recovery is to reach."""
     begins: int
-    """Iteration t if the first snapshots hold ``state@t``; the recovery repeats the iterations after t."""
+    """Iteration after which the recovery repeats updates or iterations.
+
+    Replay and redo begin with the state in the snapshots ``SS_first``. A recovery that loads some operators in older
+    versions, and redoes nothing, begins with the state in the newest snapshot.
+    """
     runs: Mapping[int, RecoverableRun]
     """Recoverable run of each stage."""
     fetches: tuple[Fetch, ...]
@@ -244,7 +248,7 @@ def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[i
 def _by_redo(
     held: Held, usable: Usable, until: int | None, ranks: frozenset[int], *, with_dense: bool = False
 ) -> RecoveryPlan | None:
-    """Return the plan that repeats updates up to the newest iteration that gradients of every stage reach.
+    """Return the plan that repeats updates up to the newest iteration for which every stage has gradients.
 
     A recoverable run of a single dense snapshot needs no update. It is used only with ``with_dense``.
     """

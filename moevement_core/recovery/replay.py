@@ -78,8 +78,8 @@ class Trainer(ABC):
             iteration: iteration to execute.
             outcome: record of the first execution: the norm that clipped the gradients, and whether the update was
                 skipped. None if there is no record; the trainer then computes both, which needs the gradients of all
-                operators. It has them: without a record, either no operator is frozen, or the trainer left the
-                iteration out.
+                operators. It has them, because no operator is frozen without a record. The only exception is an
+                iteration that the user told the job to skip, which needs neither.
 
         Returns:
             Losses by name; empty if this rank has none.
