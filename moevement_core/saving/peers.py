@@ -34,7 +34,8 @@ class Peers:
         report: function that logs a line for the people who run the job.
         pace: object that finds times when training leaves the network idle, and lets senders send only then. None to
             send at any time.
-        pause: switch that holds back all sends during a quiet iteration.
+        pause: switch that holds back all sends during some iterations, so that the job can measure training without
+            saving.
     """
 
     def __init__(

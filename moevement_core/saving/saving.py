@@ -58,7 +58,15 @@ class Joining:
     """Snapshots that each rank keeps for other ranks, in the order of ranks."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
-        """Return the policy of this rank's stage. A stage without survivors begins with the strategy's first order."""
+        """Return the policy of this rank's stage.
+
+        If no rank of the stage survived, this is the policy of another stage with the order in which ``strategy``
+        begins.
+
+        Args:
+            strategy: strategy of this rank's stage.
+            most_operators: largest number of operators of any rank of the job.
+        """
         if self.is_of_same_stage:
             return self.policy
         return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
@@ -322,7 +330,8 @@ class Saving:
             strategy: strategy that has learned; None for the current strategy.
 
         Returns:
-            Empty unless the strategy loses updates in a recovery, because no other strategy needs the record.
+            Strategy name and learned state. Empty for a strategy that loses no updates in a recovery, because then no
+            recovery reads them.
         """
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
@@ -351,7 +360,7 @@ class Saving:
 
         Args:
             iteration: iteration whose state is live, on every rank of the job.
-            record: record of the iteration; empty if it was left out.
+            record: record of the iteration; empty for an iteration that the user told the job to skip.
             has_gradients: True if the gradients of the iteration's update are still in memory, so that the rank can
                 log them.
         """

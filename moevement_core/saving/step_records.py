@@ -14,7 +14,7 @@ class StepRecords:
     """Step records of one rank.
 
     Args:
-        commit: commit point; its mark holds the outcome of the last step.
+        commit: commit point, which holds the outcome of the last committed step.
         log: boundary log; None without a pipeline.
         own: snapshots of this rank, which hold records.
     """
@@ -42,7 +42,7 @@ class StepRecords:
 
         Args:
             iteration: the resume iteration.
-            was_left_out: True if the trainer left the iteration out, so that it has no record.
+            was_left_out: True if the user told the job to skip this iteration, so that it has no record.
         """
         self._last = {} if was_left_out else self._record_of(iteration)
 

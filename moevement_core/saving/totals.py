@@ -53,7 +53,8 @@ def summary(
     Args:
         totals: totals of this rank.
         progress: progress of this rank's checkpointing.
-        on_disk: newest window on disk, number of windows that failed, bytes and seconds of writing.
+        on_disk: iteration that the newest window on disk restores, number of windows that could not be written, and
+            bytes and seconds of writing.
         decided: numbers of windows and reorders, and the largest number of consecutive iterations without a newly
             persisted window.
         warnings: warnings that this rank has reported.

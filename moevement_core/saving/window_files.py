@@ -27,7 +27,7 @@ from moevement_core.util import damage
 
 
 class WindowFiles(SnapshotSource):
-    """Source of those snapshots in the files of one window that this rank reports to all ranks.
+    """Source of the snapshots in one window on disk, as far as this rank reports them to all ranks.
 
     Each rank reports the files with its own snapshots. The first rank of a folder also reports files in it whose owners
     use another folder.
@@ -59,7 +59,7 @@ class WindowFiles(SnapshotSource):
                 header = read_header(self._folder / name)
             except SnapshotError as error:
                 damage.report(
-                    "the digest of a file's header", str(error).partition(";")[0], "planning without the file"
+                    "the digest of a file's header", str(error).partition(";")[0], "ranks plan without the file"
                 )
                 continue
             if (header.rank, header.iteration) == named:

@@ -106,7 +106,10 @@ def _load_named(
     )
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
-        log.info(f"no newer window in --moevement-load {place.path}; the job starts from {began}")
+        log.info(
+            f"no window in --moevement-load {place.path} is newer than iteration {iteration}; "
+            f"the job starts from {began}"
+        )
     return loaded
 
 

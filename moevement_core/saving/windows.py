@@ -112,7 +112,7 @@ class WindowDecisions:
         self.allowed = allowed
         """Host memory that this rank may use."""
         self._decided_at = 0
-        """Number of entries in ``_steps`` from before the current window."""
+        """Number of measured iterations at the last decision; later ones belong to the current window."""
         self._counts_again = False
         """True if tokens of re-executed iterations are counted again, because a rollback has lost their updates."""
         self._link_rate = LinkRate()
@@ -125,13 +125,13 @@ class WindowDecisions:
         """Bytes of host memory that this rank is expected to need with the chosen window; None if not computed."""
 
     def adopt(self, policy: Policy) -> None:
-        """Continue with the decisions of a stage."""
+        """Continue with the decisions in ``policy``: what the strategy has learned, and whether W is final."""
         self._counts_again = False
         self.strategy.adopt(policy.learned)
         self.strategy.settled = policy.settled
 
     def join(self, policy: Policy) -> None:
-        """Continue with the decisions of a stage on a replacement.
+        """Continue with the decisions in ``policy`` on a replacement, as :meth:`adopt` does on a survivor.
 
         The kind of recovery is not logged again, because other processes have logged it.
         """
@@ -455,7 +455,10 @@ class WindowDecisions:
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
     ) -> tuple[int, ...] | None:
-        """Return the window sizes that the measurements ask for: at each position, the largest size of any rank.
+        """Return the sizes that the strategy wants according to the measurements.
+
+        A strategy may want several sizes, such as a window and an interval. For each of them, the result is the largest
+        value of any rank.
 
         Returns:
             None if no rank has measurements.
@@ -492,9 +495,10 @@ class WindowDecisions:
         return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 
     def _measured_delay(self) -> tuple[float, float]:
-        """Return the seconds of a quiet iteration (0.0 if unknown), and the seconds that saving has cost.
+        """Return the seconds of an iteration without saving, and the seconds of delay that saving has caused.
 
-        The second number is the delay of training by saving since the last decision.
+        The delay counts from the last decision. Both numbers are 0.0 before enough iterations were measured. If saving
+        ran in all iterations, the first number is the median of all.
         """
         steps = self._steps[2:]
         if not steps:

@@ -123,7 +123,10 @@ class WindowsOnDisk:
         self._checkpointer.write_to(self._writer, self._binding.iteration)
 
     def retry_folder(self) -> None:
-        """Try an unusable folder again. Called at the beginning of each window; most calls only count down."""
+        """Try an unusable folder again. Called at the beginning of each window.
+
+        After a failed try, several windows pass before the next one. Calls in between only count these windows.
+        """
         if self._config.disk.persist_dir is None or self._writer is not None:
             return
         self._wait -= 1
@@ -169,7 +172,8 @@ class WindowsOnDisk:
         """Write the windows that are persisted by now, and stop. Every rank calls it when all snapshots were sent.
 
         Returns:
-            Iteration that the newest window reaches, number of windows that failed, bytes and seconds of writing.
+            Iteration that the newest window restores, number of windows that could not be written, and bytes and
+            seconds of writing.
         """
         writer = self._writer
         if writer is not None:
