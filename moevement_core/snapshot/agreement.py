@@ -19,9 +19,9 @@ import torch.distributed as dist
 HORIZON = 512
 """Number of iterations that an agreement covers. Runs that began earlier have no status."""
 MOST_PERIOD = HORIZON // 4
-"""Most iterations from the beginning of one window to the beginning of the next.
+"""Largest number of iterations from the beginning of one window to the beginning of the next.
 
-A run that the job still needs may have begun two of these periods ago, and even earlier if replication lags.
+A run that the job still needs may have begun two such periods ago, and even earlier if peers receive snapshots late.
 :data:`HORIZON` covers four periods.
 """
 NONE = -(1 << 40)
@@ -34,7 +34,7 @@ class RunStatus(IntEnum):
     NEVER = 0
     """Status of an abandoned run, and of an iteration at which no run begins."""
     OPEN = 1
-    """Status of a run that some peer has only in part so far, and may still receive whole."""
+    """Status of a run that may still become persisted: some peer has not received all of its snapshots yet."""
     PERSISTED = 2
     """Status of a run whose snapshots have all reached all peers."""
 

@@ -42,7 +42,10 @@ def in_pages(nbytes: int) -> int:
 
 
 WATCHED = 64
-"""Number of buffers that must be acquired after :meth:`Arena.watch` before :meth:`Arena.fit` trusts the peak."""
+"""Number of buffers that threads must acquire before :meth:`Arena.fit` releases memory beyond the measured peak.
+
+The peak of the bytes in use and the number of buffers count from :meth:`Arena.watch` on.
+"""
 
 
 class Arena:
@@ -55,7 +58,7 @@ class Arena:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Lock of the arena. Code writes ``with self._lock``, never ``with self._freed``.
+        """Lock of the arena. Code writes ``with self._lock``, never ``with self._freed``, the condition on this lock.
 
         The second form runs Python code between locking and the ``with`` block. The exception of a restart could come
         there, and leave the lock locked forever (:mod:`moevement_core.util.gate`).
@@ -75,12 +78,12 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs."""
+        """Bytes of host memory that the arena has allocated, in use or free."""
         return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def available(self) -> int:
-        """Bytes that are free now."""
+        """Bytes of allocated memory that no buffer uses now."""
         return sum(piece.nbytes for piece in self._free)
 
     def grow(self, nbytes: int) -> None:

@@ -59,11 +59,14 @@ class Capture:
         self.beside = beside
         self.to_digest_whole = whole
         self.whole: dict[str, str] = {}
-        """Digest of each operator's whole state, for the operators in ``to_digest_whole``; empty until complete."""
+        """Digest of each operator's whole state, for the operators in ``whole`` of :meth:`CopyEngine.start`.
+
+        It is empty until all of these digests are computed.
+        """
         self.digests: list[str] = []
         """Digest of each copied tensor: first ``beside``, then ``at_once`` (arguments of :meth:`CopyEngine.start`).
 
-        The list is complete when :attr:`finished` is open.
+        The list is complete once the gate :attr:`finished` is open.
         """
         self.copy_s = 0.0
         """Seconds that the copies took. A GPU measures from the start of the first copy to the end of the last one."""

@@ -81,10 +81,10 @@ class Part:
     without: tuple[str, ...]
     """Names of the operators that are left out."""
     of_stage: str = ""
-    """Contents that the schedule gives to the part on every rank of the stage.
+    """Contents of the part according to the schedule, so equal on every rank of the stage.
 
-    Ranks decide by this field which older snapshots to keep, so all ranks of a stage keep the same iterations. They
-    could not decide by :attr:`contents`: there, operators without tensors on this rank stay as in the whole snapshot.
+    Ranks decide by this field which older snapshots to keep, so all ranks of a stage keep the same iterations. The
+    field :attr:`contents` may differ between ranks: an operator without tensors on this rank is not left out there.
     """
 
 

@@ -40,7 +40,7 @@ def add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: to
     Args:
         words: uint8, int16, int32 or int64, ``[N]``, contiguous.
         place: index of the first word, counted from 1 over all tensors of the operator.
-        multipliers: multiplier of each sum.
+        multipliers: for each of the two sums, the number by which the kernel multiplies the indices of words.
         total: int64 ``[2]``, on the device of ``words``.
     """
     programs = -(-words.numel() // (BLOCK * BLOCKS))
