@@ -29,7 +29,7 @@ from moevement_core.restart.generation import Generation, generation
 _INJECTED = "injected/{}"
 _BEGAN = "injected/began"
 MOST_WAIT_S = 60.0
-"""Longest time in seconds for which a rank with the signal WAIT stays in its phase and waits for another to fail."""
+"""Longest time in seconds for which a rank with the signal WAIT stays in its phase until another rank fails."""
 
 
 class Injector:
@@ -51,7 +51,7 @@ class Injector:
 
         Args:
             phase: phase that this rank is in.
-            iteration: iteration; None: the one after the last committed iteration.
+            iteration: iteration that this rank executes; None: the one after the last committed iteration.
         """
         if iteration is None and self._faults:
             iteration = self._committed() + 1
@@ -119,7 +119,12 @@ def begin(faults: Iterable[Fault], committed: Callable[[], int]) -> None:
 
 
 def at(phase: Phase, iteration: int | None = None) -> None:
-    """Inject the faults that are due in ``phase`` of an iteration; None: the one after the last committed iteration."""
+    """Inject the faults that are due in ``phase`` of ``iteration``.
+
+    Args:
+        phase: phase that this rank is in.
+        iteration: iteration that this rank executes; None: the one after the last committed iteration.
+    """
     injector.at(phase, iteration)
 
 
