@@ -43,20 +43,24 @@ class LiveReplicas(SnapshotSource):
     Args:
         binding: binding of the trainer.
         topology: topology of this generation.
-        mark: mark of the iteration whose state is live on this rank; None if this rank has no state.
+        mark: iteration whose state is live on this rank, with its boundary state, as recorded at its commit; None if
+            this rank has no state.
     """
 
     def __init__(self, binding: Binding, topology: Topology, mark: Mark | None) -> None:
         self._binding, self._topology, self._mark = binding, topology, mark
 
     def stands_for(self, until: int, lost: Collection[int]) -> Mapping[int, int]:
-        """Return the failed ranks whose state is live on this rank, with the number of operators of their stage."""
+        """Return the ranks in ``lost`` whose ``state@until`` is live on this rank.
+
+        The values are the number of operators of their stage.
+        """
         if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
             return {}
         return {rank: len(self._topology.table) for rank in self._binding.live_replicas() if rank in lost}
 
     def holdings(self) -> Sequence[Holding]:
-        """Return no holdings: a snapshot is made when it is opened."""
+        """Return no holdings, because this rank makes a snapshot only when the recovery opens it."""
         return ()
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:

@@ -57,8 +57,8 @@ class Prepared:
     keeps_first: bool = True
     """True if this rank keeps the snapshots that the replay began from, so that a later recovery can use them.
 
-    False if processors with other arithmetic wrote these snapshots. A later replay on the present processors might not
-    reproduce the digests in them.
+    False if other processors wrote these snapshots, whose results may differ in last bits. A later replay on the
+    present processors might not reproduce the digests in them.
     """
     placed_since: int = NONE
     """Iteration since which no rank has moved to another node or device, as far as any rank knows."""
@@ -198,7 +198,7 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
 
 
 def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
-    """Check that the outcome of every step is known.
+    """Check that the replaying ranks know the outcome (gradient norm, skipped or not) of every replayed iteration.
 
     Gradient norms and overflows span all stages, so a stage that replays alone cannot compute them.
 
@@ -212,8 +212,8 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
         records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
         if unknown := needed - records - _outcomes(reports, report).keys():
             raise RecoveryError(
-                f"no rank of rank {report.rank}'s model replica has the outcome of iteration {min(unknown)}, which "
-                f"stage {report.stage} needs to replay alone"
+                f"no rank of rank {report.rank}'s model replica has the outcome (gradient norm, skipped or not) of "
+                f"iteration {min(unknown)}; without it stage {report.stage} cannot replay alone"
             )
 
 
@@ -241,7 +241,7 @@ def _outcomes(reports: Sequence[Report], own: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Return the failed fetches that ranks do not repeat. They plan again without the snapshots at these sources.
+    """Return the failed fetches that ranks do not repeat; ranks plan again without the snapshots at their sources.
 
     A snapshot that was damaged on the way is still intact at its source, so ranks fetch it again, up to
     :data:`ATTEMPTS` times in all.

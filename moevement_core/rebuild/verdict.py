@@ -65,7 +65,8 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
                 "and save a dense checkpoint (--save, --exit-interval 1); then load this checkpoint with the new data"
             )
         raise RecoveryError(
-            f"the replayed state is not the lost one: {_some(differences + unequal)}. It must not be used: {advice}"
+            f"the replayed state is not the lost one: {_some(differences + unequal)}. "
+            f"The replayed state must not be used: {advice}"
         )
     recoveries, lost = [part.recovery for part in parts], own.lost
     known = min(NONE if recovery.restored_until is None else recovery.restored_until for recovery in recoveries)
