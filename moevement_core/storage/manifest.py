@@ -29,7 +29,7 @@ from moevement_core.util.regular_files import read_regular
 
 VERSION = 2
 _UNSEALED = 1
-"""Version without a digest, which is still readable."""
+"""Version of manifests without a digest, which this program still reads."""
 _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"

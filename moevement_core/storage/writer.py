@@ -366,9 +366,14 @@ class WindowWriter:
             self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
             remove_windows(self._folder.path, self._job, min(self._on_disk), self._found)
         except OSError as error:
-            self._report(f"the manifest of iteration {manifest.reaches} cannot be written: {error.strerror}")
+            self._report(
+                f"the manifest of the window that restores iteration {manifest.reaches} cannot be written: "
+                f"{error.strerror}"
+            )
         except FolderInUse as error:
-            self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
+            self._report(
+                f"the manifest of the window that restores iteration {manifest.reaches} is not written: {error}"
+            )
 
     def _hand_over(self, window: _Window) -> None:
         if self._keep is None or self._abandoned:  # After a failure, a recovery may be reading the kept snapshots.
