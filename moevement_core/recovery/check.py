@@ -98,7 +98,7 @@ class StateCheck:
     def known_until(self) -> int:
         """Newest iteration t for which every operator's whole state was compared at t or later, and was equal.
 
-        ``NONE`` if some operator's whole state has been equal in no comparison.
+        ``NONE`` if the whole state of some operator was never compared, or never equal.
         """
         return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
 
@@ -112,7 +112,7 @@ class StateCheck:
 
     @property
     def restored(self) -> set[str]:
-        """Operators that were compared only before their first update, so as they were loaded."""
+        """Operators whose state was compared only as it was loaded, before any update."""
         return self.known.keys() - self.recomputed
 
     def compare(self, snapshot: Snapshot, active: frozenset[str], updated: frozenset[str]) -> None:

@@ -1,6 +1,6 @@
 """Flips of bits for rehearsals of damage (``--moevement-inject-flip``), in data that has a digest and is not used yet.
 
-A bit of stored data flips after ranks have planned a recovery, and before they fetch the data. So the recovery is sure
+A bit of stored data flips after ranks have planned a recovery, and before they read the data. So the recovery is sure
 to read the damaged data. A bit of sent data flips on the way. A flip changes the real bytes of a snapshot, a parity
 block, a boundary log, a file or a message. The code that reads the data does not know about flips.
 """

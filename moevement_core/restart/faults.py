@@ -43,8 +43,8 @@ class Phase(StrEnum):
     EVAL = "eval"
     SAVE = "save"
     GROUPS = "groups"
-    """Moment after a failure, before this rank makes process groups. The other ranks wait for this rank. It does not yet
-    know from which iteration the job resumes."""
+    """Moment after a failure, before this rank makes process groups. The other ranks wait for it. It does not know yet
+    from which iteration the job resumes."""
     COMMUNICATORS = "communicators"
     """Moment after a failure at which process groups exist but are not used yet. The rank does not know yet from which
     iteration the job resumes."""

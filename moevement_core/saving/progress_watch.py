@@ -81,9 +81,9 @@ class ProgressWatch:
         limit = 2 * size + LAG_ALLOWANCE + 1
         if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
             return
-        newest = "no window" if persisted == NONE else f"no window newer than the last one (iteration {persisted})"
+        newest = "no window" if persisted == NONE else f"no window after that of iteration {persisted}"
         text = (
-            f"{since} iterations have passed in which {newest} has reached all peers (a window has {size} iterations); "
+            f"for {since} iterations, {newest} has reached all peers (a window has {size} iterations); "
             "a failure now costs more than planned. The logs of the ranks name peers that lag or refuse copies"
         )
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))

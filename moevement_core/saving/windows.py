@@ -457,7 +457,7 @@ class WindowDecisions:
     ) -> tuple[int, ...] | None:
         """Return the sizes that the strategy wants according to the measurements.
 
-        A strategy may want several sizes, such as a window and an interval. For each of them, the result is the largest
+        A strategy may want several sizes, such as W and the period. For each of them, the result is the largest
         value of any rank.
 
         Returns:
@@ -498,7 +498,7 @@ class WindowDecisions:
         """Return the seconds of an iteration without saving, and the seconds of delay that saving has caused.
 
         The delay counts from the last decision. Both numbers are 0.0 before enough iterations were measured. If saving
-        ran in all iterations, the first number is the median of all.
+        ran in all iterations, the first number is the median of all iterations.
         """
         steps = self._steps[2:]
         if not steps:
