@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,8 +17,6 @@ from moevement_core.run.events import Evaluated
 from moevement_core.run.run_record import RunRecord
 from moevement_core.run.verify import compare
 from moevement_core.util.lock import LOCK, Holder, acquire
-
-loads = json.loads
 
 
 def record(folder: Path, losses: dict[int, float], **summary: object) -> RunRecord:
@@ -78,10 +77,10 @@ def test_a_record_is_taken_over_from_any_iteration(first: int, tmp_path: Path) -
 
 def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path, {iteration: 1.0 for iteration in range(1, 3001)})
-    parsed = list[object]()
-    monkeypatch.setattr(run_record.json, "loads", lambda text: (parsed.append(text), loads(text))[1])
+    parse = Mock(side_effect=json.loads)
+    monkeypatch.setattr(run_record.json, "loads", parse)
     RunRecord(tmp_path).take_over(first_iteration=2990)
-    assert 10 <= len(parsed) < 300
+    assert 10 <= parse.call_count < 300
 
 
 @pytest.mark.parametrize("damaged", ["[]\n", "{\n", '{"iteration": "x"}\n', "\0\0\n"])
@@ -91,7 +90,13 @@ def test_a_record_with_a_damaged_end_is_not_taken_over(damaged: str, tmp_path: P
         file.write(damaged)
     with pytest.raises(RunRecordError, match=r"\bmetrics\.jsonl\b"):
         RunRecord(tmp_path).take_over(first_iteration=3)
-    assert RunRecord(tmp_path / "none").take_over(first_iteration=3) is None
+
+
+def test_a_record_without_lines_is_taken_over(tmp_path: Path) -> None:
+    run = RunRecord(tmp_path)
+    run.take_over(first_iteration=3)
+    run.metric(iteration=3, loss=1.0)
+    assert [line["iteration"] for line in run.metrics()] == [3]
 
 
 @pytest.mark.parametrize(

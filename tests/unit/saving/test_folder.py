@@ -69,8 +69,17 @@ def test_ranks_that_see_the_same_folder_share_it(
 def test_a_node_leaves_one_mark_and_asks_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, left = list[str](), list[str]()
     exists, touch = Path.exists, Path.touch
-    monkeypatch.setattr(Path, "exists", lambda path: (asked.append(path.name), exists(path))[1])
-    monkeypatch.setattr(Path, "touch", lambda path: (left.append(path.name), touch(path))[1])
+
+    def seen_exists(path: Path) -> bool:
+        asked.append(path.name)
+        return exists(path)
+
+    def seen_touch(path: Path) -> None:
+        left.append(path.name)
+        touch(path)
+
+    monkeypatch.setattr(Path, "exists", seen_exists)
+    monkeypatch.setattr(Path, "touch", seen_touch)
     Ranks(8, monkeypatch).run(lambda rank: find_folder("--moevement-persist-dir", str(tmp_path), f"n{rank // 4}", 60.0))
     assert len(left) == 2
     assert len([name for name in asked if name in left]) == 2
