@@ -165,7 +165,7 @@ def test_what_is_no_scenario_is_named_by_file_and_field(tmp_path: Path, capsys: 
         ({"job": {**whole["job"], "num_layers": 2.5}}, r"\bjob\.num_layers 2\.5\b.*\bwhole\b"),
         ({"job": {**whole["job"], "swiglu": 1}}, r"\bjob\.swiglu 1\b.*\btrue\b.*\bfalse\b"),
         ({"job": {**whole["job"], "moe_router_topk": 64}}, r"\b32 experts\b.*\bmoe_router_topk 64\b"),
-        ({"parallel": {"ranks": 96, "pipeline": 3, "expert": 5}}, r"\b96 ranks\b.*\bexpert parallelism 5\b.*\b15\b"),
+        ({"parallel": {"ranks": 96, "pipeline": 3, "expert": 5}}, r"\b96 ranks\b.*\bexpert 5\b.*\b15\b"),
         ({"parallel": {"pipeline": 3}}, r"\bparallel\b.*\branks\b"),
         ({"cluster": "moevement-b200"}, r"\bcluster 'moevement-b200'.*\bmoevement-a100\b"),
         ({"cluster": {"d2h": 1}}, r"\bcluster\b.*\bgpus_per_node, network\b"),
