@@ -104,7 +104,7 @@ class Device(ABC):
 
     @abstractmethod
     def use_in_this_thread(self) -> None:
-        """Make this the calling thread's current device, which in every new thread is the first device of the host."""
+        """Make this the current device of the calling thread; every new thread begins with the host's first device."""
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
@@ -136,11 +136,15 @@ class Device(ABC):
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a separate, shared mapping.
 
-    The mapping is shared because a rank forks workers that load data. The kernel may copy the pages of a private
-    mapping, and each of the two possible moments is bad. At the fork it may copy pages that are locked for a device;
-    the worker then costs the time and memory of a copy of all snapshots. Or it copies a page when this process next
-    writes to the page. From then on, the device writes to a page that this process no longer reads. With a shared
-    mapping, both processes keep using the same pages.
+    The mapping is shared because a rank forks workers that load data. The kernel would copy the pages of a private
+    mapping, at one of two moments:
+
+    - At the fork, if the pages are locked for a device. Each worker then costs the time and memory of a copy of all
+      snapshots.
+    - When this process next writes to a page. From then on, this process uses the copy, and the device still writes
+      to the old page.
+
+    With a shared mapping, this process and its workers keep using the same pages.
 
     Raises:
         RuntimeError: the host has too little memory.
@@ -153,9 +157,9 @@ def shared_memory(nbytes: int) -> torch.Tensor:
 def parent_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not get.
 
-    The driver page-locks a private mapping, which has huge pages, several times as fast as a shared mapping, which has
-    pages of 4 KiB (``benchmarks.gpu``, E2). A forked process does not get the private mapping, so the kernel never
-    copies its pages. The docstring of :func:`shared_memory` says which problems such copies cause.
+    The memory is a private mapping, because a shared mapping has pages of 4 KiB. The driver page-locks huge pages
+    several times as fast as small pages (``benchmarks.gpu``, E2). A forked process does not get the private mapping,
+    so the kernel never copies its pages. The docstring of :func:`shared_memory` says which problems copies cause.
 
     Raises:
         RuntimeError: the host has too little memory.

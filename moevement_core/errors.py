@@ -42,7 +42,7 @@ class WindowError(ConfigError):
 
 
 class ScheduleError(MoEvementError):
-    """Error in a query: about an iteration before the first schedule, or about snapshots of different operators."""
+    """Error of a caller that asks about an iteration before any schedule, or mixes snapshots of different operators."""
 
 
 class ExchangeError(MoEvementError):
@@ -92,4 +92,4 @@ class ResultError(MoEvementError):
 
 
 class InjectedFault(MoEvementError):
-    """Failure that a drill injects on purpose."""
+    """Failure that a test or a rehearsal (``moevement drill``) injects on purpose."""

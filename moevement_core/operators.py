@@ -66,7 +66,7 @@ class StateBytes:
     optimizer: int
     """Bytes of optimizer moments, with their scales and step counters."""
     gradient: int = 0
-    """Bytes of the reduced gradient, from which the optimizer updates the operator; 0 if it is not trained."""
+    """Bytes of the reduced gradient, from which the optimizer updates the operator; 0 for an untrained operator."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "optimizer", "gradient"):
@@ -201,9 +201,15 @@ class OperatorTable:
         """
         shape = full.shape
         if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
-            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and bytes of shape {shape} do not match")
+            raise OperatorError(
+                f"table of {len(names)} names, {len(kinds)} kinds and bytes of shape {shape}; needs different names, "
+                "with one kind and one column of bytes each"
+            )
         if not shape == compute.shape == gradient.shape:
-            raise OperatorError(f"bytes have shapes {shape}, {compute.shape} and {gradient.shape}; needs equal shapes")
+            raise OperatorError(
+                f"bytes of full state, compute weights and gradients have shapes {shape}, {compute.shape} and "
+                f"{gradient.shape}; needs equal shapes"
+            )
         table = cls.__new__(cls)
         table.names, table.kinds = names, kinds
         table.full, table.compute, table.gradient = full, compute, gradient
@@ -214,8 +220,8 @@ class OperatorTable:
     def with_gradients_for_compute(self) -> OperatorTable:
         """Return a copy of the table for a strategy that saves gradients instead of compute weights.
 
-        In the copy, ``compute`` has the bytes of gradients, but for no operator more than the bytes of its full state,
-        because the computation of windows requires that.
+        In the copy, ``compute`` has the bytes of gradients, or the bytes of the operator's full state if these are
+        fewer: the computation of windows requires that ``compute`` does not exceed ``full``.
         """
         table = copy(self)
         table.compute = np.minimum(self.gradient, self.full)

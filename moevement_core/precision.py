@@ -128,7 +128,8 @@ class Regime:
             quantised: number of owned elements whose compute weights are FP8.
             tensors: number of tensors that have elements on the rank.
             scales: bytes of scales of compute weights.
-            full_scales: bytes of scales of tensors without an element on the rank, which also count as full state.
+            full_scales: bytes of scales of tensors of which the rank owns no element. Snapshots of the full state hold
+                these scales, too, so they count as full state.
         """
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
