@@ -204,9 +204,9 @@ class Recoverer:
             if not run.is_stale:
                 return None
             raise RecoveryError(
-                f"--moevement-strategy {strategy.name}: {records[run.last].get('strategy')} wrote this window, in "
-                "which experts are from different iterations. Only that strategy can count the lost tokens; give "
-                "that one"
+                f"--moevement-strategy {strategy.name}: the strategy {records[run.last].get('strategy')} wrote this "
+                "window, in which experts are from different iterations. Only the strategy that wrote the window can "
+                "count the lost tokens: give that strategy"
             )
         lost = self._windows.roll_back(run, learned)
         self._saving.discard_after(prepared.own_plan.iterations.start - 1)
@@ -280,7 +280,7 @@ class Recoverer:
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
-        """Return the scope of a recovery of stages ``lost``; if all stages roll back, log the reason, return None."""
+        """Return the scope of a recovery of stages ``lost``. If all stages roll back, log why, and return None."""
         if reason := parts.binding.stages_are_tied_by():
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")

@@ -51,7 +51,7 @@ class Session:
     Args:
         binding: binding of the trainer.
         config: flags of the job.
-        names: names of the job and of its current start.
+        names: name of the job, and name of its current start, which differs after a restart from disk.
         prepared: recovery that :meth:`begin_training` executes, for example from a window on disk; None without one.
         joining: on a replacement, what survivors know about the running job; None if the job starts.
         is_resized: True if the job continues with another number of ranks.

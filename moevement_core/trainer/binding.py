@@ -240,7 +240,7 @@ class Binding(ABC):
 
     @abstractmethod
     def regroup(self) -> None:
-        """Switch all objects of a survivor to the current process groups."""
+        """Make the model, the optimizer and all other objects of a survivor use the current process groups."""
 
     @abstractmethod
     def build(self, build_data: Any) -> bool:
@@ -301,7 +301,7 @@ class Binding(ABC):
 
         Args:
             shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
-                compute gradients, and the active copy uses their sum. None without copies.
+                compute gradients, and the active copy uses their sum. None if every embedding has one copy.
             feeding: neighbours that send logged tensors to this rank, if other stages keep their state and wait; None
                 if all stages replay.
         """

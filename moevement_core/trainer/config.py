@@ -105,7 +105,7 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
 
 
 def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:
-    """Refuse to drop own snapshots that parity, windows on disk or a single copy need.
+    """Refuse flags that let a rank drop its own snapshots although parity, the disk or the lack of copies needs them.
 
     Raises:
         ConfigError: ``--moevement-keep-own never`` contradicts one of these flags.

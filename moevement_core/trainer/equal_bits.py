@@ -53,7 +53,7 @@ class PlacementHistory:
         """Pairs of an iteration and the placement that came into force after it."""
 
     def note(self, iteration: int, placement: str, since: int = NONE) -> None:
-        """Record that ``placement`` computes all iterations after ``iteration``.
+        """Record that ranks execute all iterations after ``iteration`` on the nodes and devices of ``placement``.
 
         Args:
             iteration: iteration whose state is live.
@@ -69,9 +69,9 @@ class PlacementHistory:
             self._placements.append((iteration, placement))
 
     def unchanged_since(self, placement: str) -> int | None:
-        """Return the iteration after which all iterations were computed under ``placement``, the current placement.
+        """Return the iteration after which ranks executed all iterations under ``placement``, the current placement.
 
-        The result is a very large number if no iteration was computed under it yet, and None without a history.
+        The result is a very large number if they have executed no iteration under it yet, and None without a history.
         """
         if not self._placements:
             return None
@@ -111,14 +111,17 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
 
 
 def placed_since(reports: Sequence[Report]) -> int:
-    """Return the iteration after which the placement has not changed: the latest that any rank reports."""
+    """Return the latest iteration that any rank reports as ``placed_since``.
+
+    In the iterations after it, no rank changed its node or device.
+    """
     return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
 
 
 def arithmetic_of_all() -> tuple[str, ...]:
     """Return the arithmetic (processor, libraries) of each rank, or one entry if all are equal. Every rank calls it.
 
-    If sums depend on the placement, the digest of the placement comes last.
+    If sums depend on the nodes and devices of ranks, the last entry is a digest of these (:func:`placement`).
     """
     of_ranks = all_gather_objects(arithmetic(), str)
     placed = (f"placement {placement()}",) if placement() else ()
