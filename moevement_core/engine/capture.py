@@ -54,7 +54,8 @@ class Capturer:
         device: device of the live tensors.
         memory: computation of the host memory that this rank's snapshots need.
         done: function that the capture thread calls with each captured snapshot.
-        pause: switch that stops the digests of the capture thread in quiet iterations; None: they never stop.
+        pause: switch that stops the digests of the capture thread in some iterations, so that the job can measure what
+            saving costs. None: the digests never stop.
     """
 
     def __init__(
@@ -272,9 +273,9 @@ class Capturer:
 def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
     """Return which part of a snapshot goes to peers or to disk; None for the whole snapshot.
 
-    If an operator has no tensors on this rank, the part counts as having it, because this rank leaves nothing of it
-    out. A restore therefore takes each expert from the newest version that the ranks with its tensors have (MoC-System,
-    section 5.1).
+    The part leaves out only operators that have tensors on this rank; for all others, its contents are those of the
+    snapshot. A restore therefore takes each expert from the newest version that the ranks with the expert's tensors
+    have (MoC-System, section 5.1).
 
     Args:
         schedule: schedule of the snapshot.

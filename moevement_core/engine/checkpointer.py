@@ -67,7 +67,8 @@ class Checkpointer:
             of that iteration.
         needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
             copies of this run until a newer run is persisted.
-        pause: switch that stops the digests of the capture thread in quiet iterations; None: they never stop.
+        pause: switch that stops the digests of the capture thread in some iterations, so that the job can measure what
+            saving costs. None: the digests never stop.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Checkpointer:
         self.asked_bytes = 0
         """Bytes of host memory that this rank has last requested from each peer."""
         self._fitted: Schedule | None = history.newest
-        """Schedule for whose windows the memory is just enough; None while other windows still have memory, too."""
+        """Schedule to whose windows the memory is fitted; None while windows of another size have memory, too."""
         self._fitting: Schedule | None = None
-        """Schedule whose windows keep their memory while :meth:`_fit` gives back the rest; None when it is done."""
+        """Schedule whose windows keep their memory while :meth:`_fit` gives back the rest; None without such a rest."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
@@ -149,9 +150,10 @@ class Checkpointer:
 
         Args:
             iteration: the last committed iteration.
-            record: boundary state and iteration record, plain data with tensors. The tensors are copied before this
-                call returns or, on a GPU, in the order of the current stream.
-            state: iteration whose state is live; None if it is that of ``iteration``; see :class:`Header`.
+            record: boundary record, and what the rank recorded of the iteration's step: plain data with tensors. The
+                tensors are copied before this call returns or, on a GPU, in the order of the current stream.
+            state: iteration whose state is live, if that is not ``iteration``, as in the snapshots before a job's first
+                iteration (:attr:`Header.state`).
             whole: operators for which the snapshot records a digest of their whole state.
             is_updated: True if an update led to ``state@iteration``; False at the start of a job and after an iteration
                 without an update. If True, and if the schedule asks for gradients that are already overwritten, the
@@ -397,7 +399,7 @@ class Checkpointer:
             self.replicator.open(nbytes)
 
     def _fit(self) -> None:
-        """Give back a part of the memory that only earlier windows needed, which had another size than the newest.
+        """Give back a part of the memory that only earlier windows needed, if they had another size than the newest.
 
         Called every iteration. Peers also give back memory. If peers never lagged, this rank gives back its memory for
         lag as well, but the allowance still reserves it. After a mere reorder of operators, the method gives nothing
@@ -433,6 +435,8 @@ class Checkpointer:
 
     def lease(self, first: int, last: int, stores: Sequence[PeerStore]) -> list[SnapshotLease] | None:
         """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
+
+        A lease of a snapshot keeps the snapshot in memory, unchanged, until the caller releases the lease.
 
         Returns:
             None if a snapshot is missing, or if the persisted run of this stage ends after ``last``, as it does right

@@ -86,7 +86,7 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 def kept_bytes(
     schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int, *, at_peers: bool = False
 ) -> Kept:
-    """Return the host memory of each snapshot of a window, and what is left of it as later snapshots are taken.
+    """Return the bytes of host memory of each snapshot of a window, at its capture and after each later snapshot.
 
     A later snapshot supersedes an operator in an earlier one if it has a newer full state of that operator. The memory
     of superseded operators can be freed.
@@ -99,7 +99,7 @@ def kept_bytes(
 
     Returns:
         Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
-        bytes that are left when the snapshots of the next k slots have superseded operators, and these are freed.
+        bytes that are left when the operators that the snapshots of the next k slots superseded are freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

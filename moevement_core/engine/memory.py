@@ -94,8 +94,8 @@ class SnapshotMemory:
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
         """Return the bytes of the persisted run, of a whole new window, and of one more snapshot, together.
 
-        A run across a reorder is longer than a window. If peers had less memory than this beside such a run, no new
-        window would fit, and ranks would abandon every window.
+        A run across a reorder of operators is longer than a window. If peers had less memory than the result, no new
+        window would fit beside such a run, and ranks would abandon every window.
 
         Args:
             run_bytes: bytes of the persisted run.

@@ -16,7 +16,7 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
-"""Schedule ids of copies of snapshots, by rank and iteration: of this rank's snapshots, by the peer that holds them."""
+"""Schedule ids of this rank's snapshots that peers hold, by peer and iteration."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +29,7 @@ class HeldBuffer:
     at_peers: Contents
     """Contents of the copies on peers, for all ranks of the stage. They may have fewer operators than ``contents``."""
     users: int = 1
-    """Number of threads and leases that read or write the buffer now; the capture is the first of them."""
+    """Number of threads that read or write the buffer now, and of snapshot leases on it; the capture is the first."""
     freed: bool = False
     snapshot: Snapshot | None = None
     """Captured snapshot; None while it is being copied."""
@@ -148,7 +148,7 @@ class OwnSnapshots:
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose buffer stays unchanged until release; None if it is not here."""
+        """Return a lease of ``SS_iteration``, whose buffer stays unchanged while leased; None if it is not here."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or (snapshot := self.begin_use(held)) is None:

@@ -31,7 +31,7 @@ class Replicator:
         """True if snapshots are sent to peers. A benchmark sets it to False for a while to measure what sends cost."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """Stores in which this rank keeps copies for other ranks, some of which may have other peers now."""
+        """Stores with the copies that this rank keeps for other ranks, also for ranks that now have other peers."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
         """Stores with copies for ranks that now have other peers; see :meth:`free`."""
