@@ -49,8 +49,8 @@ UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
 """Smallest limit on the unsent bytes of a connection whose rate is limited.
 
-At high rates, the limit is the bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. It is small,
-because a message of training may have to wait until the kernel has sent these bytes.
+At high rates, the limit is the bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. The
+limit is small, because a message of training may have to wait until the kernel has sent these bytes.
 """
 
 LOWER_EFFORT = 1
@@ -62,7 +62,7 @@ MOST_UNKNOWN = 256
 """Most connections whose caller has not yet proved that it belongs to the job. One more closes the oldest."""
 
 _HELLO = struct.Struct("!16s16sqqq")
-"""First message on a connection, from the caller: nonce, name of the channel, its rank, tag, number of the stream."""
+"""First message on a connection: nonce, name of the channel, rank of the caller, tag, number of the stream."""
 _ANSWER = struct.Struct("!16s32s")
 """Answer of the called rank: nonce and MAC. The caller then sends its own MAC."""
 

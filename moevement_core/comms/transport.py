@@ -87,7 +87,7 @@ _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """End every wait in all transports that exist now, after a failure; later calls of them raise RuntimeError."""
+    """End every wait in all transports that exist now, after a failure; their methods then raise RuntimeError."""
     with lock:
         for operation in _refusable:
             operation.is_refused = True
