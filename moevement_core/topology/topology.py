@@ -247,7 +247,7 @@ def _of_sums(members: Sequence[AtPeer]) -> int:
 
 
 class _Guard(NamedTuple):
-    """Protection of snapshots: peers or parity groups."""
+    """Ranks that protect each rank's snapshots: peers with copies, or peers with the parity of a group of ranks."""
 
     peers: Placement
     groups: Groups
