@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""Longest wait without a return to Python, in seconds. A longer wait consists of several, because a rank counts as hung
+"""Longest wait without a return to Python, in seconds. A longer wait is a series of these, because a rank counts as hung
 if its main thread executes no bytecode for long."""
 
 

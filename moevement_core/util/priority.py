@@ -18,8 +18,8 @@ that was too little: the newest gradients reached peers late, so recoveries by r
 def lower_priority() -> None:
     """Lower the priority of the calling thread and of the threads that it starts later.
 
-    The function does nothing on systems other than Linux, where threads have no priority of their own. A process
-    without privileges cannot undo the change.
+    A process without privileges cannot undo the change. The function does nothing on systems other than Linux, because
+    their threads have no priority of their own.
     """
     if sys.platform == "linux":
         with suppress(OSError):  # A sandbox may refuse the call.
