@@ -49,8 +49,8 @@ UNSENT_PACED_S = 0.005
 LEAST_UNSENT_BYTES = 32 << 10
 """Smallest limit on the unsent bytes of a connection whose rate is limited.
 
-At high rates, the limit is the bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. The
-limit is small, because a message of training may have to wait until the kernel has sent these bytes.
+At high rates, the limit is the bytes that the connection may send in :data:`UNSENT_PACED_S` seconds. The limit
+is small, because a message of training may have to wait until the kernel has sent these bytes.
 """
 
 LOWER_EFFORT = 1

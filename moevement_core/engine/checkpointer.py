@@ -575,7 +575,7 @@ class Checkpointer:
         self._take_in()
 
     def _learn(self, iteration: int) -> None:
-        """Apply the agreement of the previous iteration, then propose the statuses of this rank's runs."""
+        """Apply the agreement of the previous iteration, then propose this rank's statuses for the next agreement."""
         self._take_in()
         statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)

@@ -68,11 +68,11 @@ class SnapshotMemory:
         return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes of own snapshots after a snapshot was left out, with the persisted run and a new run."""
+        """Return the bytes of own snapshots (the persisted run and a new run) after a snapshot was left out."""
         return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule]) + self._durable(schedule)
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
-        """Return the bytes of copies on each peer after a snapshot was left out, with the persisted and a new run."""
+        """Return the bytes of copies on each peer (the persisted run and a new run) after a snapshot was left out."""
         return self._after_gap(schedule, LATE_AT_PEERS, at_peers=True)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:

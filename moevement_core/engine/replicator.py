@@ -53,7 +53,7 @@ class Replicator:
             sender.open(nbytes)
 
     def acked_by(self, snapshot: Snapshot) -> list[int]:
-        """Return the peers that hold ``snapshot`` already; all peers if replication is off, so that no run waits."""
+        """Return the peers that hold ``snapshot``; all peers if replication is off, so that no run waits for peers."""
         return peers_with(snapshot, self._has) if self.enabled else sorted(self.peers)
 
     def replicate(self, held: HeldBuffer) -> None:

@@ -257,7 +257,7 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Return ``prepared``; if :attr:`may_differ`, without the recorded outcomes of steps."""
+        """Return ``prepared``; without recorded outcomes of steps if a replay may give others (:attr:`may_differ`)."""
         return replace(prepared, outcomes={}) if self.may_differ else prepared
 
     @property

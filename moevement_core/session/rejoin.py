@@ -58,9 +58,9 @@ class RankReport:
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the iteration whose state an interrupted recovery was to restore.
+    """Report of a rank that had committed the resume iteration of the recovery that this failure interrupted.
 
-    None unless the failure interrupted a recovery of this rank.
+    None unless this rank was itself restoring state.
     """
 
 

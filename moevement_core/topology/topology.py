@@ -134,7 +134,7 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Yield protections that need less host memory than this one, the strongest first: flag and topology."""
+        """Yield protections that need less host memory than this one, the strongest first: its flag, its topology."""
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
