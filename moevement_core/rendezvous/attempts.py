@@ -1,7 +1,7 @@
 """Limits on repeated failures. The coordinator stops a job that fails again and again in the same iteration.
 
-Before it does, it forms the job again after each failure, from the third one on only after a backoff. A commit of an
-iteration that the job has never committed before is *progress*, and resets all counters.
+Until then, the coordinator forms the job again after each failure. From the third failure on, it first waits (the
+backoff). A commit of an iteration that the job has never committed before is *progress*, and resets all counters.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 FAILURES = 4
-"""Number of failures in a row after which the coordinator stops the job, if no rank died and no new iteration was
-committed in between."""
+"""Number of failures in a row after which the coordinator stops the job. A failure counts only if a rank reported an
+error and no rank died; the death of a rank or a newly committed iteration resets the count."""
 DEATHS = 5
-"""Number of times that a rank may die in the same iteration; at this number, the coordinator stops the job."""
+"""Number of deaths of the same rank in the same iteration after which the coordinator stops the job."""
 BACK_OFF_S = 1.0
 """Seconds that the job waits before it starts again after a third failure without a newly committed iteration.
 
@@ -27,9 +27,9 @@ class Attempts:
 
     def __init__(self) -> None:
         self._committed = self._here = -1
-        """Newest iteration that the job has ever committed, and newest since the job was last formed; -1 for none.
+        """Newest iteration that the job has ever committed, and newest that it has committed since it was last formed.
 
-        The second is lower while ranks repeat iterations that the job committed before a failure.
+        Each is -1 for none. The second is lower while ranks repeat iterations that the job committed before a failure.
         """
         self._failures = 0
         self._deaths: dict[tuple[int, int], int] = {}

@@ -32,7 +32,10 @@ def lease_seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class TimeoutsConfig:
-    """Timeouts of a rank: after which silence a node or rank counts as failed, and after which a peer is reported."""
+    """Timeouts of a rank: how long nodes, ranks and peers may be silent.
+
+    A node or rank that is silent for longer counts as failed. A peer that does not answer for longer is only reported.
+    """
 
     peer_timeout: float | None = flag(
         "--moevement-peer-timeout", type=float, metavar="S", check=positive(None),

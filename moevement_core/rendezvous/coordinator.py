@@ -58,8 +58,10 @@ these values, and restores them.
 
 
 MOST_REPORTED = 5
-"""Number of blocks on several nodes for which the coordinator prints one line each; it prints only a count of further
-blocks. A block is a group of ranks that communicate in every layer."""
+"""Largest number of split blocks for which the coordinator prints a line each; it prints only a count of the others.
+
+A *block* is a group of ranks that communicate in every layer. It is split if its ranks are on several nodes.
+"""
 
 
 class State(Enum):
@@ -88,9 +90,9 @@ class Coordinator:
         interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
         lease_s: lease time in seconds; a member that is silent for so long counts as dead.
         clock: returns monotonic seconds.
-        respawn_wait_s: seconds to wait for a process that a supervisor starts in place of an ended one, until the
-            coordinator has measured such a start; 0: supervisors start no such processes. The coordinator waits only if
-            ranks that communicate in every layer would otherwise span nodes.
+        respawn_wait_s: seconds to wait for a process that a supervisor starts in place of an ended one. The coordinator
+            waits only if ranks that communicate in every layer would otherwise span nodes. After the first such start,
+            it derives the wait from the measured duration of starts. 0: supervisors start no such processes.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class Coordinator:
         """Return True if an error of ``member`` cannot be a mistake in the flags or the script.
 
         That is the case once the job has committed an iteration, or was formed with ``member`` as a spare. A mistake
-        ends the job; any other error only costs the member.
+        ends the job. After any other error, the job goes on with another process in place of the member.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -278,8 +280,8 @@ class Coordinator:
     def waiting(self) -> list[int]:
         """Return the members without a rank that could take one, in the order in which they joined.
 
-        Members come last if a process on their node has computed NaN or infinity. Once the job was formed, the list
-        omits members for which no free device is left.
+        Members come last if their node may be lost, or if a process on their node has computed NaN or infinity. Once
+        the job was formed, the list omits members for which no free device is left.
         """
         waiting = sorted(self._without_rank(), key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
@@ -319,7 +321,9 @@ class Coordinator:
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
     def _take_back(self, node: str, unusable: UnusableDevice) -> str:
-        """Note that a member has given its rank back. If the member's device is broken, no process gets it any more.
+        """Note that a member has given its rank back, because it cannot use its device.
+
+        If the device is broken, the coordinator assigns it to no other process.
 
         Returns:
             The description of the member's end, for log lines.
@@ -461,7 +465,7 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Return True if waiting members suffice to enlarge an elastic job; before that, interrupt all ranks.
+        """Interrupt all ranks and return True if waiting members suffice to enlarge an elastic job; else return False.
 
         The method returns False until ``join_wait_s`` seconds have passed since a member last joined and since the last
         roster was proposed. So members that join shortly after each other enlarge the job together.
@@ -478,7 +482,7 @@ class Coordinator:
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
-        """Propose the largest job for which survivors and waiting members suffice.
+        """Propose a roster for the largest allowed job for which survivors and waiting members suffice.
 
         If they do not suffice even for the smallest allowed job, wait for spares.
         """
@@ -497,8 +501,8 @@ class Coordinator:
     def _waits_for_the_first(self) -> bool:
         """Return True while the job waits for its first members. If all of them join, member N becomes rank N.
 
-        Some may be absent when no member has joined for the spare timeout. Then the job begins, and spares take the
-        ranks of the absent members. If the job has too few members for this, the method stops it.
+        If no member has joined for the spare timeout, the job begins without the absent members, and spares take their
+        ranks. If there are not enough spares for this, the method stops the job.
         """
         absent = [
             member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead

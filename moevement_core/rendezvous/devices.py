@@ -39,7 +39,9 @@ def assign_devices(
 
 
 def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> list[MemberInfo]:
-    """Return those waiting processes that can all get a free device of their own; keep their order.
+    """Return the waiting processes that can take ranks at the same time: each gets a separate free device.
+
+    The function goes through the processes in order, and omits a process that sees no device that is still free.
 
     Args:
         waiting: processes without a rank; processes on CPUs need no device.

@@ -13,7 +13,7 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 
 class Entered:
-    """Account of the newest generation that has entered training: its members, and which have left it or finished.
+    """Account of the newest generation that has entered training: its members, and which of them have left or finished.
 
     The coordinator keeps the account. A member *leaves* when a failure interrupts the generation. It *finishes* when it
     has reached the end of the job.

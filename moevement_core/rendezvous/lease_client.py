@@ -81,7 +81,10 @@ class LeaseClient:
         Each entry has the number of the renewal that first reported the death on the current connection.
         """
         self._request: dict[str, Any] | None = None
-        """Request to end the job that the server has not acknowledged; ``beat`` is the first renewal that had it."""
+        """Request to end the job that the server has not acknowledged yet; None if there is none.
+
+        The entry ``beat`` is the number of the renewal that first had the request on the current connection.
+        """
 
     def died(self, member: int, pid: int, how: str) -> None:
         """Report that a process of this supervisor has ended, in each renewal until the server acknowledges the report.
@@ -108,7 +111,7 @@ class LeaseClient:
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
         """Renew the leases if that is due, and read the server's answers.
 
-        If the connection is broken, or no answer has arrived for two intervals, connect again.
+        If the connection is broken, or no answer has arrived for twice the time between renewals, connect again.
 
         Args:
             members: all members of this supervisor that have not ended.

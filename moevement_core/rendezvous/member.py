@@ -66,7 +66,8 @@ class Member:
 
         Args:
             check: called with a roster and this member's rank, before the member acknowledges the roster. If this
-                process cannot take the rank, ``check`` ends it, so that no other rank waits for it in a process group.
+                process cannot take the rank, ``check`` ends the process. So no other rank waits for this process when
+                ranks create process groups.
 
         Returns:
             The roster and the rank of this member.

@@ -111,6 +111,7 @@ class Membership:
         """Return the members that could take a rank, in the order in which they joined.
 
         Members whose lease was not renewed for a third of the lease time come last, because their node may be lost.
+        The list omits members whose supervisor is not connected.
 
         Args:
             but: members to omit, because they have a rank.
@@ -128,7 +129,10 @@ class Membership:
         return {*silent, *(self.alive[member].node for member in self._disconnected if member in self.alive)}
 
     def hears(self, node: str, but: int) -> bool:
-        """Return True if another member on the node than ``but`` has a recent lease and a connected supervisor."""
+        """Return True if any member on the node except ``but`` was renewed lately and has a connected supervisor.
+
+        Then the node is not lost.
+        """
         others = [member for member, info in self.alive.items() if info.node == node and member != but]
         return any(not self._is_silent(member) and member not in self._disconnected for member in others)
 

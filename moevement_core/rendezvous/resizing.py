@@ -39,7 +39,10 @@ class Grid:
         return Grid(**{**fields, "sizes": tuple(fields["sizes"])})
 
     def units(self, processes: int) -> int:
-        """Return the largest allowed number of units in each stage for which ``processes`` suffice; 0 if none is."""
+        """Return the largest allowed number of units in each stage for which ``processes`` suffice.
+
+        The number is 0 if the processes do not suffice for the smallest allowed number.
+        """
         return max((size for size in self.sizes if size * self.unit * self.stages <= processes), default=0)
 
     def world(self, units: int) -> int:

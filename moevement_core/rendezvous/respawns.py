@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 WAIT_S = 20.0
-"""Seconds for which the coordinator expects a starting process to join, until it has measured such a start."""
+"""Seconds for which the coordinator expects a starting process to join, as long as it has not measured any start."""
 LONGEST_WAIT_S = 60.0
 """Longest time in seconds for which the coordinator expects a starting process to join."""
 
@@ -15,14 +15,17 @@ class Respawns:
 
     Args:
         clock: returns monotonic seconds.
-        wait_s: seconds for which the coordinator expects a starting process to join, until it has measured how long a
-            start takes; 0: supervisors start no processes in place of ended ones.
+        wait_s: seconds for which the coordinator expects a starting process to join, as long as it has not measured any
+            start; 0: supervisors start no processes in place of ended ones.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """Values of the clock in seconds at which starts began whose processes have not joined yet, by node."""
+        """For each node: values of the clock in seconds when supervisors began to start processes that have not joined.
+
+        The oldest is first.
+        """
 
     def begins(self, node: str) -> None:
         """Note that a process on ``node`` has ended, and that its supervisor lives and starts another process."""

@@ -172,7 +172,8 @@ class Roster:
     left_at: float = 0.0
     """Time at which the last survivor left the previous generation, in seconds since the epoch."""
     ranks_before: int | None = None
-    """Number of ranks of the last generation that entered training; None if it has not changed, or in the first one."""
+    """Number of ranks of the last generation that entered training. None if this roster has the same number of ranks,
+    or if no generation has entered training before."""
     spares: int = 0
     """Number of waiting members that have no rank in this roster."""
     starting: int = 0

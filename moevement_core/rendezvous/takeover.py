@@ -76,7 +76,7 @@ class _Free:
     def take_together(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
         """Assign processes of a single node to all ``ranks``, if one of ``nodes`` has enough free processes.
 
-        Among several such nodes, the method prefers the one whose processes come first in the order of waiting.
+        Among several such nodes, the method prefers the one whose processes come first among the waiting processes.
         """
         count = len(ranks)
         candidates = [(members[-count], node) for node in nodes if len(members := self._on.get(node, [])) >= count]
