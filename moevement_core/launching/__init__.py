@@ -1,1 +1,1 @@
-"""Processes of a job on one or more hosts: code that starts, watches, replaces, fences and ends them."""
+"""Processes of a job on one or more hosts: code that starts, watches, suspends, replaces and ends them."""

@@ -1,4 +1,4 @@
-"""Processes that a launcher or a task starts on its host, each watched separately.
+"""Processes that a launcher or a task (a supervisor under Slurm) starts on its host, each watched separately.
 
 Torch's elastic multiprocessing is not used here, for three reasons:
 

@@ -1,7 +1,7 @@
 """Coordinator process of a job over several hosts (``moevement coordinate``): holds the store and assigns ranks.
 
 The process runs on the host of the job script, and outlives every rank. If the user gives a command (``-- srun ...``),
-the coordinator also starts the tasks of each node, and ends after these tasks.
+the coordinator also starts the tasks of each node, which supervise the ranks there, and ends after these tasks.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ class _Coordination:
         return Outcome(0)
 
     def _look_after_tasks(self) -> None:
-        """Start the tasks of a node again if they have ended. Stop the job if no task is left, or if none can begin."""
+        """Start the tasks of a node again if they have ended.
+
+        If no task of any node is left, or if the tasks of a node end repeatedly before the job begins, stop the job.
+        """
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)

@@ -14,7 +14,7 @@ import psutil
 from moevement_core.errors import ConfigError
 
 OF_A_RANK = 48
-"""Least number of threads that a rank needs to train.
+"""Lower estimate of the threads of a rank, so that the check refuses only jobs that certainly reach a limit.
 
 A rank of a small gloo job has about 90 threads, most of them for process groups.
 """

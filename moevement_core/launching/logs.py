@@ -48,7 +48,7 @@ class LogFolder:
             self.keep_to_bounds(running)
 
     def keep_to_bounds(self, running: Collection[str]) -> None:
-        """Rotate log files that are too large, and delete those of all but the last ended processes.
+        """Rotate log files that are too large. Delete log files of ended processes, except those that ended last.
 
         Args:
             running: labels of the processes that run.

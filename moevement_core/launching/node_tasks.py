@@ -1,4 +1,6 @@
-"""Commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={host} ...``).
+"""Commands that start the tasks (supervisors) of a job, one command for each node.
+
+For example ``srun --nodes=1 --nodelist={host} ...``.
 
 Each node has its own command, because the loss of one node may end a command that spans several nodes: srun aborts a
 whole step when one of its nodes reboots before Slurm has noticed that the node was down.
@@ -18,9 +20,12 @@ from moevement_core.util.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 HOST = "{host}"
 """Placeholder in a command for the name of the node. Ranks replace another placeholder, {node}, in paths."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
-"""Bounds in seconds on the backoff before a restart of a command; the backoff doubles after each early end."""
+"""Bounds in seconds on the backoff before a restart of a command.
+
+The backoff doubles each time that the command ends early (:data:`AT_ONCE_S`).
+"""
 AT_ONCE_S = 20.0
-"""Seconds after its start in which the end of a command counts as early: then the node is probably still down."""
+"""Longest time in seconds that a command has run if its end counts as early: then its node is probably still down."""
 TRIES = 3
 """Number of times that the tasks of a node may end before the job has begun. Then the coordinator stops the job."""
 GONE_S = 5.0

@@ -14,7 +14,7 @@ REPEAT_S = 1.0
 """Seconds after a signal that asks for an orderly end, in which further such signals are ignored as duplicates.
 
 For example, ``timeout`` sends one signal to the command and a second one to the process group. Batch systems signal
-each process, and ``srun`` passes on another signal.
+each process, and ``srun`` then forwards the same signal once more.
 """
 
 
@@ -29,9 +29,9 @@ class Stopped(BaseException):
 class Signals:
     """Handlers of the signals that ask for an end, installed for a ``with`` block of this process.
 
-    If the job can end orderly, the first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end: the job saves and ends at
-    a boundary between iterations. Any other signal raises :class:`Stopped`. Signals that were ignored when this
-    process started (SIGHUP under nohup) stay ignored.
+    While :attr:`may_wind_down` is True, the first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end: the job saves
+    and ends at a boundary between iterations. Any other signal raises :class:`Stopped`. Signals that were ignored when
+    this process started (SIGHUP under nohup) stay ignored.
 
     The exception may not reach the caller. Python drops exceptions that are raised in finalizers and in callbacks of
     the garbage collector, and the handler raises nothing during an import. So the caller also calls :meth:`check`

@@ -19,7 +19,7 @@ SILENT_S = 60.0
 """Shortest time in seconds without a new line in the metrics file after which the launcher reports a hang."""
 SILENT_ITERATIONS = 20
 """Shortest time without a new line in the metrics file after which the launcher reports a hang, as a multiple of the
-longest iteration so far."""
+longest iteration so far. The longer of this time and :data:`SILENT_S` counts."""
 
 
 class HangDetector:

@@ -1,7 +1,7 @@
-"""Task of a job over several hosts: supervises one or more members, and replaces members that end.
+"""Task: a process that a job over several hosts starts on each node (``srun``), to supervise one or more members.
 
-Slurm does not restart a task that has ended. So ranks and spares are processes that a task starts and can replace, and
-the task itself is not a rank.
+A task replaces members that end. Slurm does not restart a task that has ended. So ranks and spares are processes that a
+task starts and can replace, and the task itself is not a rank.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def supervise(
     ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
     if task.late is None and ranks != processes - spares:
         raise ConfigError(
-            f"--spares {spares} of {processes} processes ({task.tasks} tasks of {task.processes}), but the coordinator "
-            f"waits for {ranks} ranks; give --spares {processes - ranks}"
+            f"--spares {spares} of {processes} processes ({task.processes} in each of {task.tasks} tasks), but the "
+            f"coordinator waits for {ranks} ranks; give --spares {processes - ranks}"
         )
     allow_open_files(ranks)
     common = {

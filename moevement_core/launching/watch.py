@@ -95,9 +95,9 @@ class UntilOneFails(Watch):
 
 
 def _end_after_failure(children: list[Child]) -> None:
-    """End all processes. If a rank has found a mistake in the flags, wait before until a rank has printed the mistake.
+    """End all processes. If a rank has found a mistake in the flags, first wait until the mistake has been printed.
 
-    Every rank finds such a mistake, but only rank 0 prints it, and other ranks may end earlier.
+    Every rank finds such a mistake, but only rank 0 prints it, and other ranks may end before rank 0 does.
     """
     deadline = time.monotonic() + SAY_S
     while USAGE_ERROR in [child.code for child in children] and time.monotonic() < deadline:
