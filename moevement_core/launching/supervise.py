@@ -1,4 +1,4 @@
-"""Task: a process that a job over several hosts starts on each node (``srun``), to supervise one or more members.
+"""Task of a job over several hosts: a process that ``srun`` starts on a node, to supervise one or more members there.
 
 A task replaces members that end. Slurm does not restart a task that has ended. So ranks and spares are processes that a
 task starts and can replace, and the task itself is not a rank.
