@@ -28,7 +28,7 @@ class Account:
     failures: Sequence[str]
     """Texts, one for each failed rank: rank, process id and cause of the failure."""
     noticed_by: str
-    """Text that says what noticed the failure (supervisor, reset, lease), and how many seconds after it."""
+    """Text that says what noticed the failure, such as the supervisor or the lease, and how many seconds after it."""
     failed_at: float
     """Time at which the first failed process ended; if nobody saw its end, the time of its last sign of life."""
     interrupted_at: float
@@ -52,7 +52,8 @@ class Account:
     """Effective training time ratio so far: the time of all committed iterations, each counted once, over the time
     since the job was first formed. None before the first commit."""
     kept: str
-    """Text with details of the check that survivors have kept their state; it compares this state with digests."""
+    """Text that says for how many survivors the state was compared with the newest snapshot: in whole, in part, or not
+    at all."""
     spares: int
     """Number of spares that were ready at ``formed_at``."""
     copies: str

@@ -123,7 +123,7 @@ class CheckpointFailed(_Plain):
 
     kind: ClassVar[str] = "checkpoint_failed"
     iteration: int | None
-    """Iteration of the state that was to be saved; None if an asynchronous save reported its error only later."""
+    """Iteration of the state that was to be saved; None if an asynchronous save failed after it had begun."""
     reason: str
     """Reason of the failure, in words."""
 
@@ -145,7 +145,7 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """Plan for saving, with its cost on the rank that writes this event, when the job starts or the window changes."""
+    """Plan for saving, with its cost on one rank, which writes the event at the start and when the window changes."""
 
     kind: ClassVar[str] = "plan"
     iteration: int
@@ -164,8 +164,8 @@ class Planned(_Plain):
     memory_limit_bytes: float | None
     """Bytes of host memory that the rank may use; None without a cap."""
     expected_rollback: float
-    """Iterations of work that a failure at a random moment costs on average, if the lag is 0: those that a stage
-    executes again, and half of the interrupted one."""
+    """Iterations of work that a failure at a random moment costs on average, if the lag is 0: the iterations that a
+    stage executes again, and half an iteration, because the failure interrupts an iteration half way on average."""
     most_replayed: int
     """Largest number of committed iterations that a recovery executes again, if the lag is 0."""
     snapshots: int | None = None
@@ -191,7 +191,7 @@ class AboveCap(_Plain):
 
 @dataclass(frozen=True)
 class NothingPersisted(_Plain):
-    """Warning that no other window has become persisted for a long time, so that a failure costs more than planned."""
+    """Warning that no window has become persisted for a long time, so that a failure costs more than planned."""
 
     kind: ClassVar[str] = "nothing_persisted"
     text: str

@@ -36,8 +36,8 @@ class JobEntry:
     """Number of cores, processor and GPUs of ``host``, in words."""
     ranks: int
     spares: int | None
-    """Number of spares. None if the job has no spares, so that its first failure ends it, or if the launching process
-    does not start the spares."""
+    """Number of spares that the launching process starts. None if the first failure ends the job (no ``--spares``), or
+    if another process starts the spares."""
     versions: Mapping[str, str]
     """Version of each package on which computed results depend, by the name of the package."""
     ended_at: float | None = None

@@ -24,8 +24,8 @@ class Recovery:
     """Iteration up to which the restored state is verified: equal to digests from before the failure. None if an
     operator was never compared, or if no operator was compared after an update."""
     restored_until: int | None
-    """Iteration up to which every operator was compared with digests from before the failure, after updates or only as
-    loaded; None if an operator was never compared."""
+    """Iteration up to which every operator was compared with digests from before the failure. Operators that were
+    compared only as loaded, before any repeated update, count too. None if an operator was never compared."""
     recomputed: int
     """Number of operators that were compared with digests after at least one repeated update, as a sum over ranks."""
     restored: int
@@ -33,8 +33,8 @@ class Recovery:
     ranks."""
     largest_difference: float
     """Largest difference on any rank between a recomputed tensor or loss and the lost one, relative to the largest
-    magnitude in either of them. It is 0 if bits may not differ. State that is compared by digest alone does not
-    count."""
+    magnitude in either of them. It is 0 if the recovery has to restore equal bits, because a difference then ends the
+    recovery. State that is compared by digest alone does not count."""
     losses_until: int | None
     """Iteration up to which losses of repeated iterations were compared with the recorded losses; None if no losses
     were compared."""
@@ -52,7 +52,7 @@ class Recovery:
     rest of the state."""
     proportion_lost: float
     """Proportion of lost tokens (PLT of MoC-System, equation 7): lost share of the routed tokens of the whole run, as a
-    mean over layers. If the trainer does not know the length of the run, the lost share of all tokens so far."""
+    mean over layers. If the trainer does not know the length of the run, it is the lost share of all tokens so far."""
     proportion_lost_so_far: float
     """Share of all routed tokens so far that recoveries have lost, as a mean over layers."""
     ranks: Sequence[int]

@@ -69,7 +69,7 @@ class Progress:
         self._console.print(f"{OURS}{text}", markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, log: Path) -> None:
-        """Show the rest of the output of the old rank 0, and from then on the output of its replacement.
+        """Show the rest of the output of the process that was rank 0, and then the output of its replacement.
 
         Args:
             log: file with the output of the process that is rank 0 now.
