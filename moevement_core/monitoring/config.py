@@ -41,7 +41,8 @@ def _address(name: str, text: str) -> Any:
 def unserved(port: str | None) -> str | None:
     """Return the reason why no process serves metrics at ``port``; None if a process does, or if ``port`` is None.
 
-    A rank calls this. Only a launcher or a coordinator serves metrics. A rank has one if STORE_ENV is set.
+    A rank calls this. Only a launcher or a coordinator serves metrics. The job has one of them if the environment
+    of its ranks names the job's store (STORE_ENV).
     """
     if port is None or STORE_ENV in os.environ:
         return None

@@ -34,7 +34,7 @@ Only tasks know the script's flags, which say where to serve metrics.
 
 @dataclass(frozen=True)
 class Served:
-    """Run directory whose metrics an endpoint serves, and the address and port at which it does."""
+    """Run directory whose metrics an endpoint serves, and the address and port at which the endpoint listens."""
 
     run_dir: str
     port: int
