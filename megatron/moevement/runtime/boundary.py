@@ -44,10 +44,11 @@ def boundary_copy(live: Live) -> dict[str, Any]:
 
 
 def boundary_after(live: Live) -> dict[str, Any]:
-    """Predict the boundary state after the current iteration, right before the iteration's optimizer step.
+    """Return the boundary state that the rank will have after the current iteration, as far as it can be predicted.
 
-    Iteration and consumed samples have their values from after the step. Loss scalers, step counts and the
-    learning-rate schedule have their values from before the step, because the step itself changes them.
+    The caller asks right before the iteration's optimizer step. Iteration and consumed samples already have their
+    values from after the step. Loss scalers, step counts and the learning-rate schedule still have their values from
+    before the step, because the step itself changes them.
     """
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import (

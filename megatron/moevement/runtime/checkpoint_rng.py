@@ -43,7 +43,8 @@ def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``dist_checkpointing.load`` that gives each data-parallel rank the random states that it had saved.
 
     Megatron's own function leaves every rank with the states of the first data-parallel rank. A checkpoint of stock
-    Megatron, or of a job with fewer data-parallel ranks, has too few states; the ranks beyond them use the last.
+    Megatron, or of a job with fewer data-parallel ranks, has states for the first data-parallel ranks only. All other
+    ranks then get the last of these states.
     """
 
     @functools.wraps(original)

@@ -60,8 +60,8 @@ def _mark(save: Path, iteration: int, name: str) -> None:
         origin.mark_saved(save, iteration, name, get_args())
     except OSError as error:  # The only effect is that a restart of the job will not use this checkpoint.
         log.warning(
-            f"a restart of the job will not use the checkpoint of iteration {iteration}, because no mark of this job "
-            f"can be written into it: {error.strerror}"
+            f"a restart of the job will not use the checkpoint of iteration {iteration}, because rank 0 cannot write "
+            f"the file that names this job into the checkpoint's folder: {error.strerror}"
         )
 
 

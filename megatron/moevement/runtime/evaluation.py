@@ -45,10 +45,10 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
     """Return a wrapper that ends ``evaluate`` after its current iteration if the job is asked to end.
 
     With ``--exit-duration-in-mins``, Megatron checks after each iteration of an evaluation whether the duration is over
-    on any rank. So the wrapper gives this flag a value if it has none, and a duration that is already over on a rank
-    that is asked to end. Megatron then returns from ``evaluate`` and skips its last steps, because it expects to exit
-    soon. The wrapper does these steps, because the job trains one or two more iterations until ranks have agreed where
-    to end.
+    on any rank. The wrapper makes use of this check. If the flag is not set, the wrapper sets it to a duration that is
+    never over. As soon as a rank is asked to end, the wrapper sets a duration that is already over on this rank.
+    Megatron then returns from ``evaluate`` and skips its last steps, because it expects to exit soon. The wrapper does
+    these steps, because the job trains one or two more iterations until ranks have agreed where to end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

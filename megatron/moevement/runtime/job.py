@@ -1,5 +1,6 @@
-"""State of a rank that the replaced functions of Megatron share: its job, and what outlives this job.
+"""State of a rank that the replaced functions of Megatron share.
 
+:class:`Job` has the objects of the present job, and :class:`Process` the state that passes from one job to the next.
 Each process has one :class:`Process`. :mod:`megatron.moevement.activate` builds it and passes it to all replaced
 functions, because Megatron passes no such object to them.
 """
@@ -57,7 +58,7 @@ class Job:
     ``runtime/results.py`` numbers these positions.
     """
     config_before: dict[str, Any] = field(default_factory=dict)
-    """Values, from before training, of the fields of the model's configuration that training overwrites."""
+    """Values that fields of the model's configuration had before training overwrote them, by name of the field."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
@@ -83,7 +84,10 @@ class Process:
     def __init__(self) -> None:
         self.job = Job()
         self.lineage = ""
-        """Name of the start of the job (:attr:`JobNames.start`) from which this process's state was trained."""
+        """Name of the job's start (:attr:`JobNames.start`) since which the state of this process has been trained.
+
+        Ranks compare these names after a failure, because a process may have state from before a later start.
+        """
         self.survivor: SurvivorState | None = None
         """State that this rank keeps while an elastic job changes its ranks; None at all other times."""
         self.before: Sequence[FormationSnapshots] = ()
@@ -94,7 +98,7 @@ class Process:
         self.rejected_at = 0
         """Newest iteration in which this process rejected a result, with ``--rerun-mode disabled``."""
         self.transient_failures = 0
-        """Number of times that this process was the first with a bad result, and a second pass gave another result."""
+        """Number of times that this rank's values were the first that were not finite, but a second pass differed."""
 
     def start_over(self) -> Job:
         """Free the memory of this process's job, and make a new empty job in its place."""

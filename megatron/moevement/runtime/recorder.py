@@ -55,7 +55,7 @@ def record_pretrain(process: Process) -> Wrapper:
 
 
 def record_train_step(process: Process) -> Wrapper:
-    """Return a wrapper of ``train_step`` that records its duration."""
+    """Return a wrapper of ``train_step`` that records how long each step takes."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

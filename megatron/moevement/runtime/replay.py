@@ -257,7 +257,7 @@ class MegatronTrainer(Trainer):
         undo.push(lambda: put_schedule(scheduler, planned))
 
     def _own_metrics(self, undo: UndoStack) -> None:
-        """Prevent that Megatron's log counts losses of routers and of multi-token prediction from the replay."""
+        """Keep the replay's losses of routers and of multi-token prediction out of the sums that Megatron logs."""
         from megatron.core.transformer.moe import moe_logging
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -267,7 +267,7 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Turn off Megatron's check whether results repeat, because it communicates with all ranks after every step."""
+        """Turn off Megatron's validation of results, which communicates with all ranks after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)

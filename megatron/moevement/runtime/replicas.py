@@ -14,8 +14,9 @@ from moevement_core.trainer.binding import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Return digests of this rank's compute weights: of dense weights, of experts, and of each expert in several slots.
+    """Return digests of this rank's compute weights: of dense weights, of all experts, and of single experts.
 
+    A single expert has a digest only if expert slots hold several replicas of it.
     Each digest comes with the data-parallel ranks that must have an equal digest. The function does not communicate. It
     reads all compute weights and waits for the device. With the distributed optimizer, weights come from a gather, so
     the digests also show whether the gather gave all ranks equal weights. There is no comparison of tensor-parallel

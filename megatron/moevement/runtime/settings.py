@@ -25,7 +25,8 @@ SETTINGS = (
     "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_group_topk", "moe_token_dispatcher_type",
     "calculate_per_token_loss", "iterations_to_skip",
 )  # fmt: skip
-"""Flags on which replayed iterations depend; a job that loads a window from disk needs the values of its writer."""
+"""Flags on which replayed iterations depend. A job that loads a window from disk needs the values with which the window
+was written."""
 DATA = (
     "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "split", "train_samples",
     "train_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "mock_data",

@@ -1,4 +1,4 @@
-"""Record of each batch's token count. Only the last stage counts, and other stages may have to replay without it."""
+"""Record of each batch's token count, which only the last stage computes, for replays without the last stage."""
 
 from __future__ import annotations
 
