@@ -71,7 +71,8 @@ class CommittedOptimizer(Commit):
             ``boundary``.
         vote: function that returns once every rank of the job has called it. It returns at once if a reduction of the
             step already proves that every rank has reached the commit point.
-        step: function that Megatron's trainer calls instead of ``optimizer.step()`` in training; it calls :meth:`step`.
+        step: function that Megatron's trainer calls instead of ``optimizer.step()`` in training. The function has to
+            call :meth:`step` of this object, with the iteration.
         scales: scales of FP8 on this rank; None if no weights are in FP8.
         num_tokens: function that waits for the device and returns the number of tokens by which gradients were divided;
             None without per-token loss.
@@ -285,8 +286,9 @@ class CommittedOptimizer(Commit):
     def _make_weights(self, member: Any) -> None:
         """Compute FP8 weights from master weights, with the scales of the newest committed iteration.
 
-        These scales are in the rank's mark, because an interrupted iteration may have changed the live scales. The
-        computation updates the amax histories, and the function copies the updated histories into the mark.
+        These scales are in the rank's :class:`~moevement_core.trainer.commit.Mark`, because an interrupted iteration
+        may have changed the live scales. The computation updates the amax histories, and the function copies the
+        updated histories into the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)

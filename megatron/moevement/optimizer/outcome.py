@@ -14,7 +14,7 @@ from megatron.moevement.state_digest import members
 from moevement_core.errors import ResultError
 
 Outcome = Mapping[str, Any]
-"""Result of :func:`outcome_of`."""
+"""Results of one step's reductions (overflow flags, norms, counts), by name; :func:`outcome_of` makes it."""
 
 
 @dataclass

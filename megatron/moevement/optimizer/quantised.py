@@ -1,4 +1,4 @@
-"""Codes and scales of FP8 parameters: of Transformer Engine's tensors, and of this project's, with equal names."""
+"""Codes and scales of FP8 parameters. Transformer Engine's and this project's FP8 tensors name them alike."""
 
 from __future__ import annotations
 

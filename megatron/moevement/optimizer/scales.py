@@ -67,7 +67,7 @@ class Scales:
 
 
 def _fits(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    """Return True if ``saved`` has all names of ``live``; names may be missing if their module had not run before."""
+    """Return True if ``saved`` has all names of ``live``, except names of modules that had not run before the save."""
     return list(saved) == [name for name in live if name in saved or not name.endswith(_MADE_IN_FORWARD)]
 
 

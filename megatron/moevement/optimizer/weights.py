@@ -74,11 +74,11 @@ def round_masters(member: Any) -> None:
 
 
 def recompute_weights(chunks: Iterable[Any], optimizer: Any) -> None:
-    """Recompute compute weights from master weights on all replicas, before training, if they may not agree.
+    """Recompute compute weights from master weights on all replicas, before training, if the two may not match.
 
-    Two kinds of job need this, because a recovery computes weights from master weights. With MXFP8 weights that were
-    loaded from a dense checkpoint, Megatron has dequantised and quantised the weights, which gives other codes. With
-    master weights narrower than FP32, a new model starts with compute weights that are more precise.
+    They have to match, because a recovery computes compute weights from master weights. They may not match in two kinds
+    of job. When Megatron loads MXFP8 weights from a dense checkpoint, it dequantises and quantises them, which gives
+    other codes. With master weights narrower than FP32, a new model has compute weights that are more precise.
     """
     recompute_own_weights(optimizer)
     with remaking():
