@@ -1,4 +1,4 @@
-"""Conversion of records from ranks in another formation of an elastic job, so that this rank can use them.
+"""Conversion of records that other ranks made before an elastic job changed its ranks, so that this rank can use them.
 
 There are two kinds: boundary records, and records of an iteration's step (its losses and outcome).
 """
@@ -40,7 +40,8 @@ def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: b
     Args:
         record: record of the other rank; empty if the other rank made none.
         optimizer: Megatron's optimizer.
-        is_comparable: True to keep the losses, because the recovery reproduces them bit for bit.
+        is_comparable: True to keep the recorded losses; False if the recovery may not restore the lost state bit for
+            bit, so that these losses would not belong to the restored state.
     """
     if not record:
         return {}

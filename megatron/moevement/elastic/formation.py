@@ -13,7 +13,7 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Formation:
-    """Number of a generation, and the parallel positions that the job's ranks have in it."""
+    """Formation of a job: the number of a generation, and the parallel positions that ranks have in this generation."""
 
     generation: int
     """Number of the generation; -1 if the snapshots are from disk.
@@ -26,7 +26,7 @@ class Formation:
 
 @dataclass(frozen=True, eq=False)
 class FormationSnapshots:
-    """Snapshots of one formation that this process can send to other ranks."""
+    """Snapshots that ranks captured in one :class:`Formation`, and that this process can send to other ranks."""
 
     formation: Formation
     own: int

@@ -16,7 +16,7 @@ from moevement_core.storage.manifest import Manifest
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """Return what loads a window from a job with another number of ranks; None if this job is not elastic.
+    """Return the object that loads a window of a job with another number of ranks; None if this job is not elastic.
 
     Args:
         args: Megatron's arguments.

@@ -11,9 +11,10 @@ from moevement_core.util.flags import from_args
 
 
 def grid_of(args: Namespace) -> Grid | None:
-    """Return the sizes that the job may have, as numbers of units in each stage; None if the job is not elastic.
+    """Return the sizes that the job may have; None if the job is not elastic.
 
-    The caller needs the arguments from the start of the job, because a change of size changes ``args``.
+    A size is the number of units in each pipeline stage; :func:`unit_of` says what a unit is. The caller has to pass
+    the arguments with which the job started, because a change of size changes ``args``.
 
     Raises:
         ConfigError: a flag has an invalid value.
@@ -45,8 +46,8 @@ def unit_of(args: Namespace) -> int:
 def blocks_of(args: Namespace) -> tuple[int, ...]:
     """Return the sizes of the blocks of consecutive ranks that communicate in every layer.
 
-    The small block holds the tensor- and context-parallel ranks. The large block is a unit, which without expert slots
-    holds whole expert-parallel groups. Blocks of one rank are left out.
+    The small block holds the tensor- and context-parallel ranks. The large block is a unit (:func:`unit_of`); without
+    expert slots, a unit holds whole expert-parallel groups. Blocks of one rank are left out.
     """
     sizes = {int(args.tensor_model_parallel_size * args.context_parallel_size), unit_of(args)}
     return tuple(sorted(sizes - {1}))

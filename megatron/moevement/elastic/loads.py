@@ -1,4 +1,4 @@
-"""Recent token counts of the experts in this rank's layers, and the check that starts a rebalance."""
+"""Recent token counts of the experts in this rank's layers, and the check whether experts should move between ranks."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def saved_piece(saved: StateTensor, stand: RankPosition) -> Piece:
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield this rank's part of each state tensor of a parameter: the tensor's name, the part's begin, its elements."""
+    """Yield the name of each state tensor of a parameter, and this rank's part of it: first index and elements."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor
     for what, tensor in part.state.items():

@@ -59,7 +59,7 @@ class _Kind:
     saved: Mapping[str, Saved]
     """Kind of state (full state, compute weights or gradients) that the snapshots hold, by operator."""
     places: Mapping[str, int]
-    """Index of each operator in ``contents``; operators are missing if old snapshots (format 2) do not say it."""
+    """Index of each operator in ``contents``; operators of old snapshots (format 2), which lack it, are left out."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
         """Yield each operator whose state ``contents`` lists as saved, with the kind of the state."""

@@ -84,7 +84,7 @@ def _was_in(brought: OfferedState, stage: int) -> bool:
 
 
 def _stage_experts(meeting: Meeting, stage: int, ranks: range, experts: int) -> StageExperts:
-    """Return loads of the experts of ``stage``, and the experts that each rank holds which is in the stage now.
+    """Return loads of the experts of ``stage``, and the experts that each present rank of the stage already holds.
 
     Args:
         meeting: reports of all ranks.
