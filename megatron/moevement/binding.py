@@ -76,9 +76,10 @@ class MegatronBinding(Binding):
         A replacement that builds its optimizer alone takes these keys from a survivor instead.
         """
         self.groups: list[Groups] = []
-        """Process groups to which model and optimizer refer, with one entry for each generation.
+        """Process groups to which model and optimizer refer: one entry, with the groups of one generation.
 
-        There are several entries if a failure interrupted :meth:`regroup`; otherwise there is one.
+        If a failure interrupted :meth:`regroup`, references to groups of earlier generations are left, and each of
+        these generations has an entry as well.
         """
         self.groups_now: Groups | None = None
         """Process groups of this generation, recorded before model and optimizer are built."""
@@ -225,9 +226,10 @@ class MegatronBinding(Binding):
 
     @override
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Make Megatron exit after iteration ``committed + 1``, by setting ``--exit-interval``; or cancel the exit.
+        """Make Megatron exit after iteration ``committed + 1`` if ``is_winding_down``; otherwise cancel a planned exit.
 
-        At the exit, Megatron saves a checkpoint if ``--save`` names a folder, and ends with code 0.
+        The method sets ``--exit-interval``. At the exit, Megatron saves a checkpoint if ``--save`` names a folder, and
+        ends with code 0.
         """
         from megatron.training import get_args
 

@@ -84,8 +84,8 @@ def _ranges(
     """Return the elements that each data-parallel rank saves in a job without the distributed optimizer.
 
     All data-parallel ranks have the same state, so each saves an equal range of every parameter. ``counts`` gives the
-    number of data-parallel ranks, for experts (True) and for all other parameters (False). The result is by the same
-    kind and by data-parallel rank.
+    number of data-parallel ranks, for experts (True) and for all other parameters (False). Keys of the result are pairs
+    of such a kind of parameter (True or False) and a data-parallel rank.
     """
     owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

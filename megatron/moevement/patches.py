@@ -89,10 +89,10 @@ DECLARED = (
     Declared("megatron.training.training", "get_megatron_optimizer", "ranks exchange the keys of parameters inside it"),
     Declared(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "register_grad_ready",
-        "a drill interrupts a rank while it counts ready gradients",
+        "for tests, a failure is injected while a rank counts ready gradients",
     ),
     *(
-        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank after it copied its gradients")
+        Declared(owner, "_copy_model_grads_to_main_grads", "for tests, a failure is injected after this copy")
         for owner in (
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
@@ -100,7 +100,7 @@ DECLARED = (
     ),
     Declared(
         "megatron.core.tensor_parallel.random", "_set_cuda_rng_state",
-        "a drill interrupts a rank during the exit of a forked random state",
+        "for tests, a failure is injected during the exit of a forked random state",
     ),
 )  # fmt: skip
 

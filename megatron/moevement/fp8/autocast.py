@@ -45,7 +45,10 @@ class Call:
         return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
 
     def after_backward(self) -> None:
-        """Set the gradient scales of the region's layers, if this product is the first, whose backward pass is last."""
+        """Set the gradient scales of the region's layers, if this product is the region's first.
+
+        The backward pass visits products in reverse, so at the first product it has recorded all gradients' amaxes.
+        """
         if self._sets_scales:
             set_scales(self._region.layers, (Role.GRADIENT,), self._region.group)
 

@@ -51,9 +51,10 @@ class Quantised:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round values to the nearest number of an FP8 dtype, ties to even. Larger values become the largest number.
+    """Round values to the nearest number of an FP8 dtype, ties to even.
 
-    Torch's own casts turn larger values into infinity or NaN.
+    A value beyond the range of the dtype becomes the largest number of the range, with the value's sign. Torch's own
+    casts turn such values into infinity or NaN.
     """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)

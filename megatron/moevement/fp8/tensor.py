@@ -116,7 +116,11 @@ class QuantisedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Execute an operation of torch: on a view of the codes, by quantising, or on dequantised values."""
+        """Execute an operation of torch.
+
+        Views that delayed scaling permits are views of the codes. ``copy_`` and fills quantise the new values. All
+        other operations get dequantised values.
+        """
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
             return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
