@@ -22,7 +22,10 @@ _NO_TE = "is Transformer Engine's"
 
 
 def install() -> None:
-    """Replace the names by which Megatron uses Transformer Engine's FP8; idempotent. The call imports Megatron's models."""
+    """Replace the names by which Megatron uses Transformer Engine's FP8; idempotent.
+
+    The function imports Megatron's models.
+    """
     from megatron.core import fp8_utils, recompute
     from megatron.core.extensions import transformer_engine as extensions
     from megatron.core.tensor_parallel import layers, random
