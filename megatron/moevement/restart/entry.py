@@ -84,7 +84,7 @@ def enter_setup(process: Process) -> Wrapper:
 
 
 def _pipelines() -> list[Any]:
-    """Return the groups of pipeline stages that this rank belongs to."""
+    """Return the pipeline-parallel process groups of this rank."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -308,7 +308,7 @@ def _leave() -> None:
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Return True if the newest scheduled save is missing or its tracker is not readable."""
+    """Return True if Megatron's tracker file in ``folder`` names no save as new as the newest scheduled one."""
     try:
         text = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:

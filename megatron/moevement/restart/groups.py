@@ -55,7 +55,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(old_groups: list[Any]) -> list[Any]:
-    """Return the groups of ``old_groups`` to which other objects than this list and their :class:`Groups` refer."""
+    """Return the groups that are still in use: objects besides ``old_groups`` and a :class:`Groups` refer to them."""
     return [
         old_groups[index] for index in range(len(old_groups)) if sys.getrefcount(old_groups[index]) > 3
     ]  # the argument of getrefcount is the third reference
@@ -74,15 +74,16 @@ def _holders(old_groups: list[Any]) -> list[Any]:
 
 
 def _holders_after_collection(old_groups: list[Any]) -> list[Any]:
-    """Return the holders after a garbage collection, which removes frames in reference cycles."""
+    """Return the result of :func:`_holders` after a garbage collection, which removes frames in reference cycles."""
     gc.collect()
     return _holders(old_groups)
 
 
 def _holders_among_all(old_groups: list[Any]) -> list[Any]:
-    """Return the holders among all objects, including those from before training.
+    """Return the result of :func:`_holders` among all objects, including those from before training.
 
-    When training began, the garbage collector was told to ignore all objects that existed then.
+    When training begins, the garbage collector is told to ignore all objects that exist then, so :func:`_holders`
+    alone does not find them.
     """
     gc.unfreeze()
     return _holders_after_collection(old_groups)

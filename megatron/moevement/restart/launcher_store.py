@@ -14,7 +14,7 @@ from moevement_core.util.environment import MEMBER_ENV
 
 
 def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``pretrain`` that initialises torch.distributed through the launcher's store, if a launcher has one."""
+    """Return a ``pretrain`` that initialises torch.distributed through the launcher's store, if there is a store."""
 
     @functools.wraps(original)
     def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:

@@ -32,7 +32,8 @@ from megatron.moevement.state_digest import members
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """Fields that ``train`` sets in the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Index arrays of Megatron's data sets: the array that Megatron maps first, by which it checks all, and the others."""
+"""Index arrays of Megatron's data sets. Megatron maps the array of a key first and then those of the key's value, but
+takes all of them as mapped if the first is."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 

@@ -3,7 +3,7 @@
 The job loads the newest dense checkpoint that it has saved itself, with all of its state. Flags such as ``--load``,
 ``--finetune`` and ``--no-load-optim`` do not count then, because they say how the job was to start the first time.
 Without such a checkpoint, the job starts as it did the first time, from the same checkpoint, even if ``--load`` has
-newer ones by now. If a window on disk is newer than the chosen checkpoint, the job loads the window instead
+newer checkpoints by now. If a window on disk is newer than the chosen checkpoint, the job loads the window instead
 (:mod:`moevement_core.saving.window_start`).
 """
 

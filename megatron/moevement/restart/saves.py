@@ -53,7 +53,8 @@ def _end_writers() -> bool:
 def _forget_results(module: ModuleType) -> None:
     """Drop the queue of a module, and end the process that serves it.
 
-    If a request to this process was interrupted, the next request would receive its answer.
+    A restart may have interrupted a request to this process. The next request would then receive the answer to the
+    interrupted one.
     """
     queue, module._results_queue = module._results_queue, None  # type: ignore[attr-defined]
     if queue is not None:
