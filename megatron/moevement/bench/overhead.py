@@ -39,7 +39,7 @@ class Sample:
 
 
 def mode_of(iteration: int, block: int) -> str:
-    """Return the mode of ``iteration``, counted from 0."""
+    """Return the mode of ``iteration``, counted from 0, if the mode changes every ``block`` iterations."""
     return MODES[iteration // block % len(MODES)]
 
 

@@ -47,9 +47,9 @@ RANGES: dict[str, Range] = {
 }  # fmt: skip
 """Allowed values of flags, by their names in the parsed arguments. A missing value (None) is not checked."""
 _NAMED = {"layernorm_epsilon": "--norm-epsilon"}
-"""Flags whose name in the parsed arguments does not follow from the flag, by that name."""
+"""Flags that have another name in the parsed arguments, by this other name."""
 _MAY_BE_INFINITE = ("moevement_",)
-"""Prefix of this project's flags. Some of them may be infinite, and the code that reads them checks their ranges."""
+"""Prefix of this project's flags. Some of their values may be infinite; the code that reads a flag checks its value."""
 
 
 def ranges(args: Namespace) -> Iterator[str]:

@@ -135,6 +135,7 @@ def _copies(args: Namespace) -> Iterator[str]:
     per_node = args.moevement_ranks_per_node or (world if on_one_host else None)
     if per_node is not None and wanted >= (nodes := -(-world // per_node)):
         yield (
-            f"--moevement-replicas {wanted}: each copy needs another node, and a rank has {nodes - 1} others; lower "
-            "the number, leave the flag out, or add --moevement-replicas-on-same-node"
+            f"--moevement-replicas {wanted}: each copy has to be on another node than the rank and its other copies, "
+            f"and the job has only {nodes - 1} nodes besides the rank's node; lower the number, leave the flag out, or "
+            "add --moevement-replicas-on-same-node"
         )

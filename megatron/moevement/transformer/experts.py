@@ -72,8 +72,8 @@ def _with_own_weight_gradients(experts: Any) -> Any:
     if not all(hasattr(linear, "weight0") for linear in linears):
         raise ConfigError(
             f"--moevement-frozen-kernels {FrozenKernels.WGRAD}: {type(experts).__name__} has a layer for each expert, "
-            "which skips the weight gradient of a frozen expert by itself; give off, or --moe-grouped-gemm with "
-            "Transformer Engine"
+            "which skips the weight gradient of a frozen expert by itself; give the value off, or use "
+            "--moe-grouped-gemm with Transformer Engine"
         )
     for linear in linears:
         SplitWeightGradients(linear)
@@ -86,7 +86,7 @@ def _with_own_weight_gradients(experts: Any) -> Any:
 def _say_once(what: str, backend: str) -> None:
     if torch.distributed.get_rank() == 0:
         reason = why_reference()
-        running = f"the {backend} kernels" if reason is None else f"the kernels' reference in torch, because {reason}"
+        running = f"the {backend} kernels" if reason is None else f"a reference version in torch, because {reason}"
         log.info(f"{what} run on {running}")
 
 
