@@ -1,4 +1,4 @@
-"""Codes and scales of FP8 parameters. Transformer Engine's and this project's FP8 tensors name them alike."""
+"""Codes and scales of FP8 parameters, in attributes that Transformer Engine's and this project's tensors name alike."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def _leave() -> None:
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Return True if Megatron's tracker file in ``folder`` names no save as new as the newest scheduled one."""
+    """Return True if Megatron's tracker file names no save, or one older than the newest scheduled save."""
     try:
         text = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:

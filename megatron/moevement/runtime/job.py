@@ -86,7 +86,7 @@ class Process:
         self.lineage = ""
         """Name of the job's start (:attr:`JobNames.start`) since which the state of this process has been trained.
 
-        Ranks compare these names after a failure, because a process may have state from before a later start.
+        Ranks of an elastic job compare these names, because a process may still have the state of an earlier start.
         """
         self.survivor: SurvivorState | None = None
         """State that this rank keeps while an elastic job changes its ranks; None at all other times."""
@@ -98,7 +98,7 @@ class Process:
         self.rejected_at = 0
         """Newest iteration in which this process rejected a result, with ``--rerun-mode disabled``."""
         self.transient_failures = 0
-        """Number of times that this rank's values were the first that were not finite, but a second pass differed."""
+        """Number of times that non-finite values began on this rank, and a second pass gave another result."""
 
     def start_over(self) -> Job:
         """Free the memory of this process's job, and make a new empty job in its place."""

@@ -267,7 +267,7 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Turn off Megatron's validation of results, which communicates with all ranks after every step."""
+        """Turn off Megatron's second pass after a rejected result; for it, all ranks communicate in every iteration."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)

@@ -14,7 +14,7 @@ from moevement_core.trainer.binding import Replicas
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Return digests of this rank's compute weights: of dense weights, of all experts, and of single experts.
+    """Return digests of this rank's compute weights: of dense weights, of its experts together, and of single experts.
 
     A single expert has a digest only if expert slots hold several replicas of it.
     Each digest comes with the data-parallel ranks that must have an equal digest. The function does not communicate. It
