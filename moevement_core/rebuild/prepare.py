@@ -23,6 +23,7 @@ from moevement_core.recovery.sources import SnapshotSource
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.trainer.equal_bits import placed_since, why_replay_may_differ
+from moevement_core.util.words import counted
 
 ATTEMPTS = 3
 """Number of attempts to fetch a snapshot that arrives damaged."""
@@ -136,7 +137,9 @@ def prepare(
                 placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
-            log.warning(f"{len(failed)} snapshots could not be fetched from the reported places; ranks plan again")
+            log.warning(
+                f"{counted(len(failed), 'snapshot')} could not be fetched from the reported places; ranks plan again"
+            )
         asked_again += 1
         unavailable |= _gone(failed, asked_again)
 

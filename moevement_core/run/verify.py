@@ -8,6 +8,7 @@ from typing import Any
 
 from moevement_core.errors import RunRecordError
 from moevement_core.run.run_record import RunRecord
+from moevement_core.util.words import counted
 
 SERIES = ("loss", "grad_norm")
 
@@ -88,8 +89,8 @@ def _by_iteration(run: RunRecord) -> dict[int, dict[str, Any]]:
     if repeated := sorted(iteration for iteration, count in counts.items() if count > 1):
         shown = ", ".join(map(str, repeated[:5])) + (", ..." if len(repeated) > 5 else "")
         raise RunRecordError(
-            f"{run.metrics_path}: {len(repeated)} iterations have more than one line ({shown}), for example because "
-            "two jobs wrote to one run directory; run the job again with another --run-dir"
+            f"{run.metrics_path}: {counted(len(repeated), 'iteration')} with more than one line ({shown}), for "
+            "example because two jobs wrote to one run directory; run the job again with another --run-dir"
         )
     return {line["iteration"]: line for line in lines}
 

@@ -46,6 +46,7 @@ from moevement_core.snapshot.snapshot import (
     entries_of,
     offsets,
 )
+from moevement_core.util.words import counted
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ def _agree(
             return plan, formation, handed_out
         usable[formation] = [holding for holding in usable.get(formation, ()) if holding not in damaged]
         if dist.get_rank() == 0:
-            log.warning(f"{count} snapshots are damaged or missing; ranks plan the recovery again without these")
+            log.warning(
+                f"{counted(count, 'snapshot')} damaged or missing; ranks plan the recovery again without what they hold"
+            )
 
 
 def _plan(

@@ -12,6 +12,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.restart.faults import Fault
 from moevement_core.strategies.config import Recovery
 from moevement_core.util.environment import NODE_ENV
+from moevement_core.util.words import counted
 
 _ELSEWHERE = "the optimizer's state is not where snapshots read it"
 _WGRAD = "it computes weight gradients outside of the backward pass, where a replay cannot skip frozen weights"
@@ -136,6 +137,6 @@ def _copies(args: Namespace) -> Iterator[str]:
     if per_node is not None and wanted >= (nodes := -(-world // per_node)):
         yield (
             f"--moevement-replicas {wanted}: each copy has to be on another node than the rank and its other copies, "
-            f"and the job has only {nodes - 1} nodes besides the rank's node; lower the number, leave the flag out, or "
-            "add --moevement-replicas-on-same-node"
+            f"and the job has only {counted(nodes - 1, 'node')} besides the rank's node; lower the number, leave the "
+            "flag out, or add --moevement-replicas-on-same-node"
         )
