@@ -115,7 +115,10 @@ class Coordinator:
         self.given_up: set[int] = set()
         """Members that count as dead although no supervisor saw them end; their supervisors kill them."""
         self.waits_for_respawn = False
-        """True while the job waits for a process that starts on a certain node, although there are enough spares."""
+        """True while the job waits for a process to start on a failed rank's node, although there are enough spares.
+
+        With a spare on another node, ranks that communicate in every layer would span nodes.
+        """
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
         self._entered = Entered(store, clock)
@@ -220,8 +223,9 @@ class Coordinator:
     def has_trained(self, member: int | None = None) -> bool:
         """Return True if an error of ``member`` cannot be a mistake in the flags or the script.
 
-        That is the case once the job has committed an iteration, or was formed with ``member`` as a spare. A mistake
-        ends the job. After any other error, the job goes on with another process in place of the member.
+        That is the case once the job has committed an iteration, or was formed without a rank for ``member``. If
+        ``member`` is None, only a committed iteration counts. A mistake ends the job. After any other error, the job
+        goes on with another process in place of the member.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -408,7 +412,7 @@ class Coordinator:
 
         Ranks have written into the store the sizes of their groups that communicate in every layer. The method takes
         the largest size for which at least one group is on a single node when the job begins. If no size has such a
-        group, it takes the smallest size.
+        group, it takes the smallest size, because small groups are the easiest to keep on one node.
         """
         if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
             sizes = sorted(map(int, text.split(b",")))

@@ -36,10 +36,9 @@ class LeaseClient:
         address: host and port of the lease server.
         lease_s: lease time in seconds from the script's flags; the server's answers may change it.
         token: token of the job.
-        started_by: start name ``NODE/NUMBER`` of this supervisor
-            (:data:`~moevement_core.util.environment.START_ENV`); empty if the coordinator has not started it. So the
-            coordinator knows from which nodes supervisors are connected
-            (:attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`).
+        started_by: ``NODE/NUMBER`` if the coordinator's command has started this supervisor: the node, and how often
+            the coordinator has started the command there (:data:`~moevement_core.util.environment.START_ENV`). Else
+            empty. From this name, the coordinator knows which nodes have connected supervisors.
     """
 
     def __init__(self, name: str, address: tuple[str, int], lease_s: float, token: Token, started_by: str = "") -> None:
@@ -64,8 +63,8 @@ class LeaseClient:
         self._replaced: SignedLines | None = None
         """Old connection on which no answers arrive any more; None unless the client has just opened a new connection.
 
-        The client closes the old connection after its first message on the new one. If it closed the old connection
-        before, the server would count this supervisor as gone.
+        The client first sends a message on the new connection, and then closes the old one. In the opposite order, the
+        server would count this supervisor as gone.
         """
         self._beat = 0
         """Number of the newest renewal."""

@@ -190,13 +190,16 @@ class LeaseServer:
 
     @property
     def heard(self) -> set[str]:
-        """Start name ``NODE/NUMBER`` of each supervisor that has sent a message within the lease time."""
+        """Start name (:attr:`connected`) of each supervisor that has sent a message within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """Start name ``NODE/NUMBER`` of each supervisor that is connected now; it names the supervisor's node."""
+        """Start name of each supervisor that is connected now; empty for one that the coordinator has not started.
+
+        A start name is ``NODE/NUMBER``: the supervisor's node, and how often the coordinator has started its command.
+        """
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:

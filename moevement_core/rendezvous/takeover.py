@@ -65,7 +65,7 @@ class _Free:
         self.taken: dict[int, int] = {}
         """Member that takes over each rank, by rank."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Pairs (position in ``waiting``, member), by node, in descending order, so that ``pop`` gives the first."""
+        """Pairs (position in ``waiting``, member), by node. The smallest position is last, so ``pop`` returns it."""
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 
