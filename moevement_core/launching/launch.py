@@ -69,7 +69,10 @@ class Launch:
     spare_timeout_s: float = 600.0
     """Seconds that a job waits for a new spare when none is left."""
     respawn_after_s: float = 0.0
-    """Seconds from the end of a process to the start of its replacement; infinite: no replacement is started."""
+    """Seconds from the end of a process to the start of a new process in its place, usually as a spare.
+
+    If the value is infinite, the launcher starts no new process.
+    """
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that configuration files set for every process of the job."""
     command: str = ""
@@ -285,7 +288,7 @@ class _Starter:
         return Child(label, self._program, environment, self._logs)
 
     def _node_of(self, number: int, replaced: str | None, ranks_per_node: int) -> str:
-        """Return the simulated node of a process; a replacement has the node of the process that it replaces."""
+        """Return the simulated node of a process; a process started in place of an ended one is on the same node."""
         own = str(number // ranks_per_node)
         self._nodes[number] = own if replaced is None else self._nodes[int(replaced)]
         return self._nodes[number]

@@ -22,12 +22,12 @@ HOST = "{host}"
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
 """Bounds in seconds on the backoff before a restart of a command.
 
-The backoff doubles each time that the command ends early (:data:`AT_ONCE_S`).
+The backoff doubles each time that the command ends early (:data:`AT_ONCE_S`). Any other end sets it to the lower bound.
 """
 AT_ONCE_S = 20.0
-"""Longest time in seconds that a command has run if its end counts as early: then its node is probably still down."""
+"""Seconds from the start of a command in which its end counts as early, because the node is probably still down."""
 TRIES = 3
-"""Number of times that the tasks of a node may end before the job has begun. Then the coordinator stops the job."""
+"""Number of ends of a node's tasks, before the job has begun, at which the coordinator stops the job."""
 GONE_S = 5.0
 """Seconds without a connection from any task of a node after which the coordinator sends SIGTERM to the node's command.
 

@@ -1,4 +1,4 @@
-"""Orphans: processes that outlive the rank that started them. The supervisor, a subreaper, adopts them.
+"""Orphans: processes that outlive the rank that started them. The kernel makes the supervisor their parent (prctl(2)).
 
 For example, a killed rank leaves the server process of a queue that Megatron uses for dense checkpoints. This process
 keeps the memory of its imports, and waits forever for its next request. In a job with many failures, orphans would use
@@ -34,8 +34,8 @@ Otherwise the replacement could find the device's memory in use.
 class Orphans:
     """Search for orphans on a supervisor's host: the supervisor uses this object to find and kill them.
 
-    An orphan is a process that has outlived the rank which started it. The supervisor recognises it by environment
-    variables that it has inherited from the rank. One thread calls all methods.
+    An orphan is a process that has outlived the rank which started it. The supervisor recognises an orphan by the
+    environment variables that the orphan has inherited from the rank. One thread calls all methods.
     """
 
     def __init__(self) -> None:

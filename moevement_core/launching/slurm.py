@@ -27,8 +27,8 @@ def task_environment(
         local_rank: number of the task on its node, from Slurm's variables; None if not set.
         meets_at_master: True if ranks find each other through MASTER_ADDR and MASTER_PORT; False if they do so through
             the store of a coordinator.
-        devices: number of accelerators that this process sees. If a process sees a single accelerator
-            (``--gpus-per-task=1``, ``--gpu-bind=single:1``), its number is 0 in every task.
+        devices: number of accelerators that this process sees. If it is 1 (``--gpus-per-task=1``,
+            ``--gpu-bind=single:1``), LOCAL_RANK is 0, because each task counts its accelerators from 0.
 
     Raises:
         ConfigError: ``srun`` did not start this process, or MASTER_ADDR or MASTER_PORT is needed and not set.

@@ -42,9 +42,9 @@ POLL_S = 0.05
 GRACE_S = 30.0
 """Longest time in seconds for which a task waits for its processes to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
-"""Number of lease times after the end of its lease in which a task still tries to reach the coordinator.
+"""Number of lease times for which a task still tries to reach the coordinator after the task's leases have run out.
 
-After this time, the task ends its processes and itself.
+Then the task ends its processes and itself.
 """
 TOKEN_PATIENCE_S = 5.0
 """Seconds that a task waits for a proof in the store that the coordinator has the same job token as the task."""
@@ -254,10 +254,10 @@ class _Task:
 
 
 def _ask_slurm_to_requeue() -> None:
-    """Ask Slurm to requeue the job, because the node of the job script is lost.
+    """Ask Slurm to requeue the job, because the coordinator cannot be reached: its node is probably lost.
 
-    With ``--no-kill``, Slurm lets the job run on without the lost node. Every task sends a request, and the first one
-    takes effect. MOEVEMENT_REQUEUE=1 enables the requests.
+    The job cannot go on without the coordinator, but with ``--no-kill`` Slurm does not end the job. Every task sends a
+    request, and the first one takes effect. MOEVEMENT_REQUEUE=1 enables the requests.
     """
     job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
     if job and scontrol and os.environ.get("MOEVEMENT_REQUEUE") == "1":

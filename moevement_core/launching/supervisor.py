@@ -1,4 +1,4 @@
-"""Supervisor of the processes of one host: renews their leases, and starts a replacement for each process that ends.
+"""Supervisor of the processes of one host: renews their leases, and starts a new process for each one that ends.
 
 The supervisor does no training work, so training cannot delay a lease. A stopped process (SIGSTOP) does not count as
 alive, so its lease runs out.
@@ -97,13 +97,14 @@ class Supervisor:
     Args:
         first: members to start at once.
         start: starts the process of a member; called with its number and with environment variables for the process.
-        next_member: returns the number for the next process that is started as a replacement.
+        next_member: returns the number for the next process that is started in place of an ended one.
         link: connection to the coordinator.
-        on_end: called with a member and its ended process; returns True if a replacement is to start.
-        on_replaced: called with the ended member, its process, and the replacement process.
+        on_end: called with a member and its ended process; returns True if a new process is to start in its place.
+        on_replaced: called with the ended member, its process, and the new process in its place.
         may_settle: returns True if the job does not need new processes at once. A new process then idles at first, so
             that its start does not slow down a recovery.
-        respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
+        respawn_after_s: seconds from the end of a process to the start of a new one in its place; infinite: none is
+            started.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class Supervisor:
         self._failed_starts = 0
         """Number of processes in a row that ended with a positive exit code or could not be started."""
         self._respawns: list[tuple[float, int, Child]] = []
-        """Replacements to be started: monotonic time of the start in seconds, ended member, and its ended process."""
+        """Processes to be started in place of ended ones: monotonic time of the start in seconds, ended member, and the
+        ended process."""
         self._is_winding_down = False
         self._orphans = Orphans()
         self._pages: dict[int, StatusPage] = {}
@@ -143,8 +145,9 @@ class Supervisor:
         Args:
             member: the member.
             settles: True if the process idles at first, to leave the processors to a recovery.
-            replaces: the ended member that the process replaces; None if it replaces none. A replacement reports all of
-                its errors. Otherwise only rank 0 reports an error that all ranks find.
+            replaces: the ended member in whose place the process starts; None for a process that starts with the job.
+                A process that starts in place of another reports all of its errors. Of the processes that start with
+                the job, only rank 0 reports an error that all of them find.
         """
         page = StatusPage()
         try:

@@ -81,9 +81,9 @@ class UntilOneFails(Watch):
         return None in codes and not any(codes)
 
     def wind_down(self) -> bool:
-        """Ask the ranks to end at the next boundary between iterations; return False if none can.
+        """Ask the ranks to end at the next boundary between iterations; return False if no rank can do so.
 
-        A rank can if it has reported a committed iteration.
+        A rank can do so once it has reported a committed iteration.
         """
         for page in self._pages:
             page.ask_to_wind_down()
@@ -156,7 +156,8 @@ class ReplaceFailedRanks(Watch):
         record: record of the run, for ``ranks.json`` and ``rejected_values.json``; None: nothing is recorded.
         progress: display of the job's progress, which also prints lines for the user.
         children: list to which the watch appends every process that it starts; the caller ends them all.
-        respawn_after_s: seconds from the end of a process to the start of its replacement; infinite: no replacement.
+        respawn_after_s: seconds from the end of a process to the start of a new one in its place; infinite: none is
+            started.
     """
 
     def __init__(
