@@ -68,8 +68,8 @@ class Resized(_Plain):
     digests are off."""
     seconds: dict[str, float]
     """Durations in seconds, by part. ``until_usable``: from the first failure to usable process groups. ``state``: to
-    create model and optimizer, and to transfer the state. ``until_resumed``: from then until training continues.
-    ``total``: sum of these parts."""
+    create model and optimizer, and to transfer the state. ``until_resumed``: from the end of the transfer until
+    training continues. ``total``: sum of these parts."""
 
     def sentence(self) -> str:
         """Return a sentence for the log that says what the event was."""
@@ -145,7 +145,9 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """Plan for saving, with its cost on one rank, which writes the event at the start and when the window changes."""
+    """Plan for saving, with its cost on the rank that writes ``events.jsonl``. The rank writes this event at the start,
+    and when the window changes.
+    """
 
     kind: ClassVar[str] = "plan"
     iteration: int

@@ -21,11 +21,11 @@ class Recovery:
     replayed: int
     """Number of iterations that a stage executed again; the largest number over all stages."""
     verified_until: int | None
-    """Iteration up to which the restored state is verified: equal to digests from before the failure. None if an
-    operator was never compared, or if no operator was compared after an update."""
+    """Iteration up to which the restored state is verified: equal to digests from before the failure. None if any
+    operator was never compared, or if no operator was compared after a repeated update."""
     restored_until: int | None
     """Iteration up to which every operator was compared with digests from before the failure. Operators that were
-    compared only as loaded, before any repeated update, count too. None if an operator was never compared."""
+    compared only as loaded, before any repeated update, count too. None if any operator was never compared."""
     recomputed: int
     """Number of operators that were compared with digests after at least one repeated update, as a sum over ranks."""
     restored: int
@@ -42,7 +42,8 @@ class Recovery:
     """Number of repeated iterations in which the tensors that a rank sent to other stages were compared with those of
     the first execution; the largest number over all ranks."""
     sources: Mapping[str, int]
-    """Number of loaded snapshots by source: own memory, peers, parity, a replica's live state, and files."""
+    """Number of loaded snapshots by source: memory of the rank itself, peers, parity, files, and the state of a live
+    data-parallel replica."""
     replayed_by_stage: Mapping[str, int]
     """Number of iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
