@@ -22,9 +22,9 @@ class Respawns:
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """For each node: values of the clock in seconds when supervisors began to start processes that have not joined.
+        """Values of the clock in seconds when supervisors began to start processes that have not joined, by node.
 
-        The oldest is first.
+        The oldest value of a node is first.
         """
 
     def begins(self, node: str) -> None:
