@@ -53,7 +53,7 @@ class LiveReplicas(SnapshotSource):
     def stands_for(self, until: int, lost: Collection[int]) -> Mapping[int, int]:
         """Return the ranks in ``lost`` whose ``state@until`` is live on this rank.
 
-        The values are the number of operators of their stage.
+        Each rank is mapped to the number of operators of its stage.
         """
         if self._mark is None or self._mark.iteration != until or self._topology.rank in lost:
             return {}

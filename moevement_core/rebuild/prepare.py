@@ -41,7 +41,7 @@ class Prepared:
     """Plan of this rank; None if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
     outcomes: Mapping[int, Any]
-    """Outcomes of recent iterations, from ranks of the same model replica."""
+    """Outcomes of recent iterations, from the ranks of this rank's model replica."""
     fetch_s: float
     is_comparable: bool = True
     """True if the recovered state is to be compared with digests of the lost state.
@@ -53,18 +53,18 @@ class Prepared:
     """Reason, in words, why the recovered state may differ in last bits from the lost state; empty without a reason.
 
     If there is a reason, ranks report a difference instead of failing. They also capture the snapshots of replayed
-    iterations again, because a window must not mix snapshots of both states.
+    iterations again, because a window must not mix snapshots of the lost state and of the recovered state.
     """
     keeps_first: bool = True
     """True if this rank keeps the snapshots that the replay began from, so that a later recovery can use them.
 
-    False if other processors wrote these snapshots, whose results may differ in last bits. A later replay on the
-    present processors might not reproduce the digests in them.
+    False if these snapshots were captured on other processors, where results may differ in last bits. A later replay
+    on the present processors might not reproduce the digests in the snapshots.
     """
     placed_since: int = NONE
     """Iteration since which no rank has moved to another node or device, as far as any rank knows."""
     other_data: Sequence[str] = ()
-    """Descriptions of the data flags that differ from those of the job that wrote the window."""
+    """Data flags, in words, in which this job differs from the job that wrote the loaded window; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _plans(
 
 
 def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
-    """Check that the logs of all neighbours cover the iterations that the segment replays.
+    """Check that the logs of all healthy neighbours cover the iterations that the stages of ``plan`` replay.
 
     Raises:
         RecoveryError: a neighbour has no log of one of the iterations.

@@ -113,8 +113,9 @@ class Reexecution(Observer):
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Add the snapshot of ``iteration`` to this rank's own snapshots if it is missing there.
 
-        The failed rank may have lost the snapshot, or training had not captured it for an unfinished window. If the
-        recovery has lost updates, the snapshot is captured again even if it is there.
+        The snapshot is missing if the failure destroyed it, or if this rank had not captured it yet. Training needs it
+        to complete an unfinished window. If the recovery has lost updates, the rank captures the snapshots of
+        re-executed iterations anew, missing or not.
         """
         if self._take_again is not None and iteration in self._plan.iterations:
             self._lose(self._take_again, iteration, record)
@@ -131,7 +132,7 @@ class Reexecution(Observer):
             checkpointer.wait()
 
     def _lose(self, recapture: Recapture, iteration: int, record: Mapping[str, Any]) -> None:
-        """Replace the saved snapshot of an iteration: it holds a state with updates that the recovery has lost."""
+        """Capture the snapshot of an iteration again, because the saved one has updates that the recovery lost."""
         binding = self._parts.binding
         is_left_out = iteration in binding.iterations_left_out()
         if not is_left_out and "step" not in record:

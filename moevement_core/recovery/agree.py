@@ -25,8 +25,8 @@ class RankStatus:
     committed: int | None = None
     """Last iteration that the rank committed; None if it has no state of any iteration."""
     has_begun_next: bool = False
-    """True if the rank had begun the iteration after ``committed``. Any evaluation and dense save that are due between
-    the two iterations were then done."""
+    """True if the rank had begun the iteration after ``committed``, so that any evaluation or dense save due between
+    the two iterations is done."""
     goal: RankStatus | None = None
     """Status of another rank, copied from it during a recovery that a second failure interrupted.
 
@@ -44,10 +44,10 @@ class ResumePoint:
     lost_ranks: frozenset[int]
     """Ranks that have no training state of a committed iteration, such as replacements."""
     lost_stages: frozenset[int]
-    """Pipeline stages of the ranks without state; other stages keep their state."""
+    """Pipeline stages of :attr:`lost_ranks`; all other stages keep their state."""
     followers: frozenset[int]
-    """Ranks that lack only the optimizer update of :attr:`iteration`. They took part in all its reductions, so each
-    follower applies the update without other ranks."""
+    """Ranks that lack only the optimizer update of :attr:`iteration`. They took part in all reductions of this
+    iteration, so each follower applies the update without other ranks."""
     reference: int
     """Rank whose record of :attr:`iteration` (losses, gradient norm) all ranks use."""
     reference_is_goal: bool

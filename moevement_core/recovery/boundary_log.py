@@ -133,7 +133,7 @@ class BoundaryLog:
             self.begin(self._iteration)
 
     def first_not_finite(self, direction: Direction) -> int | None:
-        """Return the position of the first tensor with a non-finite value that the present iteration has sent.
+        """Return the position of the first tensor sent in the present iteration that has a non-finite value.
 
         The method waits for the copies and reads all tensors of the iteration.
 

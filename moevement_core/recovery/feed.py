@@ -136,7 +136,7 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """Data that a replaying rank needs to receive logged tensors: its neighbours, and which stages replay."""
+    """Neighbours and channel from which a replaying rank receives logged tensors, and the stages that replay."""
 
     neighbours: Neighbours
     stages: frozenset[int]

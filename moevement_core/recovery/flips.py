@@ -57,7 +57,7 @@ class Place:
     rank: int
     """Rank in whose memory or folder the bit is, or that sent the bit."""
     owner: int
-    """Rank that owns the data."""
+    """Rank that captured the snapshot or logged the tensor; for a block of parity, the first member of its group."""
     iteration: int
     what: str
     byte: int
@@ -75,7 +75,7 @@ class _Flipper:
         self._store = connect(address) if address is not None and self._left else None
 
     def due(self, kinds: Sequence[FlipKind], rank: int, iteration: int) -> Iterator[tuple[int, Flip]]:
-        """Yield the unclaimed flips of these kinds that are due on ``rank`` at ``iteration``, with their numbers."""
+        """Yield index and flip for each unclaimed flip of ``kinds`` that is due on ``rank`` at ``iteration``."""
         for number, flip in list(self._left):
             if flip.kind in kinds and flip.rank in (None, rank) and flip.iteration <= iteration:
                 yield number, flip

@@ -73,8 +73,8 @@ class RecoveryPlan:
     begins: int
     """Iteration after which the recovery repeats updates or iterations.
 
-    Replay and redo begin with the state in the snapshots ``SS_first``. A recovery that loads some operators in older
-    versions, and redoes nothing, begins with the state in the newest snapshot.
+    It is the iteration whose state the snapshots ``SS_first`` hold. The exception is a recovery that loads older
+    versions of some operators and redoes none: it continues from the state in the newest snapshot.
     """
     runs: Mapping[int, RecoverableRun]
     """Recoverable run of each stage."""
@@ -250,7 +250,8 @@ def _by_redo(
 ) -> RecoveryPlan | None:
     """Return the plan that repeats updates up to the newest iteration for which every stage has gradients.
 
-    A recoverable run of a single dense snapshot needs no update. It is used only with ``with_dense``.
+    A single dense snapshot needs no update. This function uses such a snapshot only with ``with_dense``; otherwise
+    :func:`_by_replay` does.
     """
     runs = {
         stage: {run.last: run for run in redo_runs(snapshots, until, with_dense=with_dense)}

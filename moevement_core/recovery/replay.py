@@ -77,9 +77,9 @@ class Trainer(ABC):
         Args:
             iteration: iteration to execute.
             outcome: record of the first execution: the norm that clipped the gradients, and whether the update was
-                skipped. None if there is no record; the trainer then computes both, which needs the gradients of all
-                operators. It has them, because no operator is frozen without a record. The only exception is an
-                iteration that the user told the job to skip, which needs neither.
+                skipped. None if there is no record. The trainer then computes both from the gradients of all operators;
+                the replay freezes no operator in such an iteration. An iteration that the user told the job to skip
+                also has no record, and needs neither.
 
         Returns:
             Losses by name; empty if this rank has none.

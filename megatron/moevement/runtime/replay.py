@@ -164,7 +164,10 @@ class MegatronTrainer(Trainer):
         return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
-        """Begin to log again what this rank sends, because its log may be lost, and to read other stages' logs."""
+        """Begin to log what this rank sends in ``iteration``, and to receive what healthy neighbours feed.
+
+        The rank logs its sends again because the failure may have destroyed its boundary log.
+        """
         if self._live.boundary_log is not None:
             self._live.boundary_log.begin(iteration)
         if self._live.feeds is not None:
