@@ -43,8 +43,8 @@ class Phase(StrEnum):
     EVAL = "eval"
     SAVE = "save"
     GROUPS = "groups"
-    """Moment after a failure, before this rank makes process groups. The other ranks wait for it. It does not know yet
-    from which iteration the job resumes."""
+    """Moment after a failure, before this rank makes process groups. The rank does not know yet from which iteration
+    the job resumes, and all other ranks wait for this rank."""
     COMMUNICATORS = "communicators"
     """Moment after a failure at which process groups exist but are not used yet. The rank does not know yet from which
     iteration the job resumes."""
@@ -139,11 +139,12 @@ class Flip:
 
     kind: FlipKind
     rank: int | None = None
-    """Rank of the flip; None: the first rank that uses such data."""
+    """Rank of the flip; None: the first rank that uses data of this kind."""
     iteration: int = 0
     """First iteration whose data may be flipped.
 
-    For data in transfer, it is the iteration that is sent. For other data, it is the iteration that is recovered.
+    For data in transfer, this is the iteration of the snapshot or tensor that is sent. For all other data, this is
+    the iteration whose state the recovery is to reach.
     """
     seed: int = 0
     """Seed of the random choice of a tensor and a bit."""
@@ -169,7 +170,7 @@ class Flip:
 
 
 def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
-    """Yield the times at which a rank is killed, in seconds after its start.
+    """Yield the times at which a rank is killed, in seconds after a generation begins.
 
     The times are those of a Poisson process, in which the job has a failure every ``mtbf_s`` on average.
 

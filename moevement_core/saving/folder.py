@@ -34,11 +34,12 @@ class _Told:
     """What a rank tells all others about its folder. A rank tells one fact at a time."""
 
     leads: str = ""
-    """Text that is equal on ranks of a node that see the same folder; later the mark file of a leader."""
+    """Text that is equal on ranks of a node that see the same folder; told in the first exchange. In the second
+    exchange, the name of this rank's mark file; empty unless the rank is a leader."""
     sees: int = -1
-    """Lowest leader whose mark file this leader sees."""
+    """Rank of the lowest leader whose mark file this leader sees."""
     listing: str = ""
-    """Digest of the names of the files in a folder, on a rank that cannot write to its folder."""
+    """Digest of the folder's path and file names. Ranks compare it if any rank cannot write to its folder."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
 
 
 def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: float) -> tuple[int, ...]:
-    """Return the ranks that share this rank's folder, which ranks can write to. Every rank calls it.
+    """Return the ranks that share this rank's folder, found by mark files in it. Every rank calls the function.
 
     Args:
         flag: flag that sets the folder, for messages.

@@ -22,7 +22,7 @@ class Totals:
     begin_s: float = 0.0
     """Seconds that the training thread spent on boundary records, on decisions, and on issuing copies."""
     last_begin_s: float = 0.0
-    """Part of :attr:`begin_s` at the beginning of the last iteration."""
+    """Seconds that the beginning of the last iteration added to :attr:`begin_s`."""
     copied_bytes: int = 0
     replicated_bytes: int = 0
 

@@ -179,7 +179,7 @@ class WindowDecisions:
     def tokens_owed(self) -> int:
         """Number of tokens whose updates a recovery lost, less the extra tokens that experts have processed since.
 
-        It counts this stage. It is 0 if experts get no extra capacity.
+        The number covers only this rank's stage. It is 0 if experts get no extra capacity.
         """
         return self.strategy.tokens_owed if self._room is not None else 0
 
@@ -366,9 +366,10 @@ class WindowDecisions:
             )
 
     def _is_change(self, proposal: Proposal) -> bool:
-        """Return True if any stage wants a change, so that ranks exchange their memory needs.
+        """Return True if ranks have to consider a change.
 
-        Without a cap on memory, return True if this stage wants a change.
+        With a cap on memory, ranks must exchange their memory needs, so the result is True on all ranks if any stage
+        wants a change. Without a cap, ranks exchange nothing, so the result is True if this stage wants a change.
         """
         if math.isinf(self.allowed.nbytes):
             return proposal.is_change

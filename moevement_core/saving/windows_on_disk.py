@@ -125,7 +125,7 @@ class WindowsOnDisk:
     def retry_folder(self) -> None:
         """Try an unusable folder again. Called at the beginning of each window.
 
-        After each failed try, more windows pass before the next one, at most 64. Other calls only count these windows.
+        After each failed try, more windows pass before the next try, at most 64. Other calls only count these windows.
         """
         if self._config.disk.persist_dir is None or self._writer is not None:
             return

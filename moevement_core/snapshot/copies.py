@@ -103,9 +103,9 @@ class Capture:
     def order_after_copies(self) -> float:
         """Make later work of the current stream wait for the copies.
 
-        On a GPU the call blocks until all copies are issued; the copies may still run when the call returns. Without a
-        GPU the method does the same as :meth:`wait_copied`. It does not wait for digests of the whole state. So a
-        capture that computes such digests needs :meth:`wait_copied`.
+        Without a GPU the method does the same as :meth:`wait_copied`. On a GPU it blocks only until all copies are
+        issued; the copies may still run when it returns. On a GPU it does not wait for digests of the whole state
+        either, so a capture that computes such digests needs :meth:`wait_copied`.
 
         Returns:
             Seconds that the call blocked.

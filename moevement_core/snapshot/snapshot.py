@@ -84,7 +84,8 @@ class Part:
     """Contents of the part according to the schedule, so equal on every rank of the stage.
 
     Ranks decide by this field which older snapshots to keep, so all ranks of a stage keep the same iterations. The
-    field :attr:`contents` may differ between ranks: an operator without tensors on this rank is not left out there.
+    field :attr:`contents` may differ between ranks: it marks an operator as left out only if the rank has tensors of
+    the operator.
     """
 
 

@@ -6,7 +6,8 @@ manifest.
 
 Users may keep other files in the directory, under any name. This module deletes a window only if the name has exactly
 the form above and the window provably belongs to this project. The proof is the manifest or, before there is a
-manifest, the marker inside the window's folder. From the folder it deletes only files that this project writes.
+manifest, the marker inside the window's folder. In that
+folder, the module deletes only files that this project writes.
 """
 
 from __future__ import annotations

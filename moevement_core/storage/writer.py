@@ -335,7 +335,7 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Link a snapshot's file of the previous window into ``folder``, if that file holds the same state.
+        """Link the previous window's file of a snapshot into ``folder``, if that file holds what the new window needs.
 
         Windows that overlap share the files of their common snapshots in this way. On a disk without hard links, each
         window has its own files.
