@@ -31,7 +31,7 @@ NODE = "{node}"
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells all others about its folder. A rank tells one fact at a time."""
+    """Message of a rank to all others about its folder. It has one fact; the other fields keep their defaults."""
 
     leads: str = ""
     """Text that is equal on ranks of a node that see the same folder; told in the first exchange. In the second
