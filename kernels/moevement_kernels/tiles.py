@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 TABLES = 2048
 """Largest number of cached tables in each of two caches: tables of row tiles, and tables of addresses and offsets.
 
-A table takes a few KB of device memory. The cache must keep tables of addresses for the whole training run, and tables
-of token counts from the forward pass of a micro-batch to its backward pass.
+A table takes a few KB of device memory. Tables of addresses must stay in their cache for the whole training run. Tables
+that depend on token counts must stay from the forward pass of a micro-batch to its backward pass.
 """
 
 

@@ -110,7 +110,7 @@ class StagePlan:
     ranks: OperatorTable
     """Operator table with a row for each rank of the stage.
 
-    It has a row for each expert-parallel rank if it is not known which part of each tensor a rank owns.
+    The table instead has a row for each expert-parallel rank if :attr:`StageShape.ranks` is empty.
     """
 
     @property
@@ -132,7 +132,7 @@ class StagePlan:
 
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """Bytes of each snapshot of the job's window, one array for each rank of the stage."""
+        """Bytes that a rank keeps of each snapshot of the job's window: one array for each rank of the stage."""
         ranks = self.ranks
         order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
@@ -391,7 +391,7 @@ class CheckpointPlan:
 
     @cached_property
     def paper_window(self) -> PaperWindow:
-        """Window of the heaviest stage by Algorithm 1 of the paper.
+        """Window by Algorithm 1 of the paper, for the stage with most bytes of full state.
 
         The algorithm assumes that all operators have the mean size. It considers only the bandwidth from device to
         host, and not the network.
@@ -482,8 +482,9 @@ class CheckpointPlan:
     def alternatives(self) -> Iterator[tuple[str, int]]:
         """Yield possible changes of the inputs: a description of each, and the window W that the plan then has.
 
-        Each item changes one input: twice the bandwidth to the host, twice the network bandwidth, the other kind of
-        window, iterations twice as long, one replica less, or the number formats of a row of MoEvement's table 7.
+        Each item changes one input: twice the bandwidth to the host, twice the network bandwidth, rolling instead of
+        aligned windows (or the reverse), iterations twice as long, one replica less, or the number formats of a row of
+        MoEvement's table 7.
         """
         inputs = replace(self.inputs, window=None)
         cluster, scaling = inputs.cluster, inputs.regime.scaling
@@ -506,7 +507,7 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class DensePlan:
-    """Plan of dense checkpoints in the memory of peers, as in GEMINI, for the heaviest rank.
+    """Plan of dense checkpoints in the memory of peers, as in GEMINI, for a rank of the stage with most bytes of state.
 
     The default interval keeps the overhead within CheckFreq's bound of 3%.
     """
@@ -529,7 +530,8 @@ class DensePlan:
     host_memory: tuple[int, int, int]
     """Bytes of host memory of a rank with ``--moevement-strategy dense``.
 
-    They are for its own checkpoints, copies for other ranks, and boundary logs.
+    The three numbers are for the rank's own checkpoints, for copies that it keeps for other ranks, and for its boundary
+    log.
     """
 
     def fetch_s(self, cluster: Cluster) -> float:

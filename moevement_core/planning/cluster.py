@@ -45,7 +45,8 @@ class Cluster:
     overlap: float = 0.9
     """Fraction of gradient synchronisation and parameter gathering that overlaps with computation."""
     speeds: tuple[tuple[float, int], ...] = ()
-    """Pairs of a relative speed and the number of nodes with it, in the order of nodes. Later nodes have speed 1."""
+    """Pairs of a relative speed and a number of nodes with this speed, in the order of nodes. All further nodes have
+    speed 1."""
 
     def __post_init__(self) -> None:
         AT_LEAST_ONE.check("GPUs per node", self.gpus_per_node)

@@ -50,9 +50,9 @@ class StageShape:
     """Number of tensors that a rank sends to neighbouring stages for each micro-batch, in the forward and backward
     passes of all its chunks together."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """Parts of tensors whose optimizer state each rank holds, in the order of ranks. The key True is for a job that
-    keeps weights in FP8: it has separate buffers for them, so its parts differ. The key False is for all other jobs.
-    Only Megatron can compute the parts; without it the mapping is empty."""
+    """Parts of tensors whose optimizer state each rank holds, in the order of ranks. The key True is for jobs that
+    keep weights in FP8. Their parts differ, because FP8 weights have separate buffers. The key False is for all other
+    jobs. Only Megatron can compute the parts; without Megatron the mapping is empty."""
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -144,7 +144,7 @@ class JobShape:
     chunks: int = 1
     """Number of virtual stages of each stage."""
     tokens: int = 0
-    """Number of tokens of a micro-batch on a rank, which has a part of each sequence with context parallelism."""
+    """Number of tokens of a micro-batch on a rank. With context parallelism, a rank has a part of each sequence."""
     experts_per_token: int = 0
     """Number of experts that a router chooses for a token (top-k); 0 without experts."""
     seq_length: int = 0

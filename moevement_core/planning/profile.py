@@ -175,7 +175,7 @@ class Profile:
         """Return the profile in a file.
 
         Raises:
-            ConfigError: the file is unreadable, is not a profile, or has another format.
+            ConfigError: the file is unreadable, is not a profile, or has another format number than :data:`FORMAT`.
         """
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -51,7 +51,7 @@ class Transformer:
     moe_shared_expert_intermediate_size: int = 0
     """Sum of the hidden sizes of a layer's shared experts, which Megatron builds as one MLP."""
     moe_layer_freq: int = 1
-    """Interval of layers with experts: every N-th layer has experts, beginning with the first layer."""
+    """Interval of layers with experts. 1: every layer has experts; 2: every second layer, beginning with the first."""
     dense_layers: int = 0
     """Number of layers at the beginning of the model that have no experts."""
     num_query_groups: int = 0
@@ -158,7 +158,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Data-parallel size; expert parallelism divides it further."""
+        """Data-parallel size as Megatron counts it. Expert-parallel ranks are among these ranks."""
         return self.ranks // (self.pipeline * self.tensor * self.context)
 
     @property
