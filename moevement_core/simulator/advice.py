@@ -164,9 +164,9 @@ class Advice:
     def decides(self) -> tuple[str, float, float] | None:
         """Cause of lost time that decides for the best choice, such as ``catch up``.
 
-        Of all causes, this one has the largest difference between the time that the next best choice loses to it and
-        the time that the best choice loses to it. The tuple has the name of the cause, and the shares of wall time that
-        the best and the next best choice lose to it. None if no other strategy was tried.
+        It is the cause for which the lost time of the next best choice exceeds that of the best choice most. The tuple
+        has the name of the cause, and the shares of wall time that the best choice and the next best choice lose
+        to this cause. None if no other strategy was tried.
         """
         if self.next_best is None:
             return None

@@ -99,7 +99,7 @@ class Bubbles:
 
 
 def bubbles_of(time: IterationTime, stage: int) -> Bubbles:
-    """Return the bubbles of a stage. If replicas differ in speed, they are those of the replica with least idle time.
+    """Return the bubbles of a stage; if replicas differ in speed, the bubbles of the replica with least idle time.
 
     The wait for slower replicas before the reduction of gradients counts as a bubble. The reduction of gradients, the
     gather of parameters and the update do not count.

@@ -54,7 +54,7 @@ class ElasticJob:
         restart_s: seconds until a restarted job trains again.
         checkpoint_every: iterations between two checkpoints in storage; infinity for a job that saves none.
         checkpoint_s: seconds by which a checkpoint delays training.
-        wait_s: seconds from the moment when a first new node is ready until the job adds all nodes that are new then.
+        wait_s: seconds that the first new node waits until the job adds it and all nodes that became ready meanwhile.
         rebalance_every: iterations after which Lazarus allocates and places experts anew by the newest loads.
         is_batch_per_node: True if every node has its own batch, as in Lazarus. With fewer nodes, an iteration then has
             fewer samples and takes the same time. False if the job has one batch of constant size. With fewer nodes,
@@ -124,8 +124,9 @@ class Trained:
 class ElasticTraining:
     """Simulation of one system on nodes that come and go.
 
-    In each layer, experts get numbers of replicas by the loads of that layer. A placement numbers
-    the nodes, and a node has the same number in all layers.
+    Lazarus chooses the number of replicas of each expert by the loads of the expert's layer; the other systems treat
+    loads as equal. A placement says for node number 0, 1, ... which experts it holds. A node has the same number in all
+    layers.
 
     Args:
         job: job to simulate.
@@ -142,7 +143,7 @@ class ElasticTraining:
         self._loads, self._every = loads, every
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
         self._slowest: dict[int, float] = {}
-        """Load of the most loaded node, divided by the mean, with the present placement; by index of the record."""
+        """Load of the most loaded node over the mean load, with the present placement, by index of the record."""
         self._placed_for = -1
         """Index of the record from whose loads the present placement was computed."""
         self._members: list[str] = []
@@ -218,7 +219,7 @@ class ElasticTraining:
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in left]))
 
     def _forget_uncommitted(self) -> None:
-        """Set the iterations and batches that a restart would lose to 0, because all state has just been saved."""
+        """Reset the counts of iterations and batches that a restart would lose, because the job has saved all state."""
         self._since_checkpoint = self._batches_since_checkpoint = 0.0
 
     def _settle(self, candidates: Collection[str] | None = None) -> float:
@@ -274,8 +275,8 @@ def most_loaded(tokens: Tokens, experts: int) -> Tokens:
     """Return the loads of the most loaded experts of each layer, ``[records, layers, E]``.
 
     The function chooses experts by the sum of their loads over all records, and keeps their order. It does not sort
-    them by load: systems that ignore loads put neighbours on one node, and would so put the most loaded experts
-    together.
+    them by load: systems that ignore loads put neighbouring experts on one node. With sorted experts, they would put
+    the most loaded experts together.
 
     Args:
         tokens: recorded loads of more experts than needed, ``[records, layers, experts]``.
@@ -288,7 +289,8 @@ def most_loaded(tokens: Tokens, experts: int) -> Tokens:
 def _gathered(changes: Sequence[Change], wait_s: float) -> Iterator[Change]:
     """Yield changes at the times when the job applies them.
 
-    The job applies losses of nodes at once. It adds new nodes after ``wait_s`` seconds, or together with the next loss.
+    The job applies losses of nodes at once. It adds new nodes after ``wait_s`` seconds, or together with the next loss
+    if that comes first.
     """
     waiting: dict[str, float] = {}
     for change in changes:

@@ -161,7 +161,7 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
     The estimate adds up matrix products at the GPU's rate, all-to-all, sends, synchronisation and the update. It counts
     attention scores, but neither embedding nor norms. All-to-all uses NVLink if the expert-parallel ranks of a stage
     share a node; otherwise it uses the network. Synchronisation among n ranks moves ``(n - 1) / n`` of the bytes of
-    gradients (FP32) and parameters (16 bits). Computation hides a share of it, ``cluster.overlap``.
+    gradients (FP32) and parameters (16 bits). Computation hides the share ``cluster.overlap`` of synchronisation.
 
     Raises:
         ConfigError: the rates of the GPUs or the number of tokens in a micro-batch are not known.

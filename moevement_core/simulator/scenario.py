@@ -44,7 +44,8 @@ class Checkpointing:
     window: int | None = None
     """Window W in iterations; None: the smallest W with which copies keep up with training."""
     period: int | None = None
-    """Iterations from the start of one window to the start of the next; None: the fewest within the overhead cap."""
+    """Iterations from the start of one window to the start of the next; None: the fewest with which the cost of copies
+    stays within the overhead cap."""
     replicas: int = 2
     keeps_own_copies: bool = True
     """True if ranks keep their own snapshots after all peers have them."""

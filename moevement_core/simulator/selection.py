@@ -30,7 +30,7 @@ class Selected(NamedTuple):
     peer_risk: float
     """Updates that a failure loses if a peer restores the state, in iterations."""
     repeated: float
-    """Share of the experts sent to peers that the previous snapshot also sent to them, 0 to 1."""
+    """Share of a snapshot's experts for peers that peers got with the previous snapshot too, 0 to 1."""
 
 
 def simulate(popularity: npt.NDArray[np.float64], host: int, peers: int, interval: int = 1) -> Selected:

@@ -34,9 +34,9 @@ class Losses:
     lost: float
     """Lost updates in iterations, as in :attr:`Recovery.tokens_lost`, of this failure and all earlier ones."""
     of_run: float
-    """PLT (MoC-System, equation 7): ``lost`` divided by the iterations of the whole training.
+    """Proportion of lost tokens (PLT of MoC-System, equation 7).
 
-    The divisor is the number of iterations that the training would have without checkpoints and failures.
+    It is ``lost`` divided by the iterations that the whole training would have without checkpoints and failures.
     """
     so_far: float
     """``lost`` divided by the iterations that are committed at the failure."""

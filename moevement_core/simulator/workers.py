@@ -23,7 +23,8 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
 
     Args:
         work: function at the top level of a module, so that workers can import it.
-        tasks: arguments of ``work``. A worker gets all tasks when it starts, and later the indices of those to do.
+        tasks: arguments of ``work``. A worker gets all tasks when it starts, and later the indices of the tasks
+            that it has to execute.
         workers: number of processes. The call kills all of them before it returns or raises.
 
     Raises:

@@ -1,7 +1,7 @@
 """Monthly cost of fault tolerance for a job, compared with the monthly cost of restarts from storage.
 
 Costs are GPU hours in a month: hours that saving, failures and recoveries take from the job, and hours of idle spare
-nodes. The module simulates both ways with the same failures.
+nodes. The module simulates the job with fault tolerance and with restarts from storage, under the same failures.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def _best(of_interval: Callable[[int], Strategy], own: int, mtbf_s: float) -> St
 def _ours(costs: Costs, draws: Draws, tried: Sequence[int], spares: Spares) -> list[Way]:
     """Return each strategy with its best settings, all with the number of spares that costs least.
 
-    The search goes through the numbers of spares in ``tried``. It ends at a number with which the cheapest strategy
-    costs no less than with the number before.
+    The search goes through the numbers of spares in ``tried``. It ends when the next number of spares does not
+    make the cheapest strategy cheaper.
     """
     variants = Variants(costs)
     best: list[Way] = []

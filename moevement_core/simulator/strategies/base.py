@@ -183,8 +183,8 @@ class Recovery:
     replayed: int
     """Number of replayed iterations."""
     tokens_lost: float = 0.0
-    """Updates of experts that no checkpoint has, so that they are lost, counted in iterations. One lost iteration of
-    all experts counts as 1; one of an expert counts as the share of tokens that were routed to this expert."""
+    """Updates of experts that no checkpoint has, so that they are lost, counted in iterations. If all experts
+    lose an iteration, it counts as 1. If one expert loses an iteration, it counts as the expert's share of tokens."""
     from_storage: bool = False
     """True if some rank's state had no copy left in memory, so that the job restored from storage."""
     experts_saved: int | None = None
@@ -197,11 +197,14 @@ class Recovery:
 
 
 class Strategy(ABC):
-    """Simulated way of checkpointing. A training may change its settings, so each training gets a :meth:`fresh` one."""
+    """Simulated way of checkpointing.
+
+    Failures may change what a strategy saves, so each training gets a :meth:`fresh` strategy.
+    """
 
     name: str
     in_memory = True
-    """True if peers keep the state in host memory. A rank's state is then lost if the rank and all its peers fail."""
+    """True if peers keep the state in host memory. If a rank and all its peers fail, the job restores from storage."""
 
     run_iterations = 0
     """Number of iterations of the whole training; 0 before :meth:`begin`."""

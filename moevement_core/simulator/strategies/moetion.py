@@ -68,9 +68,9 @@ class MoEtion(Partial):
     def replicated_bytes(self) -> int:
         """Bytes of a rank's state, without experts, that the rank does not send because other ranks also hold it.
 
-        The other ranks are data-parallel. The bytes are 0 if data-parallel ranks divide the optimizer state (ZeRO,
-        Megatron's distributed optimizer), because then no two ranks hold the same part. They are also 0 if these ranks
-        are all on one node, because ranks of a node fail together.
+        The other ranks are data-parallel ranks of the same stage. The result is 0 if data-parallel ranks divide the
+        optimizer state (ZeRO, Megatron's distributed optimizer), because then no two ranks hold the same part. In a job
+        of several nodes, the result is also 0 if all ranks of the stage are on one node, because they fail together.
         """
         job, stage = self.costs.plan.inputs.job, self.costs.plan.stages[self.stage]
         if not self.optimizations.skips_replicated or len(self.costs.nodes_of(self.stage)) < min(2, self.costs.nodes):
@@ -86,8 +86,8 @@ class MoEtion(Partial):
     def experts_saved(self) -> int:
         """Number of experts of a layer that a rank's own host saves in a snapshot (S_local); mean over layers.
 
-        Unless the caller chose S, it is the largest number within the byte budget, but at least 1. A layer saves more
-        experts than another layer if it had more tokens since its experts were saved.
+        Unless the caller chose S, it is the largest number within the byte budget, but at least 1. Each layer gets
+        a number in proportion to the tokens that its experts had since they were last saved.
         """
         if self._fixed:
             return min(self._fixed, self.experts)
@@ -231,8 +231,8 @@ class MoEtion(Partial):
     def survives(self, lost_hosts: Collection[int]) -> bool:
         """Return True if the state of every rank is left after the host memory of ``lost_hosts`` is lost.
 
-        Peers must still have the rank's copies. If ranks do not send all of their state, another data-parallel rank
-        must still hold the part that they do not send.
+        For each rank on these hosts, a peer must still have a copy. If ranks do not send all of their state, another
+        data-parallel rank must still hold the part that they do not send.
         """
         if not super().survives(lost_hosts):
             return False

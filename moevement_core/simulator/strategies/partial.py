@@ -1,4 +1,4 @@
-"""Simulated strategies that save some experts and lose the newest updates of the others: their base, and MoC-System."""
+"""Simulated strategies that save some experts and lose the newest updates of all others: base class and MoC-System."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class Partial(Strategy):
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
         """Return the updates that a failure loses, in iterations: the mean of ``ages``, weighted by :attr:`popularity`.
 
-        MoC-System's PLT is the sum of these losses over all failures, divided by the number of trained iterations.
+        MoC-System's proportion of lost tokens (PLT) is the sum of these losses over all failures, divided by the number
+        of trained iterations.
 
         Args:
             ages: iterations since each expert was saved, ``[experts]``.
@@ -175,8 +176,8 @@ class MoC(Partial):
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
         """Return the iterations since each expert was saved, float64 ``[experts]``.
 
-        Every E / K snapshots save each expert once. Iterations before the last recovery do not count, because their
-        updates are either restored or counted as lost already.
+        A snapshot saves K of the E experts of a layer, so E / K snapshots save each expert once. Updates from before
+        the last recovery do not count, because they are either restored or counted as lost already.
         """
         turns = math.ceil(self.experts / self.experts_saved)
         turn = np.arange(self.experts) // self.experts_saved
@@ -196,7 +197,8 @@ class MoC(Partial):
     ) -> Recovery:
         """Return the cost of a failure, and raise K if too many tokens are lost.
 
-        The newest saved version of an expert is up to E / K snapshots old. Later updates of the expert are lost.
+        Each snapshot saves K experts of a layer in turn, so the newest saved version of an expert can be several
+        snapshots old. Later updates of the expert are lost.
         """
         recovery = super().recover(committed, nodes, into, lost_hosts)
         if recovery.from_storage:

@@ -61,7 +61,8 @@ class MoEvement(Strategy):
     def copied_bytes(self) -> float:
         """Mean bytes that the heaviest rank copies to its host in an iteration.
 
-        It copies snapshots, and also the boundary log, which the strategy does not need if all stages roll back.
+        The rank copies snapshots. It also copies the boundary log, unless all stages roll back after a failure: then
+        replay needs no log.
         """
         logged = self.techniques.is_local
         return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
@@ -147,7 +148,7 @@ class MoEvement(Strategy):
     def frozen_share(self) -> float:
         """Share of a rank's work that frozen operators do in a replay, until all operators are active.
 
-        It is a mean over these iterations and over all stages.
+        It is a mean over the iterations with frozen operators and over all stages.
         """
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
@@ -204,8 +205,8 @@ class MoEvement(Strategy):
 class Redo(MoEvement):
     """Strategy in which a lost rank repeats the updates of its newest window from logged gradients.
 
-    Updates restore the state at the end of the newest window that all peers have. The stages of lost ranks replay the
-    iterations after this window.
+    The repeated updates restore the state at the end of the newest window that all peers have. Then the stages of lost
+    ranks replay the iterations after this window.
 
     Args:
         costs: costs of the job.
@@ -241,8 +242,8 @@ class Redo(MoEvement):
         """Iterations from the newest state that updates can restore to the newest iteration saved at all peers.
 
         Entry i of the list is for a newest saved iteration t with ``t % period == i``. If windows follow each other
-        without a pause, all entries are 0. Otherwise updates can only restore the state of the last snapshot of a
-        window.
+        without a pause, updates can restore the newest saved iteration, and all entries are 0. With a pause between
+        windows, updates can only restore the state of the last snapshot of a window.
         """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
