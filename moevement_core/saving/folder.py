@@ -30,7 +30,7 @@ NODE = "{node}"
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Message:
     """Message of a rank to all others about its folder. It has one fact; the other fields keep their defaults."""
 
     leads: str = ""
@@ -92,21 +92,21 @@ def find_folder(flag: str, template: str, node: str, patience_s: float, *, is_wr
         ConfigError: a rank cannot make or write the folder, or its disk does not answer. Every rank raises it.
     """
     folder = Path(template)
-    told, complaint = _Told(), None
+    message, complaint = _Message(), None
     try:
         folder, identity = within(patience_s, lambda: _make_folder(template, node))
-        told = _Told(leads=identity)
+        message = _Message(leads=identity)
     except OSError as error:
         complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
         if not is_written and error.errno in _READ_ONLY:
             folder = _folder(template, node)
-            complaint, told = within(patience_s, lambda: _listed(flag, folder))
-    findings = _tell_or_refuse(complaint, told)
+            complaint, message = within(patience_s, lambda: _listed(flag, folder))
+    findings = _tell_or_refuse(complaint, message)
     if any(finding.listing for finding in findings):
-        if not told.listing:
-            complaint, told = within(patience_s, lambda: _listed(flag, folder))
-        listings = [finding.listing for finding in _tell_or_refuse(complaint, told)]
-        return SharedFolder(folder, tuple(rank for rank, listing in enumerate(listings) if listing == told.listing))
+        if not message.listing:
+            complaint, message = within(patience_s, lambda: _listed(flag, folder))
+        listings = [finding.listing for finding in _tell_or_refuse(complaint, message)]
+        return SharedFolder(folder, tuple(rank for rank, listing in enumerate(listings) if listing == message.listing))
     return SharedFolder(folder, _sharers(flag, folder, [finding.leads for finding in findings], patience_s))
 
 
@@ -133,14 +133,14 @@ def _sharers(flag: str, folder: Path, identities: Sequence[str], patience_s: flo
                 is_made = True
             except OSError as error:
                 complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
-        told = _tell_or_refuse(complaint, _Told(leads=mark.name if is_leader else ""))
-        leaders = {finding.leads: rank for rank, finding in enumerate(told) if finding.leads}
+        messages = _tell_or_refuse(complaint, _Message(leads=mark.name if is_leader else ""))
+        leaders = {message.leads: rank for rank, message in enumerate(messages) if message.leads}
         if is_leader:
             try:
                 first = within(patience_s, lambda: _first_seen(folder, leaders))
             except OSError as error:
                 complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
-        firsts = [finding.sees for finding in _tell_or_refuse(complaint, _Told(sees=first))]
+        firsts = [finding.sees for finding in _tell_or_refuse(complaint, _Message(sees=first))]
     finally:
         if is_made:
             with suppress(OSError):
@@ -163,15 +163,15 @@ def _first_seen(folder: Path, leaders: dict[str, int]) -> int:
     return min(leaders[path.name] for path in folder.glob(f"{_MARK}*") if path.name in leaders)
 
 
-def _listed(flag: str, folder: Path) -> tuple[str | None, _Told]:
+def _listed(flag: str, folder: Path) -> tuple[str | None, _Message]:
     """Return an error text (None if the folder can be read), and a digest of the folder's path and file names."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
-        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", _Told()
+        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", _Message()
     if names is None:
-        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", _Told()
-    return None, _Told(listing=xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode()))
+        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", _Message()
+    return None, _Message(listing=xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode()))
 
 
 def _make_folder(template: str, node: str) -> tuple[Path, str]:
@@ -185,7 +185,7 @@ def _make_folder(template: str, node: str) -> tuple[Path, str]:
     return folder, f"{node} {status.st_dev}:{status.st_ino}"
 
 
-def _tell_or_refuse(complaint: str | None, local: _Told) -> list[_Told]:
+def _tell_or_refuse(complaint: str | None, local: _Message) -> list[_Message]:
     """Exchange what each rank found out about its folder, and return it for all ranks. Collective.
 
     Args:
@@ -195,10 +195,10 @@ def _tell_or_refuse(complaint: str | None, local: _Told) -> list[_Told]:
     Raises:
         ConfigError: a rank has an error text; the message is the first of these texts. Every rank raises it.
     """
-    findings = all_gather_objects((complaint, local), tuple[str | None, _Told])
+    findings = all_gather_objects((complaint, local), tuple[str | None, _Message])
     if refusal := next((text for text, _ in findings if text), None):
         raise ConfigError(refusal)
-    return [told for _, told in findings]
+    return [message for _, message in findings]
 
 
 def lock_folder(
