@@ -126,8 +126,9 @@ def _print(samples: Sequence[Sample], console: Console) -> None:
 def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
     """Return the schedules of the benchmark.
 
-    The first schedule has no kills. Random schedules follow, in the order of the values of ``--mtbf``. The last
-    schedule has the times of ``--trace``, shifted so that the first kill comes after one mean time between kills.
+    The first schedule has no kills. Random schedules follow, in the order of the values of ``--mtbf``. If
+    ``--trace`` is given, the last schedule has the times of this trace, shifted so that the first kill comes after one
+    mean time between kills.
     """
     schedules, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
     for mtbf_s in arguments.mtbf:

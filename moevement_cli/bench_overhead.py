@@ -147,7 +147,10 @@ def _median(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], flo
 
 
 def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[float]:
-    """Return lower quartile, median and upper quartile of the iteration time in a mode over that without saving."""
+    """Return lower quartile, median and upper quartile of the ratios of all rounds, in that order.
+
+    The ratio of a round is its iteration time in ``mode``, divided by its iteration time without saving.
+    """
     ratios = [
         _median(modes[mode], lambda s: s["seconds"]) / _median(modes["off"], lambda s: s["seconds"]) for modes in rounds
     ]

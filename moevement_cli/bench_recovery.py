@@ -94,7 +94,7 @@ def _flags(arguments: argparse.Namespace, iterations: int) -> list[str]:
 
 
 def _wiped(arguments: argparse.Namespace) -> Samples:
-    """Return samples of replays and of normal iterations, from a run whose ranks lose memory but stay alive."""
+    """Return samples of replays and of normal iterations, from a run whose ranks lose their state but stay alive."""
     from megatron.moevement.bench import recovery as script
 
     every = arguments.window + 2
@@ -153,7 +153,10 @@ def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dic
 
 
 def _summarise(samples: Samples) -> dict[str, float]:
-    """Return medians of the samples of one kind. Times of a replay are per replayed iteration."""
+    """Return medians over ``samples``, which are all normal iterations, or all replays by the same stages.
+
+    Times of a replay are divided by the number of replayed iterations.
+    """
 
     def median(name: str) -> float:
         return statistics.median(sample[name] / (sample["replayed"] or 1) for sample in samples)

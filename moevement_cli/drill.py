@@ -46,7 +46,7 @@ SENT = (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES)
 """Kinds of data in which a rank flips a bit while it sends the data, before the failure."""
 LOOK_S = 0.02
 LEAD = 5
-"""Iterations between the first flip of :data:`SENT` data and the failure. Even slow peers receive the data by then."""
+"""Iterations from the first flip of :data:`SENT` data to the failure, so that even slow peers have the data by then."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DrillResult:
 
     kind: str
     flipped: dict[str, Any] | None
-    """Flipped bit: a :class:`~moevement_core.recovery.flips.Place` with a time.
+    """Flipped bit: the fields of a :class:`~moevement_core.recovery.flips.Place`, and the time of the flip.
 
     None: the job used no data of this kind.
     """
@@ -195,7 +195,7 @@ def _launch(
 ) -> int:
     """Run a job and return its exit code.
 
-    If ``end_at`` is given, the drill kills all ranks one time, when iteration ``end_at`` is committed.
+    If ``end_at`` is given, the function kills all ranks once, when iteration ``end_at`` is committed.
     """
     argv = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", str(arguments.nproc), *options, *words]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,10 @@ def _launch(
 
 
 def _kill_all(process: subprocess.Popen[bytes], record: RunRecord, end_at: int, deadline: float) -> None:
-    """Kill all ranks at once when iteration ``end_at`` is committed. A window must be on disk by then."""
+    """Kill all ranks at once when iteration ``end_at`` is committed.
+
+    A window has to be on disk by then, because the job goes back to it.
+    """
     while process.poll() is None and time.monotonic() < deadline:
         newest = record.newest_metric()
         if newest is not None and newest["iteration"] >= end_at:

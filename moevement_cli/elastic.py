@@ -135,7 +135,7 @@ def _job(arguments: argparse.Namespace) -> ElasticJob:
 
 
 def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the tokens of each expert, ``[records, layers, E]``, and the number of iterations between two records."""
+    """Return the tokens routed to each expert, ``[records, layers, E]``, and the iterations between two records."""
     if arguments.routing is None:
         share = 1.0 / np.arange(1, job.experts + 1) ** arguments.skew
         layers = [np.roll(share, layer) for layer in range(arguments.layers)]

@@ -1,14 +1,15 @@
 """ETTR that the simulator predicts for the jobs of ``moevement bench ettr``, from a profile of the training.
 
-Some inputs are not in a profile, and come from the jobs of *other* strategies:
+Some inputs are not in a profile. For each strategy they come from jobs of *other* strategies, so that a prediction does
+not use the results that it predicts:
 
 - The time until a failure is noticed, and the time to regroup, come from jobs over the same links.
 - Copies slow training in two ways. They take processor time for each byte, and copies to peers use the links of
   training. The simulator calls the two ``interference`` and ``contention``. A least-squares fit finds both from the
-  overheads that the jobs over all links measured.
+  overheads that jobs over links of all rates measured.
 
-The interval of saving comes from the job itself. The simulator predicts the rest: the cost of saving, the iterations
-that a failure rolls back, and the time to recompute these iterations.
+Only the interval of saving comes from the predicted job. The simulator predicts the rest: the cost of saving, the
+iterations that a failure rolls back, and the time to recompute these iterations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from moevement_core.simulator.training import train
 LIVE = Optimizations(skips_replicated=False, uses_bubbles=False)
 """Techniques of MoEtion that a live job has.
 
-Its copies yield to training's communication, but wait for no bubbles; and peers receive all non-expert state.
+Copies of a live job yield to training's communication, but do not wait for pipeline bubbles. Peers receive all
+non-expert state.
 """
 
 SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
@@ -59,7 +61,7 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
 """Functions that build the simulator's strategy, by the name of a job's strategy.
 
 The arguments are the costs, the mean time between failures in seconds, and the interval in iterations. The caller
-converts the seconds to the speed that the machine had when the profile was made.
+divides the seconds by :attr:`OverLinks.scale`, so that they fit the speed of the machine in the profile.
 """
 
 SPARSE = ("moevement", "moevement-redo", "moevement-auto")
@@ -68,7 +70,7 @@ SPARSE = ("moevement", "moevement-redo", "moevement-auto")
 
 @dataclass(frozen=True)
 class OverLinks:
-    """Jobs over links of the same rate."""
+    """Jobs whose links all have one rate."""
 
     scenario: Scenario
     """Scenario of the training, with its profile and the rate of the links."""
@@ -97,7 +99,7 @@ class Slowing:
 
 
 def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
-    """Return the samples of each of ``links``, each with the ETTR that the simulator predicts for it."""
+    """Return copies of the samples of ``links`` with the predicted ETTR; a sample of the failure-free job gets none."""
     measured = [row for jobs in links for row in _measured(jobs)]
     return [
         [
@@ -112,7 +114,7 @@ def predicted(links: Sequence[OverLinks]) -> list[list[Sample]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured cost of saving of one strategy over links of one rate, and what the simulator says of its parts.
+    """Cost of saving of one strategy over links of one rate: measured as a whole, and simulated in parts.
 
     All costs are shares of training time.
     """
@@ -153,10 +155,10 @@ def _share(jobs: OverLinks, sample: Sample, slowing: Slowing) -> float:
 
 
 def _calibrated(jobs: OverLinks, name: str, measured: Sequence[Measured]) -> Scenario:
-    """Return the scenario of one strategy's jobs with the delays and the slow-down that other strategies measured.
+    """Return the scenario of the jobs of strategy ``name``, with delays and slow-down from jobs of other strategies.
 
-    Without another strategy, the strategy's own measurements count. The delays are the times to notice a failure and to
-    regroup. They are divided by :attr:`OverLinks.scale`, so that they fit the speed of the machine in the profile.
+    If there are no other strategies, the jobs of ``name`` provide both. The delays are the times to notice a failure
+    and to regroup, divided by :attr:`OverLinks.scale`, so that they fit the speed of the machine in the profile.
     """
     slowing = fitted([row for row in measured if row.strategy != name] or measured)
     scenario, scale = _slowed(_at_speed(jobs), slowing), jobs.scale
@@ -188,7 +190,7 @@ def fitted(measured: Sequence[Measured]) -> Slowing:
 
 
 def _at_speed(jobs: OverLinks) -> Scenario:
-    """Return the scenario with links that are as fast, relative to an iteration, as those of the jobs."""
+    """Return the scenario with links so fast that a transfer takes the same share of an iteration as in the jobs."""
     cluster = jobs.scenario.cluster
     return replace(
         jobs.scenario,

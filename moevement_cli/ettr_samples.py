@@ -35,7 +35,7 @@ class Sample:
 
     strategy: str
     schedule: str
-    """Name of the schedule of kills: :data:`NEVER`, their mean interval, or a trace."""
+    """Name of the schedule of kills: :data:`NEVER`, or the mean time between kills (of a trace: with its name)."""
     mtbf_s: float | None
     """Mean seconds between kills. None: the job had no kills."""
     seed: int
@@ -48,17 +48,17 @@ class Sample:
     repeated: int
     """Number of iterations that the job replayed or committed a second time."""
     parts: dict[str, float]
-    """Median seconds of a recovery by :data:`PARTS`. Empty if the job had no failure."""
+    """Median seconds of each part of a recovery, by its name in :data:`PARTS`. Empty if the job had no failure."""
     iteration_s: float
     """Mean seconds between the ends of consecutive iterations that no failure disturbed."""
     interval: int
-    """Iterations per window (W), or between two checkpoints, at the end of the job."""
+    """Iterations from one window to the next, or from one checkpoint to the next, at the end of the job."""
     host_mb: float
-    """Host memory of the last rank, which writes the metrics, for snapshots, copies and logs, in MB."""
+    """Median host memory of the rank that writes the metrics, for snapshots, copies and logs, in MB."""
     sent_mb: float
-    """Data that the last rank, which writes the metrics, sends to peers in an iteration, in MB."""
+    """Mean data that the rank that writes the metrics sends to its peers in an iteration, in MB."""
     lost: int
-    """Routed tokens whose updates recoveries lost."""
+    """Number of routed tokens whose updates were lost in recoveries."""
     lost_share: float
     """Share of the run's routed tokens whose updates were lost (PLT, equation 7 of MoC-System)."""
     loss: float | None
@@ -86,9 +86,9 @@ class Sample:
     If a further failure comes before the job has committed a new iteration, the two failures have one entry.
     """
     interval_when_killed: int = 0
-    """Iterations per window, or between checkpoints, when ranks were killed: the median of all kills. 0: no kill."""
+    """Median of :attr:`interval` over the moments of all kills. 0: the job had no kill."""
     snapshots_when_killed: int = 0
-    """Snapshots per window when ranks were killed: the median of all kills. 0: no kill."""
+    """Median of :attr:`snapshots` over the moments of all kills. 0: the job had no kill."""
 
     @property
     def available(self) -> float:
@@ -178,7 +178,10 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
 
 
 def _when_killed(job: KilledJob, metrics: Sequence[dict[str, Any]], name: str) -> int:
-    """Return the median, over all kills, of a field of the newest metrics line before the kill; 0 without kills."""
+    """Return the median of the values that metric ``name`` had at the kills; 0 without kills.
+
+    The value at a kill is that of the newest line of metrics before the kill.
+    """
     values = [
         next((int(line.get(name) or 0) for line in reversed(metrics) if line["time"] <= job.began_at + kill.at_s), 0)
         for kill in job.kills
@@ -244,7 +247,7 @@ HEADER = (
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
-    """Return a row of :data:`HEADER` for each pair of schedule and strategy, over all its samples."""
+    """Return a row of :data:`HEADER` for each pair of schedule and strategy, from all samples of the pair."""
     rows, costs = [], saving_costs(samples)
     for schedule, name in dict.fromkeys((sample.schedule, sample.strategy) for sample in samples):
         group = [sample for sample in samples if (sample.schedule, sample.strategy) == (schedule, name)]
@@ -281,8 +284,8 @@ class Ettr:
 def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     """Return the ETTR of ``samples``: mean share of time not lost to failures, divided by 1 + the cost of saving.
 
-    The interval combines the interval of the mean loss per failure and the interval of the cost, as if both were
-    independent. The loss is averaged over failures, because there are few jobs.
+    The confidence interval combines those of the mean loss per failure and of the cost, as if the two were independent.
+    The loss is averaged over failures, because there are few jobs.
     """
     available = statistics.fmean(sample.available for sample in samples)
     losses = [loss_s for sample in samples for loss_s in sample.lost_s]

@@ -31,7 +31,7 @@ def columns(cells: Sequence[Text], width: int) -> Iterator[Text]:
 
 
 def facts(pairs: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Yield pairs of lines: a line of names, and a line of the values below. Each is as full as ``width`` allows."""
+    """Yield pairs of lines: a line of names, and below it a line of their values. ``width`` limits both."""
     row = list[tuple[str, str, int]]()
     for name, value in pairs:
         wide = max(len(name), len(value)) + GAP

@@ -222,7 +222,7 @@ def _recovery(recovery: Mapping[str, Any], now: float, width: int) -> Iterator[T
 
 
 def _cells(seconds: Sequence[float], width: int) -> list[int]:
-    """Return the number of characters of each part of a bar. A part that took any time has at least one."""
+    """Return the number of characters of each part of a bar. A part longer than 0 s has at least one character."""
     total = sum(seconds)
     cells = [max(1, round(width * part / total)) if part > 0 else 0 for part in seconds]
     while sum(cells) > width and max(cells) > 1:
@@ -231,7 +231,7 @@ def _cells(seconds: Sequence[float], width: int) -> list[int]:
 
 
 def _fitting(recoveries: Sequence[list[Text]], room: int) -> list[list[Text]]:
-    """Return the newest recoveries that fit into ``room`` lines; at least one."""
+    """Return the newest recoveries that fit into ``room`` lines, and in any case the newest one."""
     kept = list(recoveries[:1])
     for lines in recoveries[1:]:
         if sum(map(len, kept)) + len(lines) > room:
@@ -241,7 +241,7 @@ def _fitting(recoveries: Sequence[list[Text]], room: int) -> list[list[Text]]:
 
 
 def _cut(lines: Sequence[Text], room: int) -> list[Text]:
-    """Return at most ``room`` lines; the last one says how many are left out."""
+    """Return at most ``room`` lines. If some are left out, the last returned line says how many."""
     if len(lines) <= room:
         return list(lines)
     kept = max(1, room - 1)
@@ -249,7 +249,7 @@ def _cut(lines: Sequence[Text], room: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
-    """Yield a text in lines of at most ``width`` characters. A longer word has a separate line."""
+    """Yield a text in lines of at most ``width`` characters. A word longer than ``width`` has a separate line."""
     line = ""
     for word in text.split(" "):
         if line and len(line) + 1 + len(word) > width:

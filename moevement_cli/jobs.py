@@ -24,7 +24,10 @@ SCENARIOS = EXAMPLES / "simulate"
 MONTH_H = 720.0
 SHORTEST_H = 12.0
 FAILURES = 100
-"""Expected failures in a simulated training of a model. The training lasts ``SHORTEST_H`` to ``MONTH_H`` hours."""
+"""Expected number of failures in a simulated training of a model. It determines how long the training lasts.
+
+The training lasts at least ``SHORTEST_H`` and at most ``MONTH_H`` hours.
+"""
 
 
 def scenarios_of(

@@ -1,4 +1,4 @@
-"""Jobs of benchmarks on this machine. The benchmark's process watches the job, and kills its ranks at given times."""
+"""Jobs that a benchmark runs on this machine. The benchmark watches a job, and kills ranks of it at given times."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def _dashed(dashes: str) -> dict[str, str | float]:
 
 
 def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
-    """Yield each run of consecutive points or intervals that has no gap."""
+    """Yield the sequences of points or intervals between gaps."""
     run: list[T] = []
     for point in points:
         if all(map(math.isfinite, point)):

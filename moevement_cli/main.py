@@ -69,8 +69,8 @@ class _OneLineParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand in ``argv`` and return its exit code.
 
-    Without ``argv``, the function reads the arguments of the process, and the caller must end the process afterwards.
-    The console script does this.
+    Without ``argv``, the function reads the arguments of the process. After its return the process ignores SIGINT, so
+    the caller has to end the process, as the console script does.
     """
     try:
         with exit_cleanly(), quiet_on_closed_output(), interruptible(process_ends=argv is None):

@@ -1,4 +1,4 @@
-"""Chart of a run's overhead of saving: a bar of its parts, with the percentages as text. All bars have one scale."""
+"""Chart of a run's overhead of saving: a bar of its parts, with the percentages as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
 
     Args:
         overhead: measured overhead of one run.
-        full_width: share of training that fills the width of the page.
+        full_width: share of training that fills the width of the page, the same for all runs of the page.
     """
     parts = [
         Part(name=NAMES[part], value=share, shown=percent(share).rstrip("%"), unit="%", color=COLORS[part])

@@ -39,7 +39,7 @@ class Row:
 
 
 def compare(lines: Record, events: Record) -> Iterator[Compared]:
-    """Compare each plan of a run with the iterations under it.
+    """Compare each plan of a run with what the run measured in the iterations under this plan.
 
     Args:
         lines: lines of the run's metrics.

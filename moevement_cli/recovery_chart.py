@@ -1,4 +1,4 @@
-"""Chart of recoveries. Each recovery has a bar of its parts, with the seconds as text. All bars have one scale."""
+"""Chart of recoveries. Each recovery has a bar of its parts, with the seconds as text. The bars have a common scale."""
 
 from __future__ import annotations
 

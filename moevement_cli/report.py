@@ -140,7 +140,7 @@ def _recoveries(run: RunFacts) -> str:
 
 
 def _remark(costs: SavingCosts, last: int) -> str:
-    """Return a remark if the cost of saving was never measured, or last before iteration ``last``; else no text."""
+    """Return a remark if no cost of saving was measured at iteration ``last``; an empty text if one was."""
     if costs.newest is None:
         return f"saving costs not measured: {costs.reason_text}"
     return "" if costs.newest_at == last else f"saving costs as of iteration {costs.newest_at}"

@@ -61,7 +61,7 @@ class RunFacts:
         return math.nan if at is None else at - self.began_at
 
     def series(self, *names: str) -> list[Point]:
-        """Return pairs of each iteration and the sum of these metrics. The sum is NaN if a metric is missing."""
+        """Return pairs of each iteration and the sum of the metrics ``names``; NaN if one of them is missing."""
         return [(line["iteration"], sum(number(line.get(name)) for name in names)) for line in self.lines]
 
     def progress(self) -> list[Point]:

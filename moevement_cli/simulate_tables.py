@@ -29,7 +29,7 @@ PARTS = {
 }
 """Column header and meaning of each part of lost time, by the simulator's name of the part."""
 NEGLIGIBLE = 0.0005
-"""Difference of two ETTRs that is too small to show in three digits."""
+"""Differences of two ETTRs below this value do not show in three digits, so they do not count as a gain."""
 
 
 def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
