@@ -158,8 +158,9 @@ def parent_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of zeroed host memory as uint8, in huge pages that a forked process does not get.
 
     The memory is a private mapping, because a shared mapping has pages of 4 KiB. The driver page-locks huge pages
-    several times as fast as small pages (``benchmarks.gpu``, E2). A forked process does not get the private mapping,
-    so the kernel never copies its pages. The docstring of :func:`shared_memory` says which problems copies cause.
+    several times as fast as small pages (check E2 of ``benchmarks.gpu``). A forked process does not get the private
+    mapping, so the kernel never copies its pages. The docstring of :func:`shared_memory` says which problems copies
+    cause.
 
     Raises:
         RuntimeError: the host has too little memory.

@@ -42,7 +42,10 @@ class WindowError(ConfigError):
 
 
 class ScheduleError(MoEvementError):
-    """Error of a caller that asks about an iteration before any schedule, or mixes snapshots of different operators."""
+    """Error of a caller that asks about an iteration before the first schedule, or mixes incompatible snapshots.
+
+    Snapshots are incompatible if they hold different numbers of operators.
+    """
 
 
 class ExchangeError(MoEvementError):

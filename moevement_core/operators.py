@@ -144,8 +144,8 @@ class OperatorTable:
     """Table of the operators of one schedule, ordered by name, and so in the same order on every rank.
 
     The table describes a pipeline stage, with a row of bytes for each rank of the stage, or a single rank, with one
-    row. All ranks of a stage share a schedule and save an operator in the same iteration of a window, because they
-    replay it together. A row has zero bytes for operators that its rank does not hold.
+    row. All ranks of a stage share a schedule and save an operator in the same iteration of a window, because a stage
+    replays as a whole. A row has zero bytes for operators that its rank does not hold.
 
     Numbers in names compare as numbers (``layers.2`` before ``layers.10``). If a strategy sorts operators by another
     criterion, operators that are equal by that criterion keep the order of the table.
@@ -202,8 +202,8 @@ class OperatorTable:
         shape = full.shape
         if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
             raise OperatorError(
-                f"table of {len(names)} names, {len(kinds)} kinds and bytes of shape {shape}; needs different names, "
-                "with one kind and one column of bytes each"
+                f"operator table has {len(names)} names, {len(kinds)} kinds and byte counts of shape {shape}; needs at "
+                "least one name, no name twice, a kind for each name, and byte counts of shape (ranks, names)"
             )
         if not shape == compute.shape == gradient.shape:
             raise OperatorError(

@@ -68,7 +68,7 @@ class Regime:
 
     @property
     def is_narrow(self) -> bool:
-        """True if master weights or moments are not all FP32, which needs ``--use-precision-aware-optimizer``."""
+        """True if any of master weights and moments is not FP32, which needs ``--use-precision-aware-optimizer``."""
         return {self.master, self.first_moment, self.second_moment} != {"fp32"}
 
     @property
@@ -108,12 +108,16 @@ class Regime:
     def quantises(self, tensor: TensorShape) -> bool:
         """Return True if snapshots save a tensor's compute weights in FP8.
 
-        The result is False for MXFP8: snapshots then save BF16 weights, from which training computes both FP8 forms.
+        The result is False for MXFP8: snapshots then save BF16 weights, from which training computes the FP8 weights
+        along rows and those along columns.
         """
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
     def scale_bytes(self, tensor: TensorShape) -> int:
-        """Return the bytes of the scales of a tensor's compute weights; a rank with any part of it has all scales."""
+        """Return the bytes of the scales of a tensor's compute weights.
+
+        A rank that has only a part of the tensor still has all of these scales.
+        """
         if not self.quantises(tensor):
             return 0
         if self.scaling is Scaling.TENSOR:
