@@ -45,9 +45,9 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
 
 Replicas = tuple[str, tuple[int, ...], str]
-"""Operator name, ranks that hold equal compute weights of this operator, and the digest of these weights on one rank.
+"""Operator name, ranks on which the operator's compute weights must be equal, and their digest on this rank.
 
-If the name is empty, all compute weights of these ranks are equal, and the digest covers all of them.
+If the name is empty, the digest covers all compute weights that must be equal on these ranks.
 """
 
 
@@ -60,7 +60,7 @@ class Place:
     replica: int = 0
     """Smallest rank of this rank's model replica. All ranks of a model replica clip gradients by the same norm."""
     same_state: int = 0
-    """Smallest data-parallel rank with this rank's state, or with another shard of it; it may be this rank."""
+    """Smallest of the ranks that hold the same state as this rank, or another shard of it. This rank is among them."""
     pipeline: tuple[int, ...] = ()
     """Ranks of this rank's pipeline, in the order of stages; empty without a pipeline."""
     is_ring: bool = False
@@ -74,7 +74,7 @@ class Place:
 
 
 class Counts(Protocol):
-    """Counters of what this rank's routers send to each expert. Counting does not wait for the device."""
+    """Counters of the tokens (or gate probabilities) of each expert on this rank; they never wait for the device."""
 
     paused: bool
     """True while tokens are not counted, so that a replay does not count them twice."""
@@ -158,7 +158,7 @@ class Binding(ABC):
 
     @abstractmethod
     def put_boundary(self, boundary: Mapping[str, Any]) -> None:
-        """Restore the values of :meth:`boundary`, random states last, because restoring the others may change them."""
+        """Restore the values of :meth:`boundary`; random states last, as restoring other values may change them."""
 
     @abstractmethod
     def put_progress(self, progress: Mapping[str, int]) -> None:

@@ -79,17 +79,17 @@ class PlacementHistory:
         return after if newest == placement else _NEVER
 
     def forget_before(self, iteration: int) -> None:
-        """Forget placements under which nothing after ``iteration`` was computed."""
+        """Forget placements that ended at ``iteration`` or earlier."""
         while len(self._placements) > 1 and self._placements[1][0] <= iteration:
             self._placements.pop(0)
 
 
 _NEVER = 1 << 62
-"""Result of :meth:`PlacementHistory.unchanged_since` if the current placement has computed no iteration yet."""
+"""Result of :meth:`PlacementHistory.unchanged_since` if no iteration was computed under the current placement yet."""
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
-    """Return why ``plans`` may restore a state that differs from the lost state in last bits; empty if it cannot.
+    """Return why ``plans`` may restore a state that differs from the lost state in last bits; empty if not.
 
     Plans without a replay restore equal bits, because ranks only load state and repeat updates, which are elementwise.
 
@@ -129,7 +129,7 @@ def arithmetic_of_all() -> tuple[str, ...]:
 
 
 def why_window_may_differ(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """Return why a replay of a window may give other last bits than the job that wrote it; empty if it cannot.
+    """Return why a replay of a window may differ in last bits from the job that wrote the window; empty if not.
 
     Args:
         manifest: manifest of the window.
