@@ -15,14 +15,14 @@ from moevement_core.util.digest import digest
 
 
 def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
-    """Refuse the drill if the trainer cannot overwrite its state. Every rank calls this before training begins.
+    """Refuse a drill if the trainer cannot overwrite its state. Every rank calls this before training begins.
 
     Args:
         binding: binding of the trainer.
-        wipe_at: iterations after which the drill was requested; empty without a drill.
+        wipe_at: iterations after which ``--moevement-wipe-at`` asks for a drill; empty without a drill.
 
     Raises:
-        ConfigError: the drill was requested, and the binding does not define ``Binding.wipe``.
+        ConfigError: a drill was requested, and the binding does not define ``Binding.wipe``.
     """
     if wipe_at and type(binding).wipe is Binding.wipe:
         raise ConfigError(

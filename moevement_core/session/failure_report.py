@@ -96,7 +96,7 @@ def report_failure(
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of the slowest rank in each phase of the end of the last generation."""
+    """Return the seconds of the slowest rank for each :class:`LeavingPhase` at the end of the last generation."""
     return {phase: max(of_rank.get(phase, 0.0) for of_rank in seconds) for phase in map(str, LeavingPhase)}
 
 

@@ -227,8 +227,8 @@ class Recoverer:
         returned plan therefore has no recorded outcomes.
 
         Args:
-            parts: parts of this rank.
-            report: report of this rank.
+            parts: objects of this rank that a recovery uses.
+            report: report of this rank to all ranks.
             memory: sources of snapshots that the plan may use in addition to files.
             until: iteration whose state is recovered.
             cause: error why no plan from memory and peers is possible; None if the strategy uses the disk alone.
@@ -257,7 +257,7 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Return ``prepared``; without recorded outcomes of steps if a replay may give others (:attr:`may_differ`)."""
+        """Return ``prepared``, but without recorded outcomes of steps if :attr:`may_differ` is True."""
         return replace(prepared, outcomes={}) if self.may_differ else prepared
 
     @property
@@ -266,7 +266,7 @@ class Recoverer:
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Return the iterations with a complete boundary log. If a stage replays from the log, check digests."""
+        """Return the iterations that this rank's log holds. If a stage replays from it, leave out damaged ones."""
         log = parts.binding.boundary_log
         if log is None:
             return ()

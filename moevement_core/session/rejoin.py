@@ -58,9 +58,9 @@ class RankReport:
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the resume iteration of the recovery that this failure interrupted.
+    """Report of a rank that had committed the iteration to which an earlier recovery was restoring this rank.
 
-    None unless this rank was itself restoring state.
+    None unless the failure interrupted that recovery, so that this rank has no usable state.
     """
 
 
@@ -280,7 +280,7 @@ def rejoin(
 
 
 def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport], reached: RankReport) -> None:
-    """Apply the update of the resume iteration, which is the only one that this rank lacks."""
+    """Apply the only update that this rank lacks: the update of the resume iteration."""
     statuses = [report.status for report in reports]
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
