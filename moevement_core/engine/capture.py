@@ -69,9 +69,9 @@ class Capturer:
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
-        """Copies of the current iteration's snapshot; None if this iteration takes no snapshot."""
+        """Copies of the snapshot that began right before the current iteration; None if none began."""
         self.last_logged: Capture | None = None
-        """Copies of the gradients in the current iteration's snapshot; None if the snapshot holds no gradients."""
+        """Copies of the gradients in the snapshot of :attr:`last`; None if that snapshot holds no gradients."""
         self.arena = own.arena
         self.memory = memory
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
@@ -273,9 +273,9 @@ class Capturer:
 def part_of(schedule: Schedule, slot: int, wanted: Contents | None, states: Mapping[str, Any]) -> Part | None:
     """Return which part of a snapshot goes to peers or to disk; None for the whole snapshot.
 
-    The part leaves out only operators that have tensors on this rank; for all others, its contents are those of the
-    snapshot. A restore therefore takes each expert from the newest version that the ranks with the expert's tensors
-    have (MoC-System, section 5.1).
+    The schedule leaves some experts out of the part. A rank without tensors of such an expert has nothing to leave out,
+    so its part lists the expert as the whole snapshot does. In a restore, only the ranks with tensors of an expert
+    therefore decide which version of the expert is the newest (MoC-System, section 5.1).
 
     Args:
         schedule: schedule of the snapshot.

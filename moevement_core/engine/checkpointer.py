@@ -2,7 +2,8 @@
 
 The steps are in modules that are nearly independent: ``capture.py`` copies state, ``own.py`` counts the users of
 buffers, ``lifetime.py`` decides what is kept, ``replicator.py`` sends copies, and ``storage/writer.py`` writes windows
-to disk. :class:`Checkpointer` calls them once an iteration, in an order in which none frees what another still needs.
+to disk. :class:`Checkpointer` calls them once an iteration, in an order in which no module frees memory that another
+still needs.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Checkpointer:
         self._fitted: Schedule | None = history.newest
         """Schedule to whose windows the memory is fitted; None while windows of another size have memory, too."""
         self._fitting: Schedule | None = None
-        """Schedule whose windows keep their memory while :meth:`_fit` gives back the rest; None without such a rest."""
+        """Schedule whose windows keep their memory while :meth:`_fit` frees the rest; None while it frees nothing."""
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
@@ -125,8 +126,9 @@ class Checkpointer:
     def _is_whole(self, run: RecoverableRun) -> bool:
         """Return True if ``run`` is as long as the runs of other stages from the same first snapshot.
 
-        Ranks agree on runs by the first snapshot alone. If a stage has fewer operators than slots, its runs are
-        complete earlier than those of other stages, and restore an earlier iteration. Such a short run does not count.
+        Ranks agree on runs by the first snapshot alone. If a stage has fewer operators than slots, its runs for
+        redo are complete earlier than those of other stages, and restore an earlier iteration. Such a short run does
+        not count.
         """
         if not run.is_redone or run.first < self.history.oldest.start:
             return True
@@ -251,7 +253,7 @@ class Checkpointer:
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
     def _persisted_bytes(self) -> int:
-        """Return the bytes of the persisted run's snapshots if no part of them is freed."""
+        """Return the bytes that the persisted run's snapshots take as long as no part of them is freed."""
         first, last = self.needed
         if first < self.history.oldest.start:
             return 0
@@ -605,7 +607,7 @@ class Checkpointer:
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
 
     def _ends_at(self) -> int | None:
-        """Return the persisted run's last snapshot, equal on all ranks; None if no part of a snapshot may be freed."""
+        """Return the last snapshot of the persisted run, equal on all ranks; None if only whole snapshots are freed."""
         first = self.lifetime.persisted
         if not self.memory.gives_back or first < self.history.oldest.start:
             return None

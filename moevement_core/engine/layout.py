@@ -33,7 +33,7 @@ class SlotLayout:
     placed: list[tuple[StateTensor, int, Any]]
     """Tensors except gradients, each with its offset in bytes and a view of its bytes."""
     gradients: list[tuple[StateTensor, int, Any]]
-    """Gradients in the same form. The rank copies them before the other tensors, during the optimizer step."""
+    """Gradients in the form of :attr:`placed`. The rank copies them before other tensors, during the optimizer step."""
     nbytes: int
 
 
@@ -99,7 +99,7 @@ def kept_bytes(
 
     Returns:
         Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
-        bytes that are left when the operators that the snapshots of the next k slots superseded are freed.
+        bytes that remain after the snapshots of the next k slots, once the operators that these supersede are freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

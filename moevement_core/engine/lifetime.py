@@ -97,7 +97,7 @@ class Lifetime:
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
 
     def under_way(self, deliverable: Mapping[int, Contents], *, peers_are_full: bool = False) -> list[int]:
-        """Return the snapshots to abandon when no memory is free, in order.
+        """Return the snapshots to abandon when no memory is free, the oldest first.
 
         These are the snapshots after the newest run that peers have, or that they will receive without more memory.
 

@@ -133,7 +133,7 @@ class SnapshotMemory:
         )
 
     def _durable(self, schedule: Schedule) -> int:
-        """Return the bytes of snapshots that a rank keeps because windows on disk leave some of their operators out."""
+        """Return the bytes of own snapshots that a rank keeps because the newest window on disk lacks operators."""
         return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
     def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:

@@ -148,7 +148,7 @@ class OwnSnapshots:
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """Return a lease of ``SS_iteration``, whose buffer stays unchanged while leased; None if it is not here."""
+        """Return a lease of ``SS_iteration``, which keeps its buffer unchanged; None without this snapshot."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or (snapshot := self.begin_use(held)) is None:

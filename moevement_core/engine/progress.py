@@ -25,7 +25,7 @@ class Progress:
     lag: int = 0
     """Iterations from the newest snapshot that all peers have to the newest captured snapshot."""
     whole_cpu_s: float = 0.0
-    """Processor seconds for digests of the whole state."""
+    """Processor seconds for digests of the whole state; ``copy_cpu_s`` includes them."""
     persisted: int = NONE
     """First snapshot of the newest run that is persisted on every rank; ``NONE`` if there is none."""
     abandoned: int = 0
