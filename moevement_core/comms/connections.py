@@ -59,7 +59,8 @@ BULK = 2
 """Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
 
 MOST_UNKNOWN = 256
-"""Most connections whose caller has not yet proved that it belongs to the job. One more closes the oldest."""
+"""Most connections whose caller has not yet proved that it belongs to the job. When one more arrives, this
+rank closes the oldest of them."""
 
 _HELLO = struct.Struct("!16s16sqqq")
 """First message on a connection: nonce, name of the channel, rank of the caller, tag, number of the stream."""

@@ -21,7 +21,7 @@ from typing import Any
 from moevement_core.comms.token import Token
 
 MAX_LINE_BYTES = 1 << 20
-"""Most bytes of a received line. If as many bytes wait to be sent, :meth:`SignedLines.send` drops new messages."""
+"""Most bytes of a received line. If this many bytes wait to be sent, :meth:`SignedLines.send` drops new messages."""
 MAX_UNKNOWN_BYTES = 512
 """Most bytes that a caller may send before it has proved that it has the token."""
 _MAC_CHARACTERS = 64

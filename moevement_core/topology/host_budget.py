@@ -127,7 +127,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the need of the rank with the largest :attr:`Total.beyond`; of several such ranks, of the lowest."""
+    """Return the total of the rank with the largest :attr:`Total.beyond`; if several ranks have it, of the lowest."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 

@@ -72,7 +72,7 @@ class Channels:
     snapshots: Transport | None
     """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Channel over which recoveries fetch snapshots, because :attr:`snapshots` may be busy; None for one rank."""
+    """Channel over which recoveries fetch snapshots, as :attr:`snapshots` may be busy; None in a job of one rank."""
     feeds: Transport | None
     """Channel over which stages send logged tensors to a stage that replays; None if there is only one stage."""
 
@@ -134,7 +134,10 @@ class Topology:
         return kept
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
-        """Yield protections that need less host memory than this one, the strongest first: its flag, its topology."""
+        """Yield protections that need less host memory than the protection of this topology, the strongest first.
+
+        Each protection is a pair of the flag that asks for it, and the topology with it.
+        """
         if self.groups:
             return
         copies, nodes = max(map(len, self.peers)), len(set(self.nodes))

@@ -21,8 +21,8 @@ BROKEN_DEVICE = 74
 """Exit code of a process that gives up its rank because its device is unusable (``EX_IOERR`` of sysexits.h). The job
 continues with a replacement."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
-"""Environment variable with the number of the member that this process replaces because it has ended. With this
-variable, a process of any rank prints its own errors."""
+"""Environment variable with the number of the member that has ended and that this process replaces. If the variable is
+set, this process prints its own errors, whatever its rank."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, by the convention of shells."""
 HUNG_UP = 128 + signal.SIGHUP

@@ -10,7 +10,7 @@ import psutil
 SHARE = 0.5
 """Default share of a node's memory for snapshots, copies, parity and logs of all ranks on the node."""
 _UNLIMITED = 1 << 60
-"""Smallest limit, in bytes, that counts as no limit: version 1 of control groups reports no limit as a huge number."""
+"""Bytes from which on a limit counts as none: without a limit, version 1 of control groups reports a huge number."""
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def _token(data: bytes) -> str | None:
 def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
     """Remove the lock file of a holder that has ended.
 
-    The function first renames the file, and then reads it. If it is a new file, which another process has just created,
+    The function first renames the file, and then reads it. If another process has just created the file,
     the function puts it back.
 
     Args:
