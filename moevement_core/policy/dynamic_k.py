@@ -16,19 +16,19 @@ class DynamicK:
     """Policy for K, the number of saved experts: K doubles as more tokens are lost, until K is E."""
 
     first: int
-    """First value of K."""
+    """First value of K, the number of saved experts."""
     most: int
     """E, the number of experts, which K never exceeds."""
     limit: float
-    """Share of the run's tokens. K becomes E when recoveries have lost more than that; with 1, K never changes."""
+    """Share of the run's tokens that recoveries may lose before all experts are saved; with 1, K never changes."""
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
-        """Return a policy whose first K is ``experts``, or an eighth of ``most`` if ``experts`` is None."""
+        """Return a policy that first saves ``experts`` of ``most`` experts, or an eighth if ``experts`` is None."""
         return DynamicK(min(experts or math.ceil(most / FIRST_SHARE), most), most, limit)
 
     def after(self, experts: int, proportion: float) -> int:
-        """Return the new K.
+        """Return the new K, the number of saved experts.
 
         Args:
             experts: present K.

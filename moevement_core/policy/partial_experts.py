@@ -28,7 +28,7 @@ def turns(table: OperatorTable) -> dict[int, list[int]]:
         table: operators of a stage, with a row of bytes for each of its ranks.
 
     Returns:
-        Positions of the experts in the table, by layer. The first K of each list are in the first checkpoint.
+        Positions of the experts in the table, by layer. The first checkpoint saves those at the beginning of each list.
     """
     layers: dict[int, list[int]] = {}
     for number, layer in enumerate(sorted({int(layer) for layer in table.layers[table.is_expert]})):
@@ -152,11 +152,11 @@ class TokenAccount:
 
     @property
     def kept(self) -> Tokens:
-        """Tokens of each expert whose updates its present state contains."""
+        """Tokens that each expert has processed (:attr:`routed`), less those whose updates were :attr:`lost`."""
         return self.routed - self.lost
 
     def rolled_back_to(self, versions: Tokens) -> TokenAccount:
-        """Return the account after a recovery that goes back to the iteration of this account.
+        """Return the account after a recovery that goes back to the iteration at which this account was recorded.
 
         The recovery restores some experts from older snapshots. Tokens that an earlier recovery lost are not counted as
         lost twice.

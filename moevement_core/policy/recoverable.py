@@ -24,13 +24,13 @@ class RecoverableRun:
     """Snapshots ``first`` to ``last``, which together hold a dense state."""
 
     first: int
-    """a, iteration of the first snapshot. A replay begins from the state of this iteration."""
+    """Iteration of the first snapshot. A replay begins from the state of this iteration."""
     full_at: npt.NDArray[np.int64]
     """Iteration of the snapshot that each operator's full state is loaded from, int64 ``[operators]``."""
 
     @property
     def last(self) -> int:
-        """b, the first iteration at which every operator is active, so that the state is dense."""
+        """Iteration of the last snapshot. After a recovery has loaded this snapshot, every operator has full state."""
         return int(self.full_at.max())
 
     @property
@@ -78,12 +78,12 @@ class RecoverableRun:
 class NewestStateRun(RecoverableRun):
     """Snapshots ``first`` to ``last`` that restore a state without replay.
 
-    A recovery loads each operator's newest full state. Subclasses say what it does with operators whose full state is
-    older than the restored iteration.
+    A recovery loads each operator's newest full state. Subclasses say what the recovery does with operators whose full
+    state is older than the restored iteration.
     """
 
     reaches: int
-    """c, the iteration whose state the run restores."""
+    """Iteration whose state the run restores."""
 
     @property
     def last(self) -> int:
@@ -119,7 +119,8 @@ def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None
 def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
     """Yield the first iteration of every run that is recoverable or that later snapshots may complete, newest first.
 
-    The newest of ``snapshots`` must be the last snapshot captured, because no run crosses a gap.
+    The newest of ``snapshots`` must be the last one captured. If a later one was captured and is missing, it leaves a
+    gap, and no run of snapshots crosses a gap.
     """
     for iteration, covered, _ in _backwards(snapshots, beyond=True):
         if covered.all():

@@ -51,7 +51,8 @@ def redo_runs(
 def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
     """Yield the first iteration of every run that is complete or that later snapshots may complete, newest first.
 
-    The newest of ``snapshots`` must be the last snapshot captured, because no run crosses a gap.
+    The newest of ``snapshots`` must be the last one captured. If a later one was captured and is missing, it leaves a
+    gap, and no run of snapshots crosses a gap.
     """
     expected = max(snapshots, default=0)
     for iteration in sorted(snapshots, reverse=True):

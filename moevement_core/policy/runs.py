@@ -33,12 +33,12 @@ def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) 
 def open_starts(snapshots: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
     """Yield the first iteration of every restore point that is complete or that later snapshots may complete.
 
-    Some iterations come twice.
+    An iteration comes more than once if several kinds of restore points may begin there.
 
     Args:
         snapshots: contents of each snapshot, by iteration.
-        is_gapless: True if the newest of ``snapshots`` is the last one captured. Otherwise no run of replay or redo can
-            be completed, because these runs cross no gap.
+        is_gapless: True if the newest of ``snapshots`` is the last one captured. Otherwise snapshots captured after it
+            are missing. They leave a gap, which no run of replay or redo crosses, so the function leaves out such runs.
     """
     yield from open_version_starts(snapshots)
     if is_gapless:

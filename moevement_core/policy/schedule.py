@@ -76,7 +76,7 @@ class Schedule(ABC):
 
     @property
     def reach(self) -> int:
-        """Number of iterations before a job's start whose snapshots the job captures too, all from its first state."""
+        """Number of iterations before a job's first one. The job captures their snapshots too, from its first state."""
         return self.size
 
     @property

@@ -59,7 +59,7 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
 
 
 def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts: int) -> Chosen:
-    """Return a mask of the K experts of each layer with the most tokens at risk.
+    """Return a mask of the ``experts`` experts of each layer with the most tokens at risk.
 
     This is the load-aware selection of MoC-System, section 3.2.
 

@@ -52,8 +52,8 @@ class VersionRun(NewestStateRun):
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the operators that are updated while ``iteration`` is recovered, bool ``[operators]``.
 
-        Up to the run's last iteration, these are the operators that repeat this update from gradients. In later
-        iterations they are all operators, because these iterations are executed again.
+        Up to the run's last iteration, these are the operators whose update is repeated from gradients. In a later
+        iteration they are all operators, because the iteration is executed again.
         """
         return (self.full_at < iteration) & ((iteration <= self.version_at) | (iteration > self.last))
 
@@ -67,7 +67,7 @@ class VersionRun(NewestStateRun):
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
     """Yield for each snapshot the run that restores its iteration, the newest first.
 
-    A snapshot has no run if neither it nor any earlier snapshot has the full state of some operator.
+    A snapshot has no run if there is an operator whose full state is neither in it nor in an earlier snapshot.
 
     Args:
         snapshots: contents of each available snapshot, by iteration.

@@ -271,9 +271,10 @@ def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKi
 class _Cutter:
     """Division of an order of operators into slots.
 
-    ``F`` and ``C`` are the running sums of full and compute bytes along the order. A slot from ``s`` to ``e`` has
-    ``F[e] - F[s] + C[n] - C[e]`` bytes (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` bytes (rolling). Full state
-    is never smaller than compute weights. So ``G = F - C`` never falls, and bisection finds the farthest end of a slot.
+    ``F`` and ``C`` are the running sums of full and compute bytes along the order of ``n`` operators. A slot from ``s``
+    to ``e`` has ``F[e] - F[s] + C[n] - C[e]`` bytes (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` bytes
+    (rolling). Full state is never smaller than compute weights. So ``G = F - C`` never falls, and bisection finds the
+    farthest end of a slot.
     """
 
     def __init__(self, table: OperatorTable, order: Order, kind: WindowKind) -> None:

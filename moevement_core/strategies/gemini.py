@@ -64,7 +64,7 @@ class Gemini(Dense):
         return hidden, self._profiled + 1
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the interval in ``sizes`` once :data:`PROFILED_WINDOWS` windows are measured, and ``now`` before."""
+        """Propose ``now`` until :data:`PROFILED_WINDOWS` windows are measured, and then the interval in ``sizes``."""
         if sizes is not None:
             self._profiled = sizes[1]
         is_known = self._profiled >= PROFILED_WINDOWS

@@ -38,7 +38,8 @@ from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 INTERVAL = 10
 """Default number of iterations between checkpoints."""
 STEPS = 8
-"""Divisor of E. A measured K changes only by E / ``STEPS`` or more, because measurements vary."""
+"""Divisor of the number of experts. Measurements change the number of saved experts only by this quotient or more,
+because measurements vary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class PartialSchedule(VersionSchedule):
 
     @cached_property
     def checkpoints(self) -> int:
-        """Number of consecutive snapshots that together hold every expert, ``ceil(E / K)``."""
+        """Number of consecutive snapshots that together hold every expert, ``ceil(most / experts)``."""
         return math.ceil(self.most / self.experts)
 
     @cached_property
@@ -121,7 +122,7 @@ class PartialSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of non-expert operators and of the slot's K experts; None if the slot has no snapshot."""
+        """Return full state of non-expert operators and of the slot's experts; None if the slot has no snapshot."""
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
@@ -215,7 +216,10 @@ class MoC(Strategy):
         self._persists = on_disk is not None
         self._dynamic = on_disk or in_memory
         self.experts = self._dynamic.first
-        """K on disk if ``persisted`` is given, else K in memory; it doubles when too many tokens are lost."""
+        """Number of experts of each layer that a checkpoint has on disk if ``persisted`` is given, else in memory.
+
+        The number doubles when too many tokens are lost.
+        """
         if (reach := math.ceil(self.most / self._in_memory) * interval) > MOST_REACH:
             raise ConfigError(
                 f"--moevement-snapshot-experts {self._in_memory} of {self.most} every {interval} iterations saves each "
@@ -231,9 +235,9 @@ class MoC(Strategy):
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def _saved(self, experts: int) -> tuple[int, int | None]:
-        """Return K in memory and K on disk that belong to the value ``experts`` of :attr:`experts`.
+        """Return how many experts of each layer a snapshot holds, and how many are on disk, for ``experts``.
 
-        K on disk is None if files hold all experts of a snapshot.
+        The argument is a value of :attr:`experts`. The second number is None if files hold all experts of a snapshot.
         """
         in_memory = min(self.most, self._in_memory * experts // self._dynamic.first)
         return in_memory, experts if self._persists else None
@@ -243,12 +247,11 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that this stage needs for its lost tokens; if K is measured, also E minus the measured K.
+        """Return :attr:`experts`; if measurements decide too, also how many experts of a layer this rank cannot copy.
 
-        The measured K is the number of experts of each layer that this rank can copy from the device within one
-        iteration. The copy must end by then, because the next update changes the state (section 5.3). The method
-        returns the difference in place of the measured K, because ranks agree on the largest value, and the slowest
-        rank must decide.
+        A copy from the device must end within one iteration, because the next update changes the state (section 5.3).
+        The method returns the number of experts that cannot be copied, not of those that can, because ranks agree on
+        the largest value, and the slowest rank must decide.
         """
         if not self._is_measured:
             return (self.experts,)
@@ -261,7 +264,10 @@ class MoC(Strategy):
         return self.experts, self.most - carried
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Propose the largest K that a stage needs for its lost tokens, or the measured K if that is larger."""
+        """Propose the largest number of experts that a stage needs for its lost tokens.
+
+        If measurements decide too, and ranks can copy more experts than that, propose the number that they can copy.
+        """
         assert isinstance(now, PartialSchedule)
         if sizes is None:
             return Proposal([now], is_change=False)
@@ -272,7 +278,10 @@ class MoC(Strategy):
         return Proposal([replace(now, experts=in_memory, persisted=on_disk), now], is_change, reorders=is_change)
 
     def _carried(self, now: int, left_out: int) -> int:
-        """Return the measured K, E - ``left_out``, or the present K ``now`` if both are about equal."""
+        """Return how many experts of each layer ranks can copy: all but ``left_out``.
+
+        If this number differs little from ``now``, the present number of saved experts, the result is ``now``.
+        """
         carried = self.most - left_out
         return now if abs(carried - now) * STEPS < self.most and carried < self.most else carried
 
@@ -284,7 +293,7 @@ class MoC(Strategy):
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
         """Restore the checkpoint's token account, and return the tokens whose updates the restored experts lack.
 
-        K grows if too many tokens are lost.
+        Later checkpoints hold more experts if too many tokens are lost.
         """
         account = _account(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
@@ -314,12 +323,12 @@ class MoC(Strategy):
         return {"routed": self.account.routed, "lost": self.account.lost, "experts": self.experts}
 
     def adopt(self, learned: Any) -> None:
-        """Take over the token counts and K of another rank."""
+        """Take over the token counts and the number of saved experts of another rank."""
         self.account, self.experts = _account(learned), learned["experts"]
 
 
 def caution_of(experts: int, most: int) -> str | None:
-    """Return a warning for K saved experts of E; None if every expert is saved."""
+    """Return a warning that a snapshot holds only ``experts`` of ``most`` experts of a layer; None if it holds all."""
     if experts >= most:
         return None
     return (

@@ -50,18 +50,21 @@ class MoCByLoad(Selecting):
         super().__init__(table, interval, self._dynamic.first, most)
         self.settled = False
         self._wanted = self.experts
-        """K that this stage asks for because of its lost tokens. All stages use the largest K that a stage asks for."""
+        """Number of experts of each layer that this stage asks for because of its lost tokens.
+
+        All stages use the largest number that a stage asks for.
+        """
 
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
-        """Return the K experts of each layer that processed the most tokens since they were last saved."""
+        """Return ``experts`` experts of each layer: ``due``, then those with the most tokens since their last save."""
         return most_of_each_layer(self.table, risk, due, experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the K that follows from the lost tokens of this stage."""
+        """Return how many experts of each layer this stage asks for because of its lost tokens."""
         return (self._wanted,)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Use the largest K of all stages."""
+        """Save as many experts of each layer as the stage that asks for the most."""
         self.experts = sizes[0]
 
     def caution(self) -> str | None:
@@ -69,9 +72,9 @@ class MoCByLoad(Selecting):
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore the K of the restored snapshot, and return the lost tokens.
+        """Restore the number of saved experts from the restored snapshot, and return the lost tokens.
 
-        If too many tokens are lost, this stage will ask for a larger K.
+        If too many tokens are lost, this stage will ask for more experts in each snapshot.
         """
         lost = super().restored(run, learned, tokens_of_run)
         self.experts = learned[run.last]["experts"]
@@ -79,7 +82,7 @@ class MoCByLoad(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state as plain data, with the K that this stage asks for."""
+        """Return the learned state as plain data, with the number of experts that this stage asks for."""
         return {**super().learned(), "wanted": self._wanted}
 
     def adopt(self, learned: Any) -> None:

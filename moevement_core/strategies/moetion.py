@@ -30,7 +30,8 @@ from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
-"""Divisor of E. The quotient is S until bandwidths are measured. In section 4.1 of the paper S is 25% to 40% of E."""
+"""Divisor of the number of experts. The quotient is the number of saved experts until bandwidths are measured. In
+section 4.1 of the paper 25% to 40% of the experts are saved."""
 
 
 class MoEtion(Selecting):
@@ -63,7 +64,7 @@ class MoEtion(Selecting):
 
     @property
     def experts_at_peers(self) -> int:
-        """Mean number S of experts of each layer in the part of a snapshot that peers receive."""
+        """Mean number of experts of each layer in the part of a snapshot that peers receive."""
         return self._at_peers
 
     def choose(self, risk: np.ndarray, due: Chosen, experts: int) -> Chosen:
@@ -73,9 +74,9 @@ class MoEtion(Selecting):
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """Return how many experts of each layer this rank leaves out of its own snapshots, and out of those for peers.
 
-        The numbers left out are returned in place of S, because ranks agree on the largest value, and the slowest rank
-        must decide. Section 4.2 of the paper does not count the non-expert state. This method subtracts its bytes from
-        what copies and links can carry, before it computes S.
+        The method returns the experts left out in place of the experts saved, because ranks agree on the largest value,
+        and the slowest rank must decide. Section 4.2 of the paper does not count the non-expert state. This method
+        subtracts the bytes of that state from what copies and links can carry, before it counts the experts that fit.
         """
         seconds = measured.iteration_s * self.interval
         links = measured.replication_bytes_per_s / measured.replicas if measured.replicas else math.inf
@@ -111,7 +112,7 @@ class MoEtion(Selecting):
         return max(fewest, carried)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Set S of the ranks' own snapshots and S at peers to what the slowest rank can save."""
+        """Save as many experts in own snapshots, and as many of them at peers, as the slowest rank can save."""
         own, at_peers = sizes
         self.experts, self._at_peers = self.most - own, self.most - at_peers
 
@@ -143,7 +144,7 @@ class MoEtion(Selecting):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any], tokens_of_run: int | None = None) -> LostTokens:
-        """Restore S and the token counts of the restored snapshot, and return the tokens whose updates are lost.
+        """Restore token counts and numbers of saved experts from the run's last snapshot, and return the lost tokens.
 
         The lost tokens are added to :attr:`tokens_owed`.
         """

@@ -34,7 +34,7 @@ class MoEvement(Strategy):
     Args:
         table: the operators of the stage.
         kind: aligned or rolling windows.
-        size: W, for windows without a rest between them; None to choose W and the rest from measurements.
+        size: W, for windows with a snapshot in every iteration; None to choose W and the period from measurements.
         ordering: statistic that orders the operators.
         thresholds: thresholds for changes of popularity that trigger a new order.
         cap: share of training time that saving may cost.

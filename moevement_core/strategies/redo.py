@@ -97,7 +97,7 @@ class RedoSchedule(SparseSchedule):
         """Return the most iterations that boundary logs hold.
 
         A recovery executes all iterations after the end of the persisted run again. If a rank has left out a snapshot,
-        this run may have ended a window ago, or two windows ago if windows have a rest.
+        this run may have ended a window ago, or two windows ago if some iterations have no snapshot.
         """
         return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
@@ -105,8 +105,9 @@ class RedoSchedule(SparseSchedule):
         """Return the number of iterations that boundary logs hold while nothing fails.
 
         A recovery executes all iterations after the end of the persisted run again. Later snapshots are still being
-        copied or reported, or have not reached all peers. If windows have a rest, the persisted run may have ended a
-        window ago, and the copies of the newest window may take until the end of the next window to arrive.
+        copied or reported, or have not reached all peers. If some iterations have no snapshot (:attr:`rest`), the
+        persisted run may have ended a window ago, and the copies of the newest window may take until the end of the
+        next window to arrive.
         """
         return 3 + lag + (2 * self.size if self.rest else 0)
 
@@ -118,8 +119,8 @@ class RedoSchedule(SparseSchedule):
         """Return the most iterations that a recovery replays.
 
         Let T be the last committed iteration and L the lag. The newest snapshot that all peers have may be
-        ``SS_(T-1-L)``. Then the recovery replays L + 1 iterations. If windows have a rest, it replays up to
-        :attr:`size` iterations more.
+        ``SS_(T-1-L)``. Then the recovery replays L + 1 iterations. If some iterations have no snapshot, it replays up
+        to :attr:`size` iterations more.
         """
         return lag + 1 + (self.size if self.rest else 0)
 

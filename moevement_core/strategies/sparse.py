@@ -29,7 +29,7 @@ class SparseSchedule(Schedule):
 
     @property
     def size(self) -> int:
-        """Iterations from one window to the next: W iterations with a snapshot each, and the rest without one."""
+        """Iterations from one window to the next: W with a snapshot each, and :attr:`rest` without one."""
         return self.window.size + self.rest
 
     @property
@@ -71,7 +71,7 @@ class SparseSchedule(Schedule):
         return tuple(self.table.names[place] for part in others for place in part)
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return the part of each operator's state that a slot's snapshot holds; None for an iteration of the rest.
+        """Return the part of each operator's state that a slot's snapshot holds; None if it has no snapshot.
 
         The snapshot holds full state of the slot's operators. In aligned windows it holds compute weights of operators
         of later slots; in rolling windows it holds compute weights of all other operators.
@@ -90,7 +90,7 @@ class SparseSchedule(Schedule):
 
     @property
     def mean_bytes(self) -> float:
-        """Mean bytes that a rank saves in an iteration, over a window and its rest; of all ranks, the largest mean."""
+        """Mean bytes that an iteration saves, over all iterations, on the rank that saves the most."""
         return float(self.window.slot_bytes.sum(axis=1).max()) / self.size
 
     def last_of_run(self, first: int) -> int:
@@ -99,13 +99,14 @@ class SparseSchedule(Schedule):
 
     @property
     def begins_anywhere(self) -> bool:
-        """True if any snapshot may begin a recoverable run: windows are rolling, without a rest between them."""
+        """True if any snapshot may begin a recoverable run: windows are rolling, and every iteration has a snapshot."""
         return self.window.kind is WindowKind.ROLLING and not self.rest
 
     def may_begin_at(self, iteration: int) -> bool:
         """Return True if ``SS_iteration`` may begin a recoverable run.
 
-        Such a run begins with the first slot of a window, or with any snapshot of rolling windows without a rest.
+        Such a run begins with the first slot of a window. If windows are rolling and every iteration has a snapshot, it
+        may begin with any snapshot.
         """
         return self.begins_anywhere or self.slot(iteration) == 0
 
@@ -122,10 +123,10 @@ class SparseSchedule(Schedule):
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Return the number of snapshots that a rank keeps while nothing fails.
 
-        With aligned windows, and with windows that have a rest, a rank keeps as many as :meth:`slots_kept` returns.
-        With rolling windows without a rest it keeps the persisted run, and the snapshots captured since then: one that
-        is being captured (or waits for its gradients), one that is being reported to all ranks, and ``lag`` more. With
-        ``to_disk`` it also keeps a run until that run is written.
+        If windows are rolling and every iteration has a snapshot, a rank keeps the persisted run and the snapshots
+        captured since then: one that is being captured (or waits for its gradients), one that is being reported to all
+        ranks, and ``lag`` more. With ``to_disk`` it also keeps a run until that run is written. In all other cases, a
+        rank keeps as many snapshots as :meth:`slots_kept` returns.
         """
         if not self.begins_anywhere:
             return self.slots_kept(lag, to_disk=to_disk)
@@ -154,7 +155,7 @@ class SparseSchedule(Schedule):
     def expected_rollback(self, lag: float) -> float:
         """Return the mean rollback in iterations.
 
-        For aligned windows without lag and rest it is the paper's 3/2 W (section 3.6).
+        It is the paper's 3/2 W (section 3.6) if windows are aligned, every iteration has a snapshot and lag is 0.
         """
         return lag + self.window.size + (0.5 if self.begins_anywhere else 0.5 * self.size)
 
