@@ -1,4 +1,4 @@
-"""Digest of state that is the same whichever ranks hold the state, so that a migration does not change it.
+"""Digest of state. It does not depend on which ranks hold the state, so a migration does not change the digest.
 
 The digest is a sum, modulo 2^64, over the elements of a tensor. Each element is first mixed with a number derived from
 the tensor's name and the element's index. So the digests of disjoint ranges add up to the digest of the whole tensor.

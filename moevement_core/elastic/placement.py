@@ -1,4 +1,4 @@
-"""Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
+"""Placement of expert replicas on nodes by maximum rank overlap: it survives the most failures (Lazarus, theorem 1).
 
 A node has as many slots as its ranks have together, so nodes may differ. Experts are sorted by their number of replicas
 and cut into groups. A group has as many experts as a node has slots. Its expert with the fewest replicas decides how
@@ -91,9 +91,9 @@ def place(replicas: Replicas, slots: Sequence[int], floor: int, ranks: Sequence[
 
 
 def _fewest_ranks(placement: Placement, ranks: Sequence[int]) -> int:
-    """Return on how many ranks the replicas of an expert can be: the smallest number over all experts.
+    """Count for each expert the ranks that can hold a replica of it, and return the smallest count.
 
-    The replicas of an expert on a node go to different ranks if possible.
+    The replicas of an expert on a node go to different ranks if the node has enough ranks.
     """
     held: Counter[int] = Counter()
     for experts, count in zip(placement, ranks, strict=True):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 RECENT = 16
 """Number of newest comparisons on which a decision about the bytes rests. Links may have changed since older ones."""
 FEWEST = 4
-"""Fewest comparisons with quiet iterations for a usable measurement."""
+"""Fewest comparisons with quiet iterations (without digests and sends) for a usable measurement."""
 FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
 """Thresholds of an early decrease. If the cost minus ``SURE`` standard errors exceeds ``CLEAR`` times the cap, the
 bytes decrease after only ``FEWEST_CLEAR`` comparisons instead of ``FEWEST``."""
 FEWEST_TO_GROW = 8
-"""Fewest comparisons with quiet iterations before the bytes may grow."""
+"""Fewest comparisons with quiet iterations (without digests and sends) before the saved bytes may grow."""
 AIM = 0.7
 """Cost that a change of the bytes aims for, as a share of the cap; below 1, so that the next measurement stays below
 the cap."""
@@ -35,7 +35,7 @@ class Evidence:
     error: float
     """Standard error of :attr:`share`."""
     comparisons: float
-    """Number of comparisons of a quiet iteration with its neighbours; fractional if it is a mean over ranks."""
+    """Number of comparisons between iterations with and without saving; fractional if it is a mean over ranks."""
 
 
 def factor(evidence: Evidence | None, cap: float) -> float:
@@ -70,10 +70,10 @@ class CapWatch:
         self._is_above = False
 
     def has_passed(self, evidence: Evidence) -> bool:
-        """Return True if the cost is clearly above the cap, and was not at the call before. So the job warns only once.
+        """Return True if the cost is clearly above the cap now, and was not at the previous call.
 
-        If the cost falls below the cap and rises again, the method returns True once more. It ignores evidence from
-        fewer than :data:`RECENT` comparisons.
+        So the job warns once each time that the cost rises above the cap. The method ignores evidence from fewer than
+        :data:`RECENT` comparisons.
         """
         if evidence.comparisons < RECENT:  # The saved bytes have changed lately, or there are few measurements.
             return False

@@ -61,9 +61,9 @@ class Overhead:
     share: float
     """Cost of all parts together, as a mean over all iterations, saving and quiet ones."""
     low: float | None
-    """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
+    """Lower end of the confidence interval of :attr:`share`; None until enough iterations have been compared."""
     high: float | None
-    """Upper end of the confidence interval of :attr:`share`; None while there are too few quiet iterations."""
+    """Upper end of the confidence interval of :attr:`share`; None until enough iterations have been compared."""
     copy: float
     digest: float
     """Cost of digests. Only the cost of digests and sends together is measured; it is divided in proportion to their
@@ -91,7 +91,7 @@ class OverheadEstimate:
     """Newest iterations, for the cost on the training thread."""
 
     def add(self, timed: Timed) -> None:
-        """Add the next iteration. Iterations on both sides of a gap in the numbers are no neighbours."""
+        """Add the next iteration. If iteration numbers have a gap, those on its two sides are no neighbours."""
         if self._recent and timed.iteration != self._recent[-1].iteration + 1:
             self._recent.clear()
         self._recent.append(timed)

@@ -31,7 +31,7 @@ class OverheadMeter:
         self._began_at, self._pause = began_at, pause
         self._estimate = OverheadEstimate()
         self.is_measuring = True
-        """True if some iterations are quiet; False in a benchmark that switches saving on and off by other means."""
+        """True if background work pauses in some iterations; False if a benchmark switches saving on and off."""
         self._iteration = -1
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False

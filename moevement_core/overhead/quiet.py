@@ -16,7 +16,7 @@ frequent until W is known."""
 
 
 def spacing(iteration: int, began_at: int) -> int:
-    """Return the number of iterations from one quiet iteration to the next, around ``iteration``.
+    """Return the number of iterations from one pause of digests and sends to the next, around ``iteration``.
 
     Args:
         iteration: number of an iteration, from 1.
@@ -27,7 +27,7 @@ def spacing(iteration: int, began_at: int) -> int:
 
 
 def is_quiet(iteration: int, began_at: int) -> bool:
-    """Return True if ``iteration`` is quiet.
+    """Return True if digests and sends pause in ``iteration``.
 
     The result depends on the arguments only, so all ranks agree without communication, including replacements.
 

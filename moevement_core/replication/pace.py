@@ -28,7 +28,8 @@ STEP_S = 0.01
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk: ``FIRST_CHUNK`` until the first copy is sent, then from ``SMALLEST_CHUNK`` to ``LARGEST_CHUNK``."""
+"""Most bytes of a chunk. The first copy goes out in chunks of ``FIRST_CHUNK`` bytes. Later chunks have
+``SMALLEST_CHUNK`` to ``LARGEST_CHUNK`` bytes."""
 
 
 class Pace:

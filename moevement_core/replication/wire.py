@@ -58,7 +58,7 @@ class Kind(IntEnum):
     STALE = 15
     """Answer of a peer: no rank needs the snapshot, because a newer window is persisted on every rank.
 
-    The source does not know it yet, but learns of that window within an iteration.
+    The source does not know of that window yet, but learns of it within an iteration.
     """
 
 

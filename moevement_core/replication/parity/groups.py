@@ -29,7 +29,7 @@ class Group:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Number of members and number of blocks of parity that determine the coefficients of its sums."""
+        """Number of members and number of blocks of parity that determine the coefficients of the group's sums."""
         return self.width, len(self.holders)
 
 

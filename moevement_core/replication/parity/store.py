@@ -252,7 +252,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """Bytes of the group's memory if the source is the first member, so that a total counts them once; else 0."""
+        """Bytes of the group's memory for the group's first member, 0 for other members; a total counts them once."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
