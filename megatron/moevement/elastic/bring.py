@@ -35,7 +35,7 @@ def bring_live_state(
         stand: position of this rank in the resized job.
         iteration: newest iteration that any rank has committed. Ranks transfer the state after this iteration.
         survivor: state that this rank brings; None if the rank brings no state.
-        is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
+        is_verified: True to compare digests of all replicas, and of each operator before and after the transfer.
 
     Returns:
         The number of moved bytes, and the compared digests.

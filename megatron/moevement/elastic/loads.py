@@ -31,7 +31,10 @@ class RoutedLoads:
         self._layers = {layer.layer_number - 1: layer.token_dispatcher for layer in slot_layers(chunks)}
         self._slots, self._interval = slots, interval
         self._committed: dict[int, torch.Tensor] = {}
-        """Tokens that each expert received since the last check that kept the placement, by layer, on the device."""
+        """Tokens that each expert received since the last check of the loads, by layer, on the device.
+
+        A check that makes experts move does not reset these counts, because the new placement follows from them.
+        """
         self._last: dict[int, torch.Tensor] = {}
         """Tokens that each expert received in the last iteration, by layer, on the device."""
 

@@ -60,10 +60,13 @@ class _Kind:
     saved: Mapping[str, Saved]
     """Kind of state (full state, compute weights or gradients) that the snapshots hold, by operator."""
     places: Mapping[str, int]
-    """Index of each operator in ``contents``; operators of old snapshots (format 2), which lack it, are left out."""
+    """Index of each operator in ``contents``, which says what the snapshots hold of every operator.
+
+    Snapshots of format 2 have no such index; their operators are left out.
+    """
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """Yield each operator whose state ``contents`` lists as saved, with the kind of the state."""
+        """Yield each operator of which the snapshots hold state, with the kind of the state."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
@@ -97,7 +100,7 @@ def prepare_from_snapshots(
         optimizer: Megatron's optimizer.
         stand: position of this rank in the resized job.
         until: iteration to reach; None for the newest iteration whose state the snapshots hold.
-        is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
+        is_verified: True to compare digests of all replicas, and of each operator before and after the transfer.
 
     Raises:
         StateMissing: the snapshots do not hold the whole state; every rank raises this error.

@@ -26,7 +26,10 @@ class Slots:
     of_rank: int
     """Number of slots that a rank has in each layer; c in the Lazarus paper."""
     floor: int
-    """Least number of replicas of an expert, on different nodes if slots and nodes suffice; f in the Lazarus paper."""
+    """Least number of replicas of each expert; f in the Lazarus paper.
+
+    The replicas of an expert are on f different nodes if there are enough slots and nodes.
+    """
     tables: dict[int, Table] = field(default_factory=dict)
     """Expert in each slot of each rank of the stage, by number of the layer in the model, counted from 0."""
 

@@ -327,8 +327,8 @@ class CommittedOptimizer(Commit):
     def redo(self, mode: Redo) -> None:
         """Repeat an update from logged gradients, without a gather of parameters.
 
-        The call waits for no other rank, if each optimizer with a loss scaler reduces its overflow flag over this rank
-        alone.
+        Before the call, the caller makes each optimizer with a loss scaler reduce its overflow flag over this rank
+        alone. The call then waits for no other rank.
         """
         with self.in_mode(mode), self._gathers_deferred():
             self._step()

@@ -155,10 +155,10 @@ class Replay(Train):
 class Redo(Replay):
     """Mode of a redo, which repeats the update of active operators from logged gradients, without reductions.
 
-    Megatron unscales and clips FP32 gradients in place before a rank logs them. It copies narrower gradients first, so
-    a rank logs them as the reduction left them. Therefore this mode fills the gradient buffers twice. The first time,
-    before Megatron unscales and clips, is for narrow gradients. The second time, afterwards, is for FP32 gradients, and
-    has no effect on narrow gradients, because the optimizer has already copied them.
+    Megatron unscales and clips FP32 gradients in their buffers, so a rank logs the clipped gradients. Of narrower
+    gradients, Megatron unscales and clips a copy, so a rank logs them as the reduction left them. Therefore this mode
+    calls ``put`` twice: for narrow gradients before Megatron unscales and clips, and for FP32 gradients afterwards. The
+    second call has no effect on narrow gradients, because Megatron has already copied them.
 
     Args:
         optimizer: Megatron's ``ChainedOptimizer``.

@@ -104,7 +104,10 @@ class Restore:
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:
-    """Send the range of each tensor that a replica has loaded to all other replicas. Collective over the replicas."""
+    """Send the ranges that this replica has loaded to all other replicas, and receive the ranges that they have loaded.
+
+    Collective over the replicas.
+    """
     by_group: dict[int, list[Replicated]] = {}
     for tensor in tensors:
         by_group.setdefault(id(tensor.group), []).append(tensor)

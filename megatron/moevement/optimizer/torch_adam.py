@@ -35,7 +35,8 @@ def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]
     """Return a ``DistributedOptimizer.state_dict`` that also works on a rank whose shard has no parameter.
 
     Megatron's original reads the step count from the state of the rank's parameters, and asserts that there is a count.
-    The wrapper supplies a count of zero. It does not enter a checkpoint, because data-parallel rank 0 writes its count.
+    The wrapper supplies a count of zero. The zero does not enter a checkpoint, which gets the count of data-parallel
+    rank 0.
     """
 
     @functools.wraps(original)
@@ -89,8 +90,8 @@ def without_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron's original expects a step count for each tensor. But checkpoints in the fully reshardable format have one
     count for all parameters, which Megatron sets earlier. So the wrapper passes None as the count, which the original
-    skips. With FP32 weights, the original writes into a view of the weights, which autograd permits only under
-    ``no_grad``.
+    skips. The wrapper also runs the original under ``no_grad``. With FP32 weights, the original writes into a view of
+    the weights, which autograd permits only there.
     """
 
     @functools.wraps(original)
@@ -105,7 +106,8 @@ def with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``DistributedOptimizer.load_state_dict`` that gives every parameter its own step count.
 
     Megatron's original gives all parameters the same tensor as their count, and torch's Adam counts in place. After a
-    resume, each step would add 1 for every parameter of the shard, and all later bias corrections would be wrong.
+    resume, each step would add 1 to this tensor for every parameter of the shard, and all later bias corrections would
+    be wrong.
     """
 
     @functools.wraps(original)

@@ -38,7 +38,7 @@ class Part:
     state: dict[str, torch.Tensor]
     """Master weights and optimizer state of this range, flat."""
     master: torch.Tensor | None = None
-    """Tensor that the inner optimizer updates, in its own shape; None if the optimizer does not train the parameter."""
+    """Tensor that Adam updates for this range, in the tensor's own shape; None if Adam does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
     """State of the whole parameter, flat, if every data-parallel rank has it; empty with the distributed optimizer."""
 
@@ -202,7 +202,10 @@ def make_optimizer_state(optimizer: Any) -> None:
 
 
 def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
-    """Return a function that maps a parameter to the part of it that a rank owns; to None if the rank owns no part."""
+    """Return a function that maps a parameter to the part of it that a rank owns; to None if the rank owns no part.
+
+    The rank is this rank; if all data-parallel ranks have the whole parameter, it is the rank that ``whose`` chooses.
+    """
     parts: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
@@ -258,7 +261,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
 
 
 def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
-    """Yield each parameter of a job without the distributed optimizer, with the range that this rank owns."""
+    """Yield each parameter with the range that the rank of ``whose`` owns, without the distributed optimizer."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
         for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
@@ -276,7 +279,7 @@ def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
-    """Return the range of a parameter that one data-parallel rank saves, if all of them have the whole parameter."""
+    """Return the range that the rank of ``whose`` saves, of a parameter that all data-parallel ranks have whole."""
     group = _replicas_of(parameter)
     return range_of(parameter.numel(), whose(group), group.size())
 
@@ -301,7 +304,10 @@ def part_of_rank(rank: int) -> Whose:
 
 
 def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the range of ``numel`` elements that replica ``rank`` of ``size`` saves; all save it if ``numel`` is 1."""
+    """Return the range that replica ``rank`` of ``size`` replicas saves of a tensor with ``numel`` elements.
+
+    A tensor with one element is saved by every replica.
+    """
     return (0, 1) if numel == 1 else (numel * rank // size, numel * (rank + 1) // size)
 
 
@@ -317,7 +323,8 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the scales of an FP8 parameter of which other ranks own all codes.
 
-    Nothing is yielded for MXFP8, because this rank computes codes and scales from gathered BF16 values.
+    This rank saves the scales, because a gather brings only codes. Nothing is yielded for MXFP8, because this rank
+    computes codes and scales from gathered BF16 values.
     """
     quantised = quantised_buffers(parameter)
     if quantised is not None and quantised.is_one_form:

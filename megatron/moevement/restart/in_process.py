@@ -19,7 +19,7 @@ from moevement_core.restart.in_process import GuardSettings, Training, is_restar
 def restart_in_process(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a wrapper of ``pretrain`` that enters it again after failures, for jobs that restart in place.
 
-    In jobs that do not, the wrapper only calls ``pretrain``.
+    In all other jobs, the wrapper only calls ``pretrain``.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,8 +32,10 @@ from megatron.moevement.state_digest import members
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """Fields that ``train`` sets in the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Index arrays of Megatron's data sets. Megatron maps the array of a key first and then those of the key's value, but
-takes all of them as mapped if the first is."""
+"""Index arrays of Megatron's data sets: for each array that Megatron maps first, the arrays that it maps afterwards.
+
+Megatron takes all of them as mapped once the first is mapped.
+"""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
@@ -175,7 +177,10 @@ def _first_graph() -> torch.Tensor:
 
 
 _FIRST = _first_graph()
-"""Graph that is built at import, before any graph that trains, so that its nodes have the lowest sequence numbers."""
+"""Graph that is built at import, before any graph that trains, so that its nodes have the lowest sequence numbers.
+
+:func:`_drop_queued_nodes` needs such a graph.
+"""
 
 
 def _drop_queued_nodes() -> None:

@@ -17,7 +17,10 @@ WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
-"""Modules with the queue, for ``--async-strategy mcore`` and ``nvrx``; synchronous saves use the queue too."""
+"""Modules that have the writers' queue: for ``--async-strategy mcore``, and for ``nvrx``.
+
+Synchronous saves use the same queue.
+"""
 
 
 def forget_saves(was_interrupted: bool) -> None:

@@ -22,7 +22,8 @@ _DATA = "megatron.core.datasets"
 def building_without_others(undo: UndoStack) -> list[str]:
     """Make reductions and broadcasts do nothing while a replacement builds its model.
 
-    For example, Megatron sums tied embeddings over two stages when it builds a model.
+    Survivors would not take part in these calls. For example, Megatron sums tied embeddings over two stages when it
+    builds a model, and survivors build none.
 
     Returns:
         A list that receives the name of each skipped call.

@@ -84,7 +84,7 @@ def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
     """Restore the result of :func:`boundary_state` on this rank.
 
     Random states are restored last, because restoring the rest may draw random numbers. Each optimizer in a chained
-    optimizer has a loss scaler, and the states of these scalers may differ.
+    optimizer gets the saved state of its own loss scaler, because the scalers may have different states.
 
     Raises:
         RecoveryError: the boundary state is from a job with another model.

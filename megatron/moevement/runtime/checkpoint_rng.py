@@ -42,9 +42,9 @@ def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Cal
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``dist_checkpointing.load`` that gives each data-parallel rank the random states that it had saved.
 
-    Megatron's own function leaves every rank with the states of the first data-parallel rank. A checkpoint of stock
-    Megatron, or of a job with fewer data-parallel ranks, has states for the first data-parallel ranks only. All other
-    ranks then get the last of these states.
+    Megatron's own function gives every rank the states of the first data-parallel rank. If stock Megatron or a smaller
+    job saved the checkpoint, it has states for fewer data-parallel ranks than this job has. All further ranks then get
+    the states of the last rank in the checkpoint.
     """
 
     @functools.wraps(original)

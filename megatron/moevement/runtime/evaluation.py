@@ -47,8 +47,9 @@ def ending_when_asked(process: Process) -> Callable[[Callable[..., Any]], Callab
     With ``--exit-duration-in-mins``, Megatron checks after each iteration of an evaluation whether the duration is over
     on any rank. The wrapper makes use of this check. If the flag is not set, the wrapper sets it to a duration that is
     never over. As soon as a rank is asked to end, the wrapper sets a duration that is already over on this rank.
-    Megatron then returns from ``evaluate`` and skips its last steps, because it expects to exit soon. The wrapper does
-    these steps, because the job trains one or two more iterations until ranks have agreed where to end.
+    Megatron then returns early from ``evaluate`` and skips the end of this function, because it expects to exit soon.
+    The wrapper does the skipped steps, because the job trains one or two more iterations until ranks have agreed where
+    to end.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """State of a rank that the replaced functions of Megatron share.
 
-:class:`Job` has the objects of the present job, and :class:`Process` the state that passes from one job to the next.
-Each process has one :class:`Process`. :mod:`megatron.moevement.activate` builds it and passes it to all replaced
+:class:`Job` has the model and all objects that belong to it. A process makes a new :class:`Job` if it has no state to
+keep, and when an elastic job changes its ranks. :class:`Process` has the state that outlives a :class:`Job`. There is
+one :class:`Process` in each process. :mod:`megatron.moevement.activate` builds it and passes it to all replaced
 functions, because Megatron passes no such object to them.
 """
 
@@ -28,7 +29,7 @@ from moevement_core.session.session import Session
 
 @dataclass
 class Job:
-    """A rank's objects for one job: model, metrics, binding and session; :meth:`Process.start_over` makes new ones."""
+    """Model, metrics, binding and session of a rank; :meth:`Process.start_over` replaces them by new, empty objects."""
 
     live: Live = field(default_factory=Live)
     ledger: Ledger = field(init=False)
@@ -101,7 +102,7 @@ class Process:
         """Number of times that non-finite values began on this rank, and a second pass gave another result."""
 
     def start_over(self) -> Job:
-        """Free the memory of this process's job, and make a new empty job in its place."""
+        """Free the memory of this process's :class:`Job`, and make a new empty one in its place."""
         self.job.free()
         self.job = Job()
         return self.job

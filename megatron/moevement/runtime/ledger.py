@@ -102,8 +102,9 @@ class Ledger:
         )
 
     def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
-        """Return each loss as a sum over this rank's micro-batches and a number of tokens, on the host.
+        """Return two numbers for each loss: the sum over this rank's micro-batches, and the number of their tokens.
 
+        The two numbers are a tensor on the host.
         The result is None in three cases: the last iteration that this rank executed is not ``iteration``, the rank has
         no losses, or Megatron's schedule returned means instead of sums, as it does for old scripts.
         """

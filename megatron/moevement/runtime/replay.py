@@ -164,9 +164,9 @@ class MegatronTrainer(Trainer):
         return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
-        """Begin to log what this rank sends in ``iteration``, and to receive what healthy neighbours feed.
+        """Begin ``iteration`` in this rank's boundary log, and in the logs of other stages that this rank reads.
 
-        The rank logs its sends again because the failure may have destroyed its boundary log.
+        This rank logs again what it sends, because a replacement has no log of the original iteration.
         """
         if self._live.boundary_log is not None:
             self._live.boundary_log.begin(iteration)
@@ -229,9 +229,9 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Restore iteration and consumed samples after the replay.
+        """Restore the present iteration and numbers of consumed samples after the replay.
 
-        A replay repeats no evaluations, so it does not count the samples that evaluations consumed.
+        A replay repeats no evaluations, so it would not arrive at the number of samples that evaluations consumed.
         """
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -270,7 +270,10 @@ class MegatronTrainer(Trainer):
         undo.set(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, undo: UndoStack) -> None:
-        """Turn off Megatron's second pass after a rejected result; for it, all ranks communicate in every iteration."""
+        """Turn off Megatron's second pass after a rejected result.
+
+        For this pass, all ranks of the job communicate in every iteration, but only some ranks replay.
+        """
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
         undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)

@@ -19,8 +19,8 @@ def replica_digests(live: Live) -> list[Replicas]:
     A single expert has a digest only if expert slots hold several replicas of it.
     Each digest comes with the data-parallel ranks that must have an equal digest. The function does not communicate. It
     reads all compute weights and waits for the device. With the distributed optimizer, weights come from a gather, so
-    the digests also show whether the gather gave all ranks equal weights. There is no comparison of tensor-parallel
-    ranks, although their norms and routers are equal.
+    the digests also show whether the gather gave all ranks equal weights. Weights of tensor-parallel ranks are not
+    compared, although those of norms and routers are equal.
     """
     from megatron.core import parallel_state
 
@@ -38,7 +38,7 @@ def replica_digests(live: Live) -> list[Replicas]:
 
 
 def _experts_in_slots(live: Live) -> list[Replicas]:
-    """Return a digest of each expert on this rank that has further replicas; empty without expert slots."""
+    """Return a digest of each expert on this rank that is in more than one slot; empty without expert slots."""
     digests: list[Replicas] = []
     if (expert_slots := slots()) is None:
         return digests

@@ -43,8 +43,9 @@ A bad result is transient if the second pass over the iteration gives another re
 def validate_first_iteration() -> None:
     """Make Megatron validate the next iteration, although it may be the first since this process started.
 
-    Megatron does not validate the first iteration, because it could not save a checkpoint before it. Fault-tolerant
-    jobs need no such checkpoint. After a recovery, the first iteration is often the one whose result was rejected.
+    Megatron does not validate the first iteration of a process, because it answers a rejected result with a checkpoint,
+    and may not be able to save one before the first update. Fault-tolerant jobs need no such checkpoint. After a
+    recovery, the first iteration is often the one whose result was rejected.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
