@@ -77,7 +77,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load group options, and state in the dtypes in which it was saved, which torch's own method would convert."""
+        """Load group options and state; state keeps its saved dtypes, whereas torch's own method would convert it."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
             for parameter, place in zip(group["params"], saved["params"], strict=True):

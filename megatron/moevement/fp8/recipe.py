@@ -45,7 +45,7 @@ class Recipe:
     history: int = 1
     """Number of amaxes that delayed scaling keeps."""
     takes_max: bool = False
-    """True if delayed scaling uses the largest of the kept amaxes, False if it uses the last."""
+    """True if delayed scaling uses the largest of the kept amaxes, False if it uses the newest."""
 
     @classmethod
     def of(cls, config: Any) -> Recipe:

@@ -118,8 +118,8 @@ class QuantisedTensor(torch.Tensor):
     ) -> Any:
         """Execute an operation of torch.
 
-        Views that delayed scaling permits are views of the codes. ``copy_`` and fills quantise the new values. All
-        other operations get dequantised values.
+        With delayed scaling, a view or a slice of the weight is a view of its codes. ``copy_`` and fills quantise the
+        new values. All other operations get dequantised values.
         """
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:

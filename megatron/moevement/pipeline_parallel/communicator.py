@@ -20,10 +20,10 @@ class Done:
 
 
 def logging_communicator(process: Process) -> Callable[[Any], Any]:
-    """Return a function that derives a class from ``P2PCommunicator`` which logs sent tensors.
+    """Return a function that makes a subclass of Megatron's ``P2PCommunicator``.
 
-    In a replay, it receives logged tensors in place of tensors from stages that keep their state. It overrides
-    ``_communicate``, which all nine methods that send or receive call.
+    Objects of the subclass log sent tensors. In a replay, they receive logged tensors in place of tensors from stages
+    that keep their state. The subclass overrides ``_communicate``, which all nine methods that send or receive call.
     """
 
     def wrapper(original: Any) -> Any:

@@ -65,9 +65,9 @@ def _classes() -> _Classes:
 
         table: SlotTable
         routed: torch.Tensor | None = None
-        """Tokens of each expert on all ranks, int64 ``[E]``, since :class:`RoutedLoads` last read and reset them.
+        """Number of tokens of each expert on all ranks, int64 ``[experts]``; None if nothing has been counted.
 
-        None if nothing has been counted.
+        :class:`RoutedLoads` reads and resets the numbers after every iteration.
         """
 
         def dispatch_preprocess(
@@ -76,16 +76,16 @@ def _classes() -> _Classes:
             """Map the tokens of this rank to slots, and start Megatron's dispatch.
 
             Args:
-                hidden_states: tokens ``[..., H]``.
-                routing_map: bool ``[T, E]``.
-                probs: probabilities ``[T, E]``.
+                hidden_states: tokens ``[..., hidden size]``.
+                routing_map: bool ``[tokens, experts]``.
+                probs: probabilities ``[tokens, experts]``.
             """
             tokens = self._count(routing_map)
             slot_map = to_slots(routing_map, self.table, shares(tokens, self.table, dist.get_rank(self.ep_group)))
             return super().dispatch_preprocess(hidden_states, slot_map, probs[:, self.table.expert] * slot_map)
 
         def _count(self, routing_map: torch.Tensor) -> torch.Tensor:
-            """Return the tokens of each expert on each rank, ``[N, E]``. Collective."""
+            """Return the number of tokens of each expert on each rank, ``[ranks, experts]``. Collective."""
             local = routing_map.sum(0)
             tokens = local.new_empty(self.ep_size, local.numel())
             dist.all_gather_into_tensor(tokens.view(-1), local, group=self.ep_group)

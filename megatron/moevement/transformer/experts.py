@@ -104,12 +104,12 @@ def _classes() -> dict[Any, Any]:
             tokens_per_expert: torch.Tensor,
             permuted_probs: torch.Tensor,
         ) -> tuple[torch.Tensor, None]:
-            """Return the experts' outputs ``[T, H]``, and no bias.
+            """Return the experts' outputs ``[tokens, hidden size]``, and no bias.
 
             Args:
-                permuted_local_hidden_states: tokens ``[T, H]``, sorted by local expert.
+                permuted_local_hidden_states: tokens ``[tokens, hidden size]``, sorted by local expert.
                 tokens_per_expert: int64 ``[local experts]``.
-                permuted_probs: probability of each token, ``[T]``.
+                permuted_probs: probability of each token, ``[tokens]``.
             """
             w1, w2 = self.weights()  # type: ignore[attr-defined]
             if self.config.gradient_accumulation_fusion:  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def _classes() -> dict[Any, Any]:
         """Megatron's sequential experts on the kernels; each expert is a separate module."""
 
         def weights(self) -> tuple[list[Any], list[Any]]:
-            """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
+            """Return the weights of each local expert: those of its first linear layer, and those of its second."""
             experts = self.local_experts
             return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
 
@@ -138,7 +138,7 @@ def _classes() -> dict[Any, Any]:
                 linear.takes_mixed_experts = True
 
         def weights(self) -> tuple[list[Any], list[Any]]:
-            """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
+            """Return the weights of each local expert: those of its first linear layer, and those of its second."""
             numbers = range(self.num_local_experts)
             return (
                 [getattr(self.linear_fc1, f"weight{number}") for number in numbers],

@@ -1,8 +1,8 @@
 """Counts of routing decisions on each router's own device, without communication or waiting.
 
-For each expert, a router sums the tokens that it routes to the expert; for the soft count, it sums the gate's
-probabilities. Only forward passes that record gradients count. So evaluation does not count, and of the two passes of a
-recomputed layer only the second counts.
+For each expert, a router counts the tokens that it routes to the expert. With ``--moevement-order soft``, it instead
+sums the gate's probabilities of the expert. Only forward passes that record gradients count. So evaluation does not
+count, and of the two passes of a recomputed layer only the second counts.
 """
 
 from __future__ import annotations
