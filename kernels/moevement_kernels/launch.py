@@ -236,7 +236,7 @@ def _check(
         if is_foreign or first.device != x.device:
             raise ValueError(
                 f"{name} is {first.dtype} on {first.device}, and {rows} are {x.dtype} on {x.device}; give both on "
-                f"one device, and plain weights in the dtype of {rows}"
+                f"one device, and weights that are not quantized in the dtype of {rows}"
             )
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):

@@ -329,7 +329,7 @@ class Checkpointer:
 
     @property
     def needed(self) -> tuple[int, int]:
-        """First and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none."""
+        """First and last snapshot of the newest recoverable run that all peers have; ``NONE`` without such a run."""
         return self.lifetime.persisted, self.lifetime.last_needed
 
     @property

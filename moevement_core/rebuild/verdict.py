@@ -55,7 +55,7 @@ def agree(own: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> R
             log.warning(
                 f"{other_arithmetic}: the replayed state differs from the lost one ({_some(differences)}; "
                 f"the largest relative difference is {max(part.recovery.largest_difference for part in parts):.1e}). "
-                "Training continues from this state, as from a checkpoint that another machine has loaded"
+                "Training continues from the replayed state, as it would after loading a checkpoint on another machine"
             )
     elif differences or unequal:
         advice = "start again from a dense checkpoint or an older window"

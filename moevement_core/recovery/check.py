@@ -96,8 +96,9 @@ class StateCheck:
 
     @property
     def known_until(self) -> int:
-        """Newest iteration t for which every operator's whole state was compared at t or later, and was equal.
+        """Iteration up to which the whole state is checked.
 
+        For every operator, the whole state of this iteration or a later one was compared, and was equal.
         ``NONE`` if the whole state of some operator was never compared, or never equal.
         """
         return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)

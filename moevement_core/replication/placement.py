@@ -294,9 +294,9 @@ class _Choice:
                     yield peer
 
     def _of_all(self, rank: int, chosen: Sequence[int], used: set[Hashable]) -> int:
-        """Return the best peer if no peer is ideal.
+        """Return the best peer for a rank for which no peer is ideal.
 
-        Each peer then keeps ``replicas`` copies or more, or its node already has a copy of this rank.
+        An ideal peer keeps fewer than ``replicas`` copies, on a node that has no copy of this rank yet.
         """
         group = set(self._group_of.get(rank, ()))
         return min(

@@ -134,8 +134,8 @@ class Scenario:
                 raise ConfigError(f"strategy {name!r}; needs one of {', '.join(STRATEGIES)}")
         if self.cluster.storage_bytes_per_s is None:
             raise ConfigError(
-                "the storage bandwidth is missing; give the bandwidth of all nodes together: storage in the cluster of "
-                "the scenario, or --storage-bandwidth"
+                "the storage bandwidth is missing; give the bandwidth of all nodes together, as cluster.storage in the "
+                "scenario or with --storage-bandwidth"
             )
 
     def _check_checkpointing(self) -> None:

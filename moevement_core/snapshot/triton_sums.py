@@ -35,7 +35,7 @@ def _sums(
 
 
 def add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
-    """Add both sums of ``words`` to ``total``, without waiting for the kernel.
+    """Add the two index-weighted sums of ``words``, which make up a digest, to ``total``; do not wait for the kernel.
 
     Args:
         words: uint8, int16, int32 or int64, ``[N]``, contiguous.

@@ -172,7 +172,9 @@ def _check(path: Path, manifest: Manifest) -> None:
             f"{path}: progress is {str(manifest.progress)[:60]}; needs a mapping of names to numbers of 0 or more"
         )
     if not isinstance(manifest.settings, dict):
-        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs values by setting name")
+        raise SnapshotError(
+            f"{path}: settings are {str(manifest.settings)[:60]}; needs a mapping from names of settings to values"
+        )
     if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(name, str) for name in manifest.arithmetic):
         raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs a list of names")
     if path.name != f"{manifest.name}.json":

@@ -82,7 +82,7 @@ class MoCByLoad(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Return the learned state as plain data, with the number of experts that this stage asks for."""
+        """Return the learned state as plain data, with the number of experts that this stage wants to save."""
         return {**super().learned(), "wanted": self._wanted}
 
     def adopt(self, learned: Any) -> None:

@@ -1,6 +1,6 @@
 """Common part of the schedules of MoC-System and MoEtion, whose snapshots may leave out experts.
 
-A recovery restores an expert that a snapshot leaves out from an older snapshot.
+If a snapshot leaves out an expert, a recovery takes this expert from an older snapshot.
 """
 
 from __future__ import annotations

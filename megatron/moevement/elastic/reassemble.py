@@ -125,7 +125,7 @@ def _bring(
         boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
         iteration = boundary["progress"]["iteration"]
         if dist.get_rank() == 0:
-            log.info(f"{why}; the recovery from snapshots ends at iteration {iteration}")
+            log.info(f"{why}; snapshots restore the state after iteration {iteration}")
     assert boundary is not None
     job.binding.put_progress(boundary["progress"])
     resized = Resized(

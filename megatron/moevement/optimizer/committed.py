@@ -302,10 +302,10 @@ class CommittedOptimizer(Commit):
 
     @override
     def interrupted(self) -> None:
-        """Reset the update section, the mode and the deferral of gathers, if an interruption left them in use.
+        """Go back to normal steps with gathers, and leave the update section, if an interruption left them changed.
 
-        Otherwise, a step of a replay would enter the old update section, which no restart interrupts, and never leave
-        it. With gathers still deferred, a replay would train on weights that were not gathered.
+        Otherwise, steps of a replay would stay in the old update section for ever, in which no restart may interrupt
+        the rank. With gathers still deferred, a replay would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
