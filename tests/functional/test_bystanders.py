@@ -106,7 +106,7 @@ def check_orderly_end(run_dir: Path, least: int) -> None:
 def test_the_launcher_has_no_thread_that_could_hold_a_lock_when_it_forks(tmp_path: Path) -> None:
     """Count the launcher's threads: there must be one.
 
-    If another thread held the resolver's lock during a fork, the forked spare would wait for the lock for ever.
+    If another thread held the resolver's lock during a fork, the forked spare would wait for the lock forever.
     """
     job = start(tmp_path)
     wait_for(job, lambda: newest(tmp_path) >= 3 and len(processes(tmp_path, "spare")) == 1)

@@ -87,7 +87,7 @@ def lease_never_ends_here() -> list[Patch]:
 
 
 def lease_never_ends_there() -> list[Patch]:
-    """Let the coordinator wait for ever for silent nodes."""
+    """Let the coordinator wait forever for silent nodes."""
 
     def lost(self: Membership) -> Iterator[Any]:
         self._stepped_at = self._clock()

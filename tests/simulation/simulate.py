@@ -155,7 +155,7 @@ def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None =
             simulation.run(lambda: job.is_quiet, MOST_S)
             checks.at_end()
         except Stuck as stuck:
-            violation = f"somebody waits for ever: {stuck}"
+            violation = f"somebody waits forever: {stuck}"
             simulation.trace += simulation.who_waits()
         except Violation as error:
             violation = str(error)

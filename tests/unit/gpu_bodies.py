@@ -52,7 +52,7 @@ def is_not_for_here(report: Report) -> None:
 
 
 def blocks(report: Report) -> None:
-    """Write the process id and block for ever, unless the test has created the file ``release``."""
+    """Write the process id and block forever, unless the test has created the file ``release``."""
     folder = Path(os.environ[FOLDER_ENV])
     if not (folder / "release").exists():
         (folder / "started").write_text(str(os.getpid()))

@@ -216,7 +216,7 @@ def test_a_run_directory_gets_tensorboard(parse: Callable[..., Namespace], tmp_p
 
 
 def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespace], tmp_path: Path) -> None:
-    """Check the refusal of a split with an empty part, in which Megatron would search for samples for ever."""
+    """Check the refusal of a split with an empty part, in which Megatron would search for samples forever."""
     text, prefix = tmp_path / "text", tmp_path / "tokens"
     text.write_text("a line\n" * 20)
     data_flags = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}

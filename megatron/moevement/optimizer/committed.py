@@ -304,7 +304,7 @@ class CommittedOptimizer(Commit):
     def interrupted(self) -> None:
         """Go back to normal steps with gathers, and leave the update section, if an interruption left them changed.
 
-        Otherwise, steps of a replay would stay in the old update section for ever, in which no restart may interrupt
+        Otherwise, steps of a replay would stay in the old update section forever, in which no restart may interrupt
         the rank. With gathers still deferred, a replay would train on weights that were not gathered.
         """
         self._section = None

@@ -217,7 +217,7 @@ def test_slabs_go_a_few_at_a_time_and_only_those_that_hold_nothing(monkeypatch: 
 
 
 def test_new_buffers_stay_out_of_slabs_that_are_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that windows cannot keep a slab for ever because each new one puts a page into it."""
+    """Check that windows cannot keep a slab forever because each new one puts a page into it."""
     monkeypatch.setattr(arenas, "SMALLEST_SLAB", 8 * PAGE)
     arena = Arena(CpuDevice())
     arena.grow(32 * PAGE)

@@ -25,7 +25,7 @@ def copied(engine: CopyEngine) -> Capture:
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_an_interrupted_close_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch, ends_first: bool) -> None:
-    """Reproduce seed 2180 of the simulation: a rank died while the job ended, and another rank waited for ever."""
+    """Reproduce seed 2180 of the simulation: a rank died while the job ended, and another rank waited forever."""
     engine = copy_engine(CpuDevice())
     copied(engine)
     thread = engine._thread
