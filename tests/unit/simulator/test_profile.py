@@ -125,7 +125,7 @@ def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() ->
     ("change", "pattern"),
     [
         ({"format": 9}, r"\bformat 1\b"),
-        ({"pipeline": 3}, r"\b2 stages\b.*\bpipeline 3\b"),
+        ({"pipeline": 3}, r"\b2 stages\b.*\bpipeline size 3\b"),
         ({"cores": "many"}, r"\bcores 'many'"),
         ({"sizes": [{"tokens": 1, "stages": []}]}, r"'micro_batches'"),
         ({"speed": 1}, r"'speed'"),

@@ -57,7 +57,7 @@ def test_what_is_no_data_is_refused() -> None:
     with pytest.raises(SnapshotError, match=r"\bfunction\b"):
         plain.flatten({"f": [test_what_is_no_data_is_refused]})
     for wrong in ({"@tensor": [3, "float32", [1]]}, {"@tensor": [0, "os", [1]]}, {"@bytes": "xyz"}, {"@array": 1}):
-        with pytest.raises(SnapshotError, match=r"\brecord\b"):
+        with pytest.raises(SnapshotError, match=r"\bdecoded\b"):
             plain.restore(wrong, [torch.zeros(4, dtype=torch.uint8)])
 
 
