@@ -125,6 +125,8 @@ class Coordinator:
         self._attempts = Attempts()
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
+        self._first_committed_at: float | None = None
+        """Time at which this process heard of the job's first commit, in seconds since the epoch; None before that."""
         self._leave_by: dict[int, float] = {}
         """Value of the clock in seconds by which each member must have left the interrupted generation."""
         self._form_at: float | None = None
@@ -181,6 +183,7 @@ class Coordinator:
         for member, committed in members.items():
             self.membership.renew(member)
             if committed is not None:
+                self._first_committed_at = self._first_committed_at or time.time()
                 self._attempts.committed(committed)
 
     def disconnected(self, members: Iterable[int]) -> None:
@@ -613,7 +616,7 @@ class Coordinator:
             earlier=tuple(self.losses.unrecovered),
             reasons=tuple(self._entered.reasons),
             formed_at=now,
-            first_formed_at=self.roster.first_formed_at or now,
+            first_committed_at=self._first_committed_at,
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,

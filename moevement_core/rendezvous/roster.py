@@ -168,8 +168,8 @@ class Roster:
     """Errors that survivors reported when they left the previous generation."""
     formed_at: float = 0.0
     """Time at which this roster was proposed, in seconds since the epoch."""
-    first_formed_at: float = 0.0
-    """Time at which the first roster of the job was proposed, in seconds since the epoch."""
+    first_committed_at: float | None = None
+    """Time at which the coordinator heard of the job's first commit, in seconds since the epoch; None before that."""
     left_at: float = 0.0
     """Time at which the last survivor left the previous generation, in seconds since the epoch."""
     ranks_before: int | None = None

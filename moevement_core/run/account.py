@@ -50,7 +50,8 @@ class Account:
     """Fields of the recovery event; None if no state was lost."""
     effective: float | None
     """Effective training time ratio so far: the time of all committed iterations, each counted once, over the time
-    since the job was first formed. None before the first commit."""
+    since the first iteration began, as far as the coordinator knows: it hears of the first commit with a delay. None
+    before the first commit."""
     kept: str
     """Text that says for how many survivors the state was compared with the newest snapshot: in whole, in part, or not
     at all."""

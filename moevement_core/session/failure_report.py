@@ -60,7 +60,6 @@ def report_failure(
     interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(times) for times in moments)
     roster = now.roster
     failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
-    iterations_s = max(iteration_s) * (until - session.saving.began_at)
     account = Account(
         generation=roster.generation,
         failures=[_failure(death) for death in roster.deaths] or list(roster.reasons),
@@ -75,7 +74,7 @@ def report_failure(
         resumed_at=resumed_at,
         scope=_scope(session.saving.topology, lost, recovery),
         recovery=recovery.as_dict() if recovery is not None else None,
-        effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
+        effective=_effective(until - session.saving.began_at, max(iteration_s), resumed_at, roster.first_committed_at),
         kept=str(kept),
         survivors=kept.summary,
         spares=roster.spares,
@@ -93,6 +92,21 @@ def report_failure(
     if roster.split:
         nodes = tuple(roster.nodes_of(*block) for block in roster.split)
         session.saving.reports.event(GroupsSplit(roster.split, nodes))
+
+
+def _effective(iterations: int, iteration_s: float, now: float, first_committed_at: float | None) -> float | None:
+    """Return the effective training time ratio so far; None before the first commit is known.
+
+    Args:
+        iterations: number of committed iterations, each counted once.
+        iteration_s: duration of an iteration in seconds.
+        now: time at which training resumes, in seconds since the epoch.
+        first_committed_at: time of the job's first commit, in seconds since the epoch. The first iteration began one
+            iteration earlier.
+    """
+    if first_committed_at is None or not iterations or not iteration_s:
+        return None
+    return min(1.0, iterations * iteration_s / (now - first_committed_at + iteration_s))
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:

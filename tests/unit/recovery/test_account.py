@@ -10,6 +10,7 @@ import pytest
 
 from moevement_core.run.account import PARTS, Account, trace_events
 from moevement_core.run.outcome import Recovery
+from moevement_core.session.failure_report import _effective
 
 RECOVERY = Recovery(
     6, 8, 2, 8, 8, 9, 4, 0.0, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 0, {}, 0.0, 0.0,
@@ -50,6 +51,15 @@ def test_the_block_says_everything_once() -> None:
     assert (texts["survivors"], texts["copies"]) == (ACCOUNT.survivors, ACCOUNT.copies)
     assert texts["spares"] == "1 ready"
     assert texts["ETTR"].split()[0] == "91.2%"
+
+
+def test_ettr_counts_from_the_beginning_of_the_first_iteration() -> None:
+    assert _effective(10, 2.0, 120.0, first_committed_at=100.0) == pytest.approx(20 / 22)
+    assert _effective(11, 2.0, 120.0, first_committed_at=100.0) == 1.0
+    assert _effective(12, 2.0, 120.0, first_committed_at=100.5) == 1.0, "the coordinator hears of a commit later"
+    assert [_effective(0, 2.0, 120.0, 100.0), _effective(9, 0.0, 120.0, 100.0), _effective(9, 2.0, 120.0, None)] == [
+        None, None, None,
+    ]  # fmt: skip
 
 
 def test_spares_that_start_are_counted() -> None:

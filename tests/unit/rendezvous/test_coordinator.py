@@ -104,6 +104,23 @@ class Job:
         self.settle()
 
 
+def test_a_roster_knows_when_the_job_first_committed(store: Any) -> None:
+    job = Job(store, 2, 4)
+    assert job.coordinator.roster.first_committed_at is None
+    before = time.time()
+    job.passes(1.0, job.coordinator.roster.ranks.values(), committed=1)
+    for rank in (0, 1):
+        lost = job.coordinator.roster.ranks[rank]
+        job.coordinator.died(lost, 1000 + lost, KILLED)
+        job.leave(*(number for number in job.coordinator.roster.ranks.values() if number != lost))
+        first = job.coordinator.roster.first_committed_at
+        assert first is not None
+        assert before <= first <= time.time()
+        before = first
+        job.passes(1.0, job.coordinator.roster.ranks.values(), committed=2 + rank)
+    assert job.coordinator.roster.first_committed_at == before
+
+
 def test_keys_of_process_groups_are_deleted_two_generations_later(store: Any) -> None:
     job = Job(store, 3, 8)
     foreign = ["other/groups/generation/0/groups/key", "generation/x/groups/key"]
