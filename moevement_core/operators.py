@@ -244,7 +244,10 @@ class OperatorTable:
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
-        """Order from input to output: -1 for the embedding, then layers, the head last; int64 ``[operators]``."""
+        """Position of each operator between input and output of the model, int64 ``[operators]``.
+
+        The embedding has -1, an operator of a layer has the layer's number, and the head has the largest position.
+        """
         head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
         return np.where(head, self.layers.max(initial=0) + 1, self.layers)
 

@@ -19,11 +19,11 @@ class Scaling(StrEnum):
     """Kind of scales of FP8 numbers."""
 
     TENSOR = "tensor"
-    """Scale with one FP32 factor for each tensor (delayed or current scaling)."""
+    """Scales that are FP32 factors, one for each tensor (delayed or current scaling)."""
     BLOCK = "block"
-    """Scale with one FP32 factor for 128 x 128 elements of a weight."""
+    """Scales that are FP32 factors, one for each block of 128 x 128 elements of a weight."""
     MX = "mx"
-    """Scale of MXFP8 with one exponent byte for 32 elements, along rows and along columns."""
+    """Scales of MXFP8, which are exponents of one byte: one for 32 elements of a row, and one for 32 of a column."""
 
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -56,7 +56,7 @@ class Regime:
     gradient: str = "fp32"
     """Format of the reduced gradients that ranks log for redo. In Megatron with ``--bf16``, they are FP32."""
     step_bytes: int = 0
-    """Bytes of a step counter for each tensor; torch's Adam has one, other optimizers have none."""
+    """Bytes of a step counter for each tensor; torch's Adam has such counters, other optimizers have none."""
 
     def __post_init__(self) -> None:
         for name in (self.compute, self.master, self.first_moment, self.second_moment, self.gradient):

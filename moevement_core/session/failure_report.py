@@ -22,7 +22,7 @@ from moevement_core.util.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times at which the steps of one rank's recovery ended, in seconds since the epoch."""
+    """Moments at which steps of one rank's recovery began or ended, in seconds since the epoch."""
 
     usable_at: float
     """Time at which the new process groups were usable."""
@@ -40,7 +40,7 @@ _Told = tuple[float, float, float, float, float, float, int, dict[str, float], i
 def report_failure(
     session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: SurvivorChecks, times: Times
 ) -> None:
-    """Log and record the account of a recovery. Every rank calls it.
+    """Log what failed and how it was recovered, and record this as an event of the run. Every rank calls it.
 
     Args:
         session: session of this rank.
@@ -110,7 +110,7 @@ def _effective(iterations: int, iteration_s: float, now: float, first_committed_
 
 
 def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of the slowest rank for each :class:`LeavingPhase` at the end of the last generation."""
+    """Return how long the slowest rank took for each :class:`LeavingPhase` when ranks left the last generation."""
     return {phase: max(of_rank.get(phase, 0.0) for of_rank in seconds) for phase in map(str, LeavingPhase)}
 
 

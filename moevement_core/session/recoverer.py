@@ -266,7 +266,7 @@ class Recoverer:
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
-        """Return the iterations that this rank's log holds. If a stage replays from it, leave out damaged ones."""
+        """Return the iterations in this rank's boundary log; if a stage will replay from it, only undamaged ones."""
         log = parts.binding.boundary_log
         if log is None:
             return ()

@@ -45,22 +45,22 @@ class RankReport:
     common: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the boundary record that are equal on all ranks, right after the rank's last committed iteration."""
     begun: Mapping[str, Any] | None = None
-    """Entries of the boundary record that are equal on all ranks, at the beginning of the next iteration.
+    """Entries of the boundary record that are equal on all ranks, at the beginning of the interrupted iteration.
 
-    A scheduled evaluation or save is over by then. None if the rank had not begun the next iteration.
+    A scheduled evaluation or save before that iteration is over by then. None if the failure interrupted no iteration.
     """
     run_totals: Any = None
-    """Sums over the run that replacements take over (``Binding.run_totals``)."""
+    """Totals of the run, such as floating-point operations, for replacements (``Binding.run_totals``)."""
     shared: Any = None
     """Data from which a replacement builds its model and optimizer (``Binding.build_data``)."""
     keeps: Copies = field(default_factory=dict)
-    """Snapshots that the rank keeps for other ranks."""
+    """Snapshots that the rank keeps for other ranks: schedule id of each, by owner and iteration."""
     policy: Policy | None = None
     """Decisions of the rank's stage on windows and schedules; None on a replacement."""
     goal: RankReport | None = None
-    """Report of a rank that had committed the iteration to which an earlier recovery was restoring this rank.
+    """Report, from an interrupted recovery, of a rank that had committed the resume iteration of that recovery.
 
-    None unless the failure interrupted that recovery, so that this rank has no usable state.
+    Set if the recovery was interrupted before it had restored this rank's state; otherwise None.
     """
 
 
@@ -104,7 +104,7 @@ class Rejoined:
     until: int
     """Iteration whose state all ranks have when training resumes."""
     lost: frozenset[int]
-    """Pipeline stages in which a rank lost its state, and which restore it."""
+    """Pipeline stages in which at least one rank lost its state."""
     prepared: Prepared | None
     """Plan and snapshots of the recovery; None if no stage lost its state."""
     reached: RankReport
@@ -117,7 +117,7 @@ class Rejoined:
     """Time at which this rank had its plan and snapshots, in seconds since the epoch."""
 
     def resume(self) -> None:
-        """Restore lost state, put the boundary record, and run an evaluation or save that the failure prevented.
+        """Restore lost state and the boundary record, and run an evaluation or save that the failure prevented.
 
         Every rank calls it inside the training loop, before its first iteration.
 

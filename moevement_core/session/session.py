@@ -101,7 +101,7 @@ class Session:
         )
 
     def _vote(self) -> None:
-        """Wait until every rank has reached the commit point, or return at once if a reduction has proved it."""
+        """Wait until every rank has reached the commit point, or return at once if a reduction proved that all have."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
@@ -260,7 +260,7 @@ class Session:
         self._start_clock()
 
     def resumed(self, committed: int) -> None:
-        """Set the records of steps, token counts and placements to ``committed``, the resume iteration.
+        """Set the records of steps, of token counts and of placements back to ``committed``, the resume iteration.
 
         Every rank calls it before the first iteration after a failure.
         """

@@ -45,7 +45,7 @@ from moevement_core.run.run_record import RunRecord
 from moevement_core.trainer.commit import Commit, Vote
 
 Replicas = tuple[str, tuple[int, ...], str]
-"""Operator name, ranks on which the operator's compute weights must be equal, and their digest on this rank.
+"""Operator name, ranks on which the operator's compute weights must be equal, digest of these weights on this rank.
 
 If the name is empty, the digest covers all compute weights that must be equal on these ranks.
 """
@@ -60,13 +60,13 @@ class Place:
     replica: int = 0
     """Smallest rank of this rank's model replica. All ranks of a model replica clip gradients by the same norm."""
     same_state: int = 0
-    """Smallest of the ranks that hold the same state as this rank, or another shard of it. This rank is among them."""
+    """Smallest rank of a group: this rank, and all ranks that hold the same state or another shard of that state."""
     pipeline: tuple[int, ...] = ()
     """Ranks of this rank's pipeline, in the order of stages; empty without a pipeline."""
     is_ring: bool = False
     """True if the last pipeline stage also sends to the first stage, as in interleaved pipeline schedules."""
     embedding_ranks: tuple[int, ...] = ()
-    """Ranks that sum their gradients of an embedding with this rank; empty if the embedding has one copy."""
+    """Ranks whose gradients of an embedding are summed with those of this rank; empty if the embedding has one copy."""
     step_spans_job: bool = False
     """True if each step ends with a reduction over all ranks. A rank that finishes the reduction knows that every rank
     has reached the commit point.
@@ -135,7 +135,7 @@ class Binding(ABC):
 
     @abstractmethod
     def states(self) -> Mapping[str, OperatorState]:
-        """Return the live tensors of each operator that this rank saves; they stay valid for the whole job.
+        """Return, for each operator, the live tensors that this rank saves; they stay valid for the whole job.
 
         Data-parallel replicas with the same state may each save a part of it.
         """
@@ -274,13 +274,13 @@ class Binding(ABC):
         return []
 
     def live_replicas(self) -> Collection[int]:
-        """Return the live replicas of this rank: other ranks that hold all of its state and boundary record."""
+        """Return the live replicas of this rank: other ranks with all state and the boundary record of this rank."""
         return ()
 
     def states_of_replica(self, rank: int) -> Mapping[str, OperatorState]:
-        """Return the tensors of this rank that equal what :meth:`states` returns on the live replica ``rank``.
+        """Return those tensors of this rank that are equal to the :meth:`states` of its live replica ``rank``.
 
-        After ``rank`` has failed, its replacement gets these tensors. Called only if there are live replicas.
+        Called after ``rank``, one of the :meth:`live_replicas`, has failed. Its replacement gets these tensors.
         """
         raise NotImplementedError
 
@@ -300,8 +300,9 @@ class Binding(ABC):
         provides.
 
         Args:
-            shared_from: first iteration in which a copy of an embedding is active on any stage. From then on all copies
-                compute gradients, and the active copy uses their sum. None if every embedding has one copy.
+            shared_from: first replayed iteration in which any copy of an embedding that several stages hold is active.
+                From then on all copies compute gradients, and each active copy is updated with their sum. None if there
+                is no such iteration.
             feeding: neighbours that send logged tensors to this rank, if other stages keep their state and wait; None
                 if all stages replay.
         """
@@ -315,18 +316,23 @@ class Binding(ABC):
         raise NotImplementedError
 
     def on_recovered(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
-        """Do work scheduled after ``until`` that a failure may have prevented. ``state@until`` is live on every rank.
+        """Do work, such as an evaluation, that was due after iteration ``until`` and that a failure may have prevented.
+
+        ``state@until`` is live on every rank.
 
         Args:
             until: resume iteration.
             outcome: outcome of the step of ``until``.
-            is_between: True if an evaluation or dense checkpoint scheduled after ``until`` may be missing.
+            is_between: True if an evaluation or dense checkpoint due right after ``until`` may be missing.
         """
 
     # Windows on disk
 
     def settings(self) -> dict[str, Any]:
-        """Return the flags that replayed iterations depend on; a job that loads a window must have equal values."""
+        """Return the flags on which the results of a replay depend.
+
+        A job that loads a window from disk must have the same values as the job that wrote the window.
+        """
         return {}
 
     def newest_checkpoint(self) -> int | None:

@@ -56,9 +56,9 @@ class Commit(ABC):
         self.torn = False
         """True if an update has begun and not ended. The rank's state is then of no iteration and cannot be used."""
         self.updating: Callable[[], None] = lambda: None
-        """Hook that is called inside the update section, when all gradients are final and no state has changed.
+        """Hook that is called at the beginning of an update, when all gradients are final and no state has changed.
 
-        It may neither wait nor raise. A commit point whose update also changes gradients does not call it.
+        The hook may neither wait nor raise. A commit point whose update also changes gradients does not call the hook.
         """
         self.updated: Callable[[int], None] = lambda iteration: None
         """Hook that is called after the update of an iteration, while its gradients are still in memory."""
@@ -94,7 +94,7 @@ class Commit(ABC):
         """
 
     def interrupted(self) -> None:
-        """Forget an unfinished step, after the restart guard has raised its exception in this rank at any moment."""
+        """Forget an unfinished step, which the exception of the restart guard has interrupted at an unknown point."""
 
 
 class Stepping(Protocol):

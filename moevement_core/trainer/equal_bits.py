@@ -4,7 +4,7 @@ Three causes change last bits and are no error:
 
 - kernels that add in no fixed order
 - a replacement on another kind of processor
-- under NCCL, a replacement on another node or device, because NCCL's rings, which sum over ranks, depend on both
+- under NCCL, a replacement on another node or device, because NCCL orders sums by the nodes and devices of ranks
 
 If a rank loads state and executes no iteration again, its bits are equal in all these cases.
 """
@@ -69,9 +69,10 @@ class PlacementHistory:
             self._placements.append((iteration, placement))
 
     def unchanged_since(self, placement: str) -> int | None:
-        """Return the iteration after which ranks executed all iterations under ``placement``, the current placement.
+        """Return the iteration after which ``placement``, the current placement, came into force.
 
-        The result is a very large number if they have executed no iteration under it yet, and None without a history.
+        The result is a very large number if ranks have executed no iteration under this placement yet, and None without
+        a history.
         """
         if not self._placements:
             return None
