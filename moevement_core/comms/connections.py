@@ -78,7 +78,7 @@ class Address:
     host: str
     port: int
     secret: bytes
-    """Secret that the listening rank made for this generation; both MACs of a connection depend on it."""
+    """Secret that the listening rank made for this generation. Both sides of a connection prove that they have it."""
 
 
 class Connections(Refusable):

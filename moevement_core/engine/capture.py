@@ -69,9 +69,9 @@ class Capturer:
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
-        """Copies of the snapshot that began right before the current iteration; None if none began."""
+        """Capture of the snapshot that began right before the current iteration; None if no snapshot began then."""
         self.last_logged: Capture | None = None
-        """Copies of the gradients in the snapshot of :attr:`last`; None if that snapshot holds no gradients."""
+        """Capture of the gradients for the snapshot of :attr:`last`; None if that snapshot holds no gradients."""
         self.arena = own.arena
         self.memory = memory
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
@@ -235,7 +235,7 @@ class Capturer:
 
     @property
     def parts(self) -> list[Capture]:
-        """Copies that make up the snapshot of the current iteration, gradients first."""
+        """Captures :attr:`last_logged` and :attr:`last`, which together make up a snapshot; each only if it is set."""
         return [copies for copies in (self.last_logged, self.last) if copies is not None]
 
     def copy_rate(self) -> float:

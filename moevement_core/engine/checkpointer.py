@@ -116,7 +116,7 @@ class Checkpointer:
         self._paused = False
         """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
-        """Seconds that training has waited so far for copies of the live gradients."""
+        """Seconds that training has waited for copies of gradients since the last :meth:`wait_for_gradient_copies`."""
         self._live = self._gone = NONE
         """Iteration whose gradients the live tensors hold, and newest iteration whose gradients were overwritten."""
         self._final: Event | None = None
@@ -220,8 +220,9 @@ class Checkpointer:
     def end_gradients(self) -> None:
         """Block until the current stream may overwrite the logged gradients.
 
-        A trainer calls this method only if it overwrites gradients before it calls :meth:`wait_for_gradient_copies`,
-        which then returns the stall of both calls. Gradients that are not logged before this call are lost.
+        A trainer calls this method only if it overwrites gradients before its call of
+        :meth:`wait_for_gradient_copies`. That later call then returns the stall of both methods. Gradients that were
+        not logged before the call of this method are lost.
         """
         self._final = None
         self._waited_s += self.capturer.order_after_gradient_copies()
@@ -277,7 +278,7 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = True,
     ) -> bool:
-        """Begin to capture ``SS_iteration``, which is due. Unlike :meth:`capture`, communicate with no other rank.
+        """Begin to capture ``SS_iteration``, which is due. Unlike :meth:`capture`, this method does not communicate.
 
         Arguments and errors are those of :meth:`capture`.
 
@@ -429,9 +430,10 @@ class Checkpointer:
             self._fitted, self._fitting = newest, None
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
-        """Write windows to disk that begin with ``SS_first`` or later, once they are persisted on every rank.
+        """Make ``writer`` write each window to disk once it is persisted on every rank.
 
-        Every rank calls this method at the same point. If ``writer`` is None, nothing is written from now on.
+        Windows that begin before ``SS_first`` are not written. Every rank calls this method at the same point. If
+        ``writer`` is None, nothing is written from now on.
         """
         self._writer, self._written_from = writer, first
 
@@ -554,7 +556,7 @@ class Checkpointer:
         self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own_copies else None
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Finish captures and sends; return True if all sends were done in time. Capture nothing afterwards."""
+        """Finish captures and sends; return True if all sends were done in time. No snapshot may be captured later."""
         self._take_in()
         self.capturer.close()
         return self.replicator.close(timeout_s)
@@ -577,7 +579,7 @@ class Checkpointer:
         self._take_in()
 
     def _learn(self, iteration: int) -> None:
-        """Apply the agreement of the previous iteration, then propose this rank's statuses for the next agreement."""
+        """Apply the agreement of the previous iteration, then propose statuses of this rank's runs for the next one."""
         self._take_in()
         statuses = self.lifetime.statuses(iteration, self.own.deliverable(self.replicator.peers), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)

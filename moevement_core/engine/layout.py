@@ -98,8 +98,9 @@ def kept_bytes(
         at_peers: True for the parts of snapshots that peers receive; False for own snapshots.
 
     Returns:
-        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k has the
-        bytes that remain after the snapshots of the next k slots, once the operators that these supersede are freed.
+        Bytes, int64 ``[snapshots, columns]``: a row for each slot in which a snapshot is taken. Column k has the bytes
+        that remain after the snapshots of the next k slots, once the operators that these supersede are freed. There
+        is a column for each slot, or only column 0 if snapshots of ``schedule`` supersede nothing.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1

@@ -29,7 +29,7 @@ class Unneeded:
     Peers drop these snapshots as well.
     """
     is_newer: bool
-    """True if a newer run has become persisted on all ranks since the last call."""
+    """True if a newer run has become persisted on all ranks since the last call of :meth:`Lifetime.learn`."""
 
 
 class Lifetime:

@@ -121,7 +121,7 @@ class SnapshotMemory:
         return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk), at_peers=at_peers)
 
     def _of_changes(self, schedules: Sequence[Schedule], lag: int, *, at_peers: bool = False) -> int:
-        """Return the peak of bytes if a window of each schedule is persisted before the next schedule begins."""
+        """Return the peak bytes of snapshots if each schedule has a persisted window before the next one begins."""
         return max(
             *(self._needed(schedule, lag, at_peers=at_peers) for schedule in schedules),
             *(
@@ -133,7 +133,7 @@ class SnapshotMemory:
         )
 
     def _durable(self, schedule: Schedule) -> int:
-        """Return the bytes of own snapshots that a rank keeps because the newest window on disk lacks operators."""
+        """Return the bytes of own snapshots that a rank keeps for operators that the newest window on disk lacks."""
         return most_held(self._kept(schedule)[:, :1], schedule.durable_slots) if self._to_disk else 0
 
     def _window(self, schedule: Schedule, *, at_peers: bool = False) -> int:

@@ -29,7 +29,7 @@ class HeldBuffer:
     at_peers: Contents
     """Contents of the copies on peers, for all ranks of the stage. They may have fewer operators than ``contents``."""
     users: int = 1
-    """Number of threads that read or write the buffer now, and of snapshot leases on it; the capture is the first."""
+    """Number of users of the buffer: its capture, other threads that read or write it, and leases of the snapshot."""
     freed: bool = False
     snapshot: Snapshot | None = None
     """Captured snapshot; None while it is being copied."""

@@ -19,7 +19,7 @@ class Progress:
     copy_cpu_s: float = 0.0
     """Processor seconds of the capture thread for this iteration's copies and for digests of the whole state."""
     digest_cpu_s: float = 0.0
-    """Processor seconds of the capture thread for digests of the last iteration."""
+    """Processor seconds of the capture thread for digests of the tensors in the last iteration's snapshot."""
     replicated_bytes: int = 0
     """Payload bytes that peers acknowledged in the last iteration, added over all peers."""
     lag: int = 0

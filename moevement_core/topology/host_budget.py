@@ -127,7 +127,7 @@ def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> lis
 
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own_copies: bool) -> Total:
-    """Return the total of the rank with the largest :attr:`Total.beyond`; if several ranks have it, of the lowest."""
+    """Return the largest total by :attr:`Total.beyond`; of several equal totals, that of the lowest rank."""
     return max(totals(needs, kept, keeps_own_copies=keeps_own_copies), key=lambda total: (total.beyond, -total.rank))
 
 
@@ -151,7 +151,7 @@ def decide_keep_own(
         True if ranks keep own snapshots that all peers have; and the need of the rank with the least memory left.
 
     Raises:
-        ConfigError: some rank has too little memory even if ranks drop these snapshots, or may not drop them. The
+        ConfigError: some rank has too little memory, and dropping these snapshots is forbidden or does not suffice. The
             message names the cheapest remedy.
     """
     choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]

@@ -79,7 +79,7 @@ class Channels:
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Place of this rank in the job, the ranks that keep its copies, and its groups and connections to other ranks."""
+    """Place of this rank in the job, the peers that protect its snapshots, and its channels to other ranks."""
 
     rank: int
     world: int

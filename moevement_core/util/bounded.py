@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""Longest wait without a return to Python, in seconds. A longer wait is a series of these, because a rank counts as
-hung if its main thread executes no bytecode for long."""
+"""Longest wait without a return to Python, in seconds. A longer wait is a series of such waits, because a rank counts
+as hung if its main thread executes no bytecode for long."""
 
 
 def within[T](seconds: float, work: Callable[[], T]) -> T:

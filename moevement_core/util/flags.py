@@ -130,7 +130,7 @@ def from_args[Config](config: type[Config], args: argparse.Namespace, **others: 
 
 
 def at_least(least: int) -> Check:
-    """Return a check for a whole number of at least ``least``; None passes."""
+    """Return a check for a whole number of at least ``least``; the check accepts None."""
 
     def check(name: str, value: int | None) -> int | None:
         if value is not None and value < least:

@@ -10,7 +10,7 @@ import psutil
 SHARE = 0.5
 """Default share of a node's memory for snapshots, copies, parity and logs of all ranks on the node."""
 _UNLIMITED = 1 << 60
-"""Bytes from which on a limit counts as none: without a limit, version 1 of control groups reports a huge number."""
+"""Smallest number of bytes that means "no limit". Without a limit, version 1 of control groups reports more."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ _PACKAGES = {"megatron-core": "megatron-core", "torch": "torch", "NVRx": "nvidia
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of MoEvement, of the installed packages of :data:`_PACKAGES`, and of Python, in order."""
+    """Return the versions of MoEvement, of the installed packages of :data:`_PACKAGES`, and of Python."""
     versions = {"moevement": __version__}
     for name, distribution in _PACKAGES.items():
         try:
