@@ -39,7 +39,7 @@ job saves.
 WIND_DOWN_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals, out of :data:`END_SIGNALS`, that batch systems send before they take a machine away."""
 END_S = 10.0
-"""Seconds that :func:`end_all` gives a process which handles SIGTERM to end, before it sends SIGKILL."""
+"""Longest time in seconds from SIGTERM to SIGKILL in :func:`end_all`, for a process that handles SIGTERM."""
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -181,7 +181,8 @@ def ignore_asking() -> None:
 def end_workers() -> None:
     """Kill the daemonic children of this process, right before this process ends.
 
-    Like this process, the children ignore SIGTERM. ``multiprocessing`` would send SIGTERM and wait without a limit.
+    Otherwise ``multiprocessing`` would send them SIGTERM at the exit of this process, and wait without a limit. Like
+    this process, the children ignore SIGTERM.
     """
     for worker in multiprocessing.active_children():
         if worker.daemon:

@@ -190,8 +190,8 @@ class _Coordination:
     def _look_after_endpoint(self) -> None:
         """Serve the metrics endpoint if the script's flags ask for it; stop the job if the port cannot be bound.
 
-        Only tasks see the script's flags, so they write those for the endpoint into the store. The coordinator opens
-        the endpoint only before the first generation. So a port that cannot be bound never stops a job that trains.
+        Only tasks see the script's flags, so they write the endpoint's flags into the store. The coordinator opens the
+        endpoint only before the first generation. So a port that cannot be bound never stops a job that trains.
         """
         if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
             try:

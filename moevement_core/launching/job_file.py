@@ -16,7 +16,7 @@ from moevement_core.util.exit_codes import USAGE_ERROR
 from moevement_core.util.file_modes import make_folder
 
 MOST_LINES = 3
-"""Number of lines that ``job.json`` keeps of the reason why a job has ended."""
+"""Largest number of lines of the text in ``job.json`` that says why a job has ended."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class JobFile:
         """Size of the run's metrics file before this job, in bytes."""
 
     def begin(self) -> None:
-        """Write ``job.json`` for a job that begins; do nothing if that is done or the run directory cannot be made."""
+        """Write ``job.json`` for a job that begins, unless it is written or the run directory cannot be made."""
         if self._record is None or self._has_begun:
             return
         with suppress(OSError):  # The code that needs the folder reports that it cannot be made.

@@ -372,7 +372,7 @@ _WITH_ABORTS = {
     # By default, torch's watchdog ends the process after an error. Here the guard handles the error.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
-"""Environment variables of ranks in jobs with spares on GPUs, where a failure makes survivors abort NCCL communicators.
+"""Environment variables of ranks on GPUs if the job has spares, because survivors then abort their NCCL communicators.
 
 The usage guide of nvidia-resiliency-ext's in-process restart recommends ``TORCH_NCCL_RETHROW_CUDA_ERRORS=0`` and
 ``NCCL_NVLS_ENABLE=0``.

@@ -27,7 +27,8 @@ The backoff doubles each time that the command ends early (:data:`AT_ONCE_S`). A
 AT_ONCE_S = 20.0
 """Seconds from the start of a command in which its end counts as early, because the node is probably still down."""
 TRIES = 3
-"""Number of ends of a node's tasks, before the job has begun, at which the coordinator stops the job."""
+"""Number of times that the coordinator starts a node's tasks before the job begins. If they end each time, it stops the
+job."""
 GONE_S = 5.0
 """Seconds without a connection from any task of a node after which the coordinator sends SIGTERM to the node's command.
 
@@ -92,7 +93,7 @@ class _Node:
         self.ended_at: float | None = None
 
     def look(self, connected: Collection[str]) -> None:
-        """Note whether a task of the current command process is connected, and when the last connection was lost.
+        """Note whether a task of the command's current process is connected, and when the last connection was lost.
 
         Args:
             connected: start names (``NODE/NUMBER``) with at least one task that is connected to the coordinator.
@@ -175,7 +176,8 @@ class NodeTasks:
         Args:
             connected: start names (``NODE/NUMBER``) with at least one task that is connected to the coordinator.
             heard: start names with at least one task that has sent a message within the lease time.
-            has_begun: True if the job was formed. Before that, tasks that end :data:`TRIES` times set :attr:`failed`.
+            has_begun: True if the job was formed. If it was not, and a node's tasks have ended :data:`TRIES` times, the
+                method sets :attr:`failed`.
         """
         for node in self._nodes:
             node.look(connected)

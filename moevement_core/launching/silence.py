@@ -16,10 +16,11 @@ LOOK_S = 1.0
 STOPPED_S = 15.0
 """Seconds for which a process has to be stopped (SIGSTOP) before the launcher reports it to the user."""
 SILENT_S = 60.0
-"""Shortest time in seconds without a new line in the metrics file after which the launcher reports a hang."""
+"""Seconds without a new line in the metrics file after which the launcher reports a hang. If iterations are slow,
+:data:`SILENT_ITERATIONS` gives a longer time, which then counts."""
 SILENT_ITERATIONS = 20
-"""Shortest time without a new line in the metrics file after which the launcher reports a hang, as a multiple of the
-longest iteration so far. The longer of this time and :data:`SILENT_S` counts."""
+"""Time without a new line in the metrics file after which the launcher reports a hang, as a multiple of the longest
+iteration so far. If :data:`SILENT_S` is longer, that time counts instead."""
 
 
 class HangDetector:

@@ -49,7 +49,7 @@ Then the task ends its processes and itself.
 TOKEN_PATIENCE_S = 5.0
 """Seconds that a task waits for a proof in the store that the coordinator has the same job token as the task."""
 LATE = 1 << 32
-"""Smallest member number in the first task that joins later; each such task has a range of this many numbers."""
+"""First member number of the first task that joins later, and the count of numbers that each such task may use."""
 
 
 @dataclass(frozen=True)

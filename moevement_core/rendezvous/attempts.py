@@ -27,9 +27,9 @@ class Attempts:
 
     def __init__(self) -> None:
         self._committed = self._here = -1
-        """Newest iteration that the job has ever committed, and newest that it has committed since it was last formed.
+        """Newest iteration that the job has committed: ever (``_committed``), and since it was last formed (``_here``).
 
-        Each is -1 for none. The second is lower while ranks repeat iterations that the job committed before a failure.
+        A value of -1 means none. ``_here`` is lower while ranks repeat iterations that were committed before a failure.
         """
         self._failures = 0
         self._deaths: dict[tuple[int, int], int] = {}
@@ -39,7 +39,7 @@ class Attempts:
         self._generation = -1
         """Newest generation whose failure was counted."""
         self._replaced: set[int] = set()
-        """Ranks whose process was replaced because it computed NaN or infinity; a new iteration empties the set."""
+        """Ranks whose processes computed NaN or infinity and were replaced since a new iteration was last committed."""
 
     @property
     def has_committed(self) -> bool:
@@ -56,7 +56,7 @@ class Attempts:
             self._replaced.clear()
 
     def formed(self) -> None:
-        """Note that the job was formed again; its resume iteration is unknown until a rank reports a commit."""
+        """Note that the job was formed again. Which iteration it executes is unknown until a rank reports a commit."""
         self._here = -1
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:

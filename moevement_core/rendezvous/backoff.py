@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Self
 
 SOONEST_S = 1.0
-"""Shortest pause between two reads, in seconds."""
+"""Shortest pause between two reads of a value in the store, in seconds."""
 SHARE = 20
-"""Ratio of the pause to the duration of the last read, so that reads take at most about a twentieth of the time."""
+"""Ratio of the pause after a read to the duration of the read, so that reads take at most a twentieth of the time."""
 
 
 class Backoff:
     """Schedule for reads of a value in the store. A read is due when a writer signals a new value, or after a pause.
 
     The caller enters the object as a context manager around each read. To signal a new value, a writer changes a second
-    key, the *bell* of the value (:meth:`SignedStore.ring`). Readers do not rely on the bell alone, because an
-    unauthenticated peer may change it, or may undo a change before the reader sees it.
+    key, the *bell* of the value (:meth:`SignedStore.ring`). Readers do not rely on the bell alone, because a process
+    without the job's token may change the bell, or may undo a change before a reader sees it.
 
     Args:
         clock: returns monotonic seconds.

@@ -197,7 +197,7 @@ class Coordinator:
             member: the member.
             pid: its process id.
             how: description of its end, for log lines.
-            noticed_by: the detector.
+            noticed_by: way in which the death was noticed.
 
         Returns:
             The rank that the member had; None if it had none, or its death was recorded before.
@@ -224,11 +224,10 @@ class Coordinator:
         return rank
 
     def has_trained(self, member: int | None = None) -> bool:
-        """Return True if an error of ``member`` cannot be a mistake in the flags or the script.
+        """Return True if flags and script have proved correct, so that an error of ``member`` need not end the job.
 
-        That is the case once the job has committed an iteration, or was formed without a rank for ``member``. If
-        ``member`` is None, only a committed iteration counts. A mistake ends the job. After any other error, the job
-        goes on with another process in place of the member.
+        They have proved correct once the job has committed an iteration, or was formed without a rank for ``member``:
+        then other processes have run the same script. If ``member`` is None, only a committed iteration counts.
         """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
@@ -431,8 +430,8 @@ class Coordinator:
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
         """Decide whether the job waits for a process that a supervisor starts in place of an ended one.
 
-        The job waits if, without the new process, ranks that communicate in every layer and were on one node would be
-        on several nodes.
+        The job waits if a group of ranks that communicate in every layer, and were on one node, would otherwise be on
+        several nodes.
 
         Args:
             missing: the failed ranks.
@@ -474,8 +473,8 @@ class Coordinator:
     def _is_to_grow(self) -> bool:
         """Interrupt all ranks and return True if waiting members suffice to enlarge an elastic job; else return False.
 
-        The method returns False until ``join_wait_s`` seconds have passed since a member last joined and since the last
-        roster was proposed. So members that join shortly after each other enlarge the job together.
+        The method returns False until :attr:`Grid.join_wait_s` seconds have passed since a member last joined and since
+        the last roster was proposed. So members that join shortly after each other enlarge the job together.
         """
         grid = self._elastic()
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
@@ -508,8 +507,8 @@ class Coordinator:
     def _waits_for_the_first(self) -> bool:
         """Return True while the job waits for its first members. If all of them join, member N becomes rank N.
 
-        If no member has joined for the spare timeout, the job begins without the absent members, and spares take their
-        ranks. If there are not enough spares for this, the method stops the job.
+        If no further member has joined for ``spare_timeout_s`` seconds, the job begins without the absent members, and
+        spares take their ranks. If there are not enough spares for this, the method stops the job.
         """
         absent = [
             member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
@@ -553,8 +552,8 @@ class Coordinator:
     def _replace_suspect(self) -> bool:
         """Replace a process that computed NaN or infinity, or stop the job.
 
-        Only one process is replaced at each failure. If a failure reports only ranks whose processes were already
-        replaced, the method stops the job; the reason names the batch and the model as possible causes.
+        Only one process is replaced at each failure. If all ranks that computed NaN or infinity already have replaced
+        processes, the method stops the job; the message names the batch and the model as possible causes.
 
         Returns:
             True if the method has replaced a process or stopped the job.

@@ -35,7 +35,7 @@ class Entered:
         self._phases: dict[int, bytes] = {}
         """Last phase of leaving (:class:`LeavingPhase`) that a slow member has reported, by member."""
         self._values: dict[str, dict[int, bytes]] = {}
-        """Values that were read so far, by key and member."""
+        """Values that members wrote to the store and the coordinator has read, by key and member."""
         self._looks: dict[str, Backoff] = {}
         """Pauses between reads, by key. Without them, each step of the coordinator would read a value for each rank."""
         self._store, self._clock = store, clock
@@ -57,15 +57,15 @@ class Entered:
             members: members that may have written.
 
         Returns:
-            Values by member. None if no further member has written since the last read, or if it is too early to read
-            again.
+            Values of all ``members`` that have written so far, by member. None if no further member has written since
+            the last read, or if it is too early to read again.
         """
         name = key.format(generation)
         look = self._looks.setdefault(name, Backoff(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
         # Each value is read once. Reads of all values whenever a member writes one would be N^2 reads, and an
-        # unauthenticated peer may overwrite a value after the first read.
+        # unauthenticated process may overwrite a value after the first read.
         known = self._values.setdefault(name, {})
         with look:
             missing = {member: self._store.read(f"{name}/{member}") for member in members if member not in known}

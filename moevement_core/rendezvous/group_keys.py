@@ -28,13 +28,13 @@ class GroupKeys:
     def __init__(self, store: SignedStore) -> None:
         self._store = store.of_groups
         self._old: list[str] = []
-        """Keys to delete."""
+        """Keys of old generations that :meth:`delete_some` still has to delete."""
 
     def trains(self, generation: int) -> None:
-        """Find the keys of earlier generations, because all ranks of ``generation`` have acknowledged their roster.
+        """Find the keys of old generations to delete, because ``generation`` begins to train.
 
-        The call lists all keys of the store once, which takes 5 us a key. The generation right before this one stays: a
-        process that leaves it late may still be making its groups.
+        The keys of the generation right before ``generation`` stay: a process that leaves it late may still be making
+        its groups. The call lists all keys of the store once, which takes 5 us a key.
         """
         keys = ((key, _GENERATION.match(key)) for key in self._store.list_keys())
         self._old = [key for key, match in keys if match and int(match[1]) < generation - 1]

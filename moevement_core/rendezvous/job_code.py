@@ -56,7 +56,7 @@ class JobCode:
     """Versions of packages, and digests of the sources of this project's packages, by name."""
 
     def differences(self, job: JobCode) -> list[str]:
-        """Return descriptions of the differences between this process and the job; empty if there are none."""
+        """Return descriptions of the differences between this code and the code of the job; empty if there are none."""
         descriptions = ["the script differs"] if self.script != job.script else []
         descriptions += [
             f"{flag} {_shown(self.flags.get(flag))} here, but {_shown(job.flags.get(flag))} in the job"
@@ -98,7 +98,7 @@ class KeptScript:
         """Environment variables with which a process finds the kept text; the launcher sets them for every process."""
 
     def close(self) -> None:
-        """Release the memory. The launcher calls this when it starts no more processes."""
+        """Release the memory that holds the text. The launcher calls this when it starts no more processes."""
         self._file.close()
 
 

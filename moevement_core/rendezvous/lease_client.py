@@ -131,11 +131,11 @@ class LeaseClient:
         self._receive()
 
     def _pause_s(self, interval_s: float) -> float:
-        """Return the seconds from the last attempt to connect to the next attempt.
+        """Return the pause in seconds before the next attempt to connect, counted from the last attempt.
 
-        After the first failed attempt, a limit doubles with each further attempt, up to
-        :data:`MOST_BEATS_BETWEEN_CALLS`. The method returns a random time between half of the limit and the limit, so
-        that supervisors do not all connect at once.
+        The first pause is ``interval_s``. For later pauses, a limit doubles with each attempt, up to
+        :data:`MOST_BEATS_BETWEEN_CALLS` times ``interval_s``. The pause is a random time between half of the limit and
+        the limit, so that supervisors do not all connect at once.
         """
         if self._calls <= 1:
             return interval_s

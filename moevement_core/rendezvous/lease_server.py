@@ -26,8 +26,8 @@ ADDRESS = "leases/address"
 GREETING_S = 10.0
 """Seconds after which the server closes a connection whose caller has not proved that it has the job's token."""
 MOST_UNKNOWN = 64
-"""Largest number of accepted connections whose callers have not proved yet that they have the token. Further callers
-wait in the listener's queue."""
+"""Largest number of accepted connections whose callers have not yet proved that they have the job's token. Later
+callers wait in the listener's queue."""
 SHORT_GREETING_S = 1.0
 """Value that replaces :data:`GREETING_S` while :data:`MOST_UNKNOWN` callers have not sent their proof yet.
 
@@ -82,13 +82,13 @@ class LeaseServer:
         listener.setblocking(False)
         self._listener, self._holder, self._token, self._on_request = listener, holder, token, on_request
         self.unauthenticated = 0
-        """Number of connections that were closed before their callers had proved that they have the token."""
+        """Number of connections that were closed before their callers had proved that they have the job's token."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._is_accepting = True
         self._connections: dict[socket.socket, _Supervisor] = {}
         self._unknown: dict[_Supervisor, None] = {}
-        """Connections whose callers have not proved yet that they have the token, the oldest first."""
+        """Connections whose callers have not yet proved that they have the job's token, the oldest first."""
         self._by_name: dict[str, _Supervisor] = {}
 
     def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
@@ -113,9 +113,8 @@ class LeaseServer:
         """Limit the number of connections whose callers have not proved yet that they have the job's token.
 
         Close a connection if its proof does not arrive in time. Accept no further connection while
-        :data:`MOST_UNKNOWN` proofs are pending. After an outage of the network, all supervisors connect at once. The
-        server never closes a connection only to accept another. So each supervisor waits at most for the proofs of all
-        callers before it.
+        :data:`MOST_UNKNOWN` proofs are pending. Never close a connection only to accept another: after an outage of the
+        network, all supervisors connect at once, and each has to wait only for the proofs of the callers before it.
         """
         now = time.monotonic()
         allowed_s = SHORT_GREETING_S if len(self._unknown) >= MOST_UNKNOWN else GREETING_S

@@ -28,7 +28,7 @@ class Losses:
             rank: its rank; None for a spare.
             pid: its process id.
             how: description of its end, for log lines.
-            noticed_by: the detector.
+            noticed_by: way in which the death was noticed.
             silent_s: seconds since the member was last known to live.
         """
         now = time.time()

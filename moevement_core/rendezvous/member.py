@@ -30,7 +30,7 @@ from moevement_core.rendezvous.roster import (
 from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
-"""Longest single wait in the store. After each wait, the member checks whether the job has ended or excluded it."""
+"""Longest single wait for a value in the store. After it, the member checks if the job has ended or excluded it."""
 
 
 class Member:

@@ -9,14 +9,14 @@ from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, 
 from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
-"""Number of lease times that a rank has to leave an interrupted generation, or to acknowledge a roster.
+"""Timeout for a rank to leave an interrupted generation or to acknowledge a roster, as a number of lease times.
 
 After this time, the rank counts as dead.
 """
 LEASES_TO_LEAVE_DEVICES = 12
-"""Number of lease times that a rank has to leave an interrupted generation, in a job with GPUs.
+"""Timeout for a rank to leave an interrupted generation in a job with GPUs, as a number of lease times.
 
-It is larger than without GPUs, because each abort of a communicator waits for the device.
+It is longer than without GPUs, because each abort of a communicator waits for the device.
 """
 RESET_GRACE_S = 0.5
 """Seconds in which a supervisor may reconnect after its connection broke. After that, its members count as dead."""
@@ -48,7 +48,7 @@ class Membership:
 
     @property
     def leave_s(self) -> float:
-        """Longest time in seconds in which a rank has to leave a generation, or to reach the next phase of leaving."""
+        """Timeout in seconds for a rank to leave an interrupted generation, or to reach the next phase of leaving."""
         has_devices = any(info.devices for info in self.alive.values())
         return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
@@ -84,7 +84,7 @@ class Membership:
         """Yield members whose lease has run out, or whose supervisor has lost its connection and not reconnected.
 
         Yields:
-            The member, a description of its end for log lines, and the detector.
+            The member, a description of its end for log lines, and the way in which its death was noticed.
         """
         now = self._clock()
         if (paused_s := now - self._stepped_at) > self.lease_s / 4:
@@ -129,9 +129,9 @@ class Membership:
         return {*silent, *(self.alive[member].node for member in self._disconnected if member in self.alive)}
 
     def hears(self, node: str, but: int) -> bool:
-        """Return True if any member on the node except ``but`` was renewed lately and has a connected supervisor.
+        """Return True if ``node`` is not lost: a member on it other than ``but`` shows signs of life.
 
-        Then the node is not lost.
+        Such a member has a connected supervisor, and its lease was renewed within the last third of a lease time.
         """
         others = [member for member, info in self.alive.items() if info.node == node and member != but]
         return any(not self._is_silent(member) and member not in self._disconnected for member in others)

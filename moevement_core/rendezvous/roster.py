@@ -37,8 +37,8 @@ ROSTER = "generation/{}/roster"
 ACKNOWLEDGED = "generation/{}/acknowledged"
 """Key that a member changes to signal that it has acknowledged the roster; its value under ``/MEMBER`` is empty."""
 START = "generation/{}/start"
-"""Key of the decision on a proposed roster: ``go`` when all its members have acknowledged it; ``superseded`` if one of
-them was lost before."""
+"""Key of the decision on a proposed roster: ``go`` when all its members have acknowledged it; ``superseded`` if a
+failure came first."""
 LEFT = "generation/{}/left"
 """Key that a survivor changes to signal that it has left the generation; its report (:meth:`Member.leave`) is under
 ``/MEMBER``."""

@@ -3,7 +3,7 @@
 All keys have a prefix that is derived from the job's token. Each value has a MAC over the value and its key. A value
 without a valid MAC is ignored, as if it did not exist.
 
-An unauthenticated peer that lists the keys can still delete and overwrite values. So the writer of a value restores it
+A process without the token that lists the keys can still delete and overwrite values. So a value's writer restores it
 (:meth:`SignedStore.keep_written`). The store's own ``add`` is not used, because it breaks the caller's connection if
 the value is not a number.
 """
@@ -31,7 +31,7 @@ _ANNOUNCED = "moevement/token"
 CLAIMED = "claimed"
 """Key that a process changes to signal that it has claimed another key.
 
-The process that holds the store then reads the claimed value, and restores it if a peer deletes it.
+The process that holds the store then reads the claimed value, and restores it if another process deletes it.
 """
 KEEP_S = 0.25
 """Seconds between two checks that the values of this process are still in the store."""
@@ -59,9 +59,9 @@ class SignedStore:
         self.base, self._token, self._timeout_s = base, token, timeout_s
         self._store = dist.PrefixStore(prefix_of(token), base)
         self._written: dict[str, str] = {}
-        """Signed values of this process, which it restores if a peer changes or deletes them, by key."""
+        """Signed values of this process, by key. It restores a value that another process changes or deletes."""
         self._adopted: dict[str, str] = {}
-        """Signed values of other processes that this process restores, too, by key."""
+        """Signed values that other processes wrote, and that this process restores, too, by key."""
         self._to_check: list[str] = []
         """Keys of :attr:`_adopted` that the next calls of :meth:`keep_written` check."""
         self._bells: dict[str, bytes] = {}
@@ -74,7 +74,7 @@ class SignedStore:
         self.rejected = 0
         """Number of values that were ignored because they had no valid MAC."""
         self.restored = 0
-        """Number of times that this process has restored a value which a peer had changed or deleted."""
+        """Number of times that this process has restored a value which another process had changed or deleted."""
 
     @property
     def of_groups(self) -> Any:
@@ -82,7 +82,7 @@ class SignedStore:
         return dist.PrefixStore(f"{prefix_of(self._token)}/groups", self.base)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a signed value. If an unauthenticated peer changes or deletes it, :meth:`keep_written` restores it."""
+        """Write a signed value. If another process changes or deletes it, :meth:`keep_written` restores it."""
         signed = self._sign(key, value)
         self._written[key] = signed
         self._store.set(key, signed)
@@ -146,7 +146,7 @@ class SignedStore:
     def ring(self, bell: str) -> None:
         """Signal a new value: change the key ``bell``, so that processes that watch it read the new value at once.
 
-        A changed bell is only a hint, because unauthenticated peers can change a bell, or undo a change.
+        A changed bell is only a hint: processes without the job's token can change a bell, too, or undo a change.
         """
         self._store.set(bell, secrets.token_hex(8))
 
@@ -158,18 +158,18 @@ class SignedStore:
         return is_new
 
     def tag(self, name: str) -> str:
-        """Return a MAC of ``name`` to be used as a part of a key. An unauthenticated peer cannot compute the MAC.
+        """Return a MAC of ``name`` to be used as a part of a key. Without the job's token, nobody can compute the MAC.
 
         So if a key contains a name with its tag, a process of the job has made the key. Readers ignore other keys.
         """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
     def keys(self, prefix: str) -> list[str]:
-        """Return the keys that begin with ``prefix``, including those of unauthenticated peers."""
+        """Return the keys that begin with ``prefix``, including those that processes without the token wrote."""
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
 
     def keep_written(self) -> None:
-        """Restore the values of this process that an unauthenticated peer has changed or deleted.
+        """Restore the values of this process that a process without the job's token has changed or deleted.
 
         Processes call this often; the method checks the values once in :data:`KEEP_S` seconds. Of the values that this
         process has taken over from others, it checks at most :data:`MOST_KEPT` at a time: each check is a request to
@@ -197,7 +197,7 @@ class SignedStore:
         """
         known = self._written.keys() | self._adopted.keys()
         new = [key for key in self.keys("") if key.startswith(prefixes) and key not in known]
-        # Unauthenticated peers may have written any number of such keys. A random sample bounds the time of a call.
+        # Unauthenticated processes may have written many such keys. A random sample bounds the time of a call.
         for key in random.sample(new, min(len(new), MOST_ADOPTED)):
             if (value := self.read(key)) is not None:
                 self._adopted[key] = self._sign(key, value)

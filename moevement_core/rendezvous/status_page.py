@@ -29,7 +29,7 @@ _FIELDS = struct.Struct("<dqqq")
 - 1 if a process that has just been started is to idle before it runs its script, else 0.
 """
 _COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
-"""Offsets in bytes of the fields after the first."""
+"""Offsets in bytes of the second, third and fourth field of the page."""
 _NOTHING = -1
 """Value of the committed iteration before the first commit."""
 POLL_S = 0.02
@@ -82,7 +82,7 @@ class StatusPage:
         struct.pack_into("<q", self._memory, _WINDS_DOWN, 1)
 
     def set_waiting(self, *, waits: bool) -> None:
-        """Tell a process that has just been started to idle, or to run its script."""
+        """Tell a process that has just been started to idle (``waits``), or else to run its script."""
         struct.pack_into("<q", self._memory, _WAITS, waits)
 
     @property

@@ -77,7 +77,7 @@ class GenerationStore(StoreMixin):
 
     The thread of nvidia-resiliency-ext that watches a rank reads the record. The class replaces the methods of that
     library's ``StoreMixin`` which this thread uses. The original methods do not sign values, and would end a rank with
-    an exception if an unauthenticated peer wrote a value.
+    an exception if a process without the job's token wrote a value.
 
     Args:
         store: store of the job.

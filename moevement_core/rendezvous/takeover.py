@@ -65,7 +65,10 @@ class _Free:
         self.taken: dict[int, int] = {}
         """Member that takes over each rank, by rank."""
         self._on: dict[str, list[tuple[int, int]]] = {}
-        """Pairs (position in ``waiting``, member), by node. The smallest position is last, so ``pop`` returns it."""
+        """Free processes by node, as pairs: position in the list of waiting processes, and member.
+
+        The process that is first in the list of waiting processes is last here, so that ``pop`` returns it.
+        """
         for place, info in reversed(list(enumerate(waiting))):
             self._on.setdefault(info.node, []).append((place, info.member))
 
